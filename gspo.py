@@ -6,17 +6,15 @@ Losses: xxx_loss(logprobs, old_logprobs, advantages, mask, *, ..., denom=None) -
     old_logprobs  (N, T)  log pi_old of the same tokens; a constant
     advantages    (N,) or (N, T)
     mask          (N, T)  1 on completion tokens, up to and including the first end token
-    denom         the count that the mean is over, in the whole optimiser step: completions or
-                  tokens (see ALGOS); micro-batches then add up to one batch. None: this batch's
-    metrics       0-d, averaged as the loss is: add them up over the micro-batches of a step;
-                  clip_fraction counts where the clipped branch is the active one
+    denom         completions or tokens (see ALGOS) of the whole optimiser step, so that
+                  micro-batches add up to one batch; None: those of this batch
+    metrics       0-d, averaged as the loss is, so they add up too; clip_fraction counts where the
+                  clipped branch is the active one
 `weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything.
 
-Where this file departs from the papers:
- 1. Means over tokens are over the whole optimiser step, not over each micro-batch.
- 2. Sequence losses average (N, T) advantages over a completion. An empty completion adds 0.
- 3. Equal rewards give an advantage of exactly 0, where the papers leave 0 / 0 to rounding.
- 4. CISPO's bound is not in its paper; 5 is in the range that later work uses.
+Departures from the papers: 1. Means over tokens are over the optimiser step, not a micro-batch.
+2. Sequence losses average (N, T) advantages over a completion; an empty one adds 0. 3. Equal
+rewards give exactly 0, not 0 / 0. 4. CISPO's paper keeps its bound to itself: 5 is of later work.
 """
 
 from dataclasses import dataclass
@@ -28,9 +26,7 @@ import torch
 def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
              clip_low=0.2, clip_high=0.2, dual_clip=None, denom=None):
     """PPO-clip, arXiv 1707.06347 eq. 7: -min(r A, clip(r, 1-low, 1+high) A), mean over tokens.
-
-    dual_clip c > 1 keeps the objective above c A where A < 0 (arXiv 1912.09729).
-    """
+    dual_clip c > 1 keeps the objective above c A where A < 0 (arXiv 1912.09729)."""
     mask = mask.bool()
     weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
@@ -38,10 +34,8 @@ def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
     ratio = log_ratio.exp()
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:
-        bounded = torch.max(objective, dual_clip * advantages)
-        objective = torch.where(advantages < 0, bounded, objective)
-    clipped = weight * (objective != ratio * advantages)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (ratio < 1)).sum(),
+        objective = torch.where(advantages < 0, objective.max(dual_clip * advantages), objective)
+    metrics = {"clip_fraction": (weight * (objective != ratio * advantages)).sum(),
                "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
@@ -49,9 +43,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
 
 def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     """PPO's value loss, mean over tokens: max((v-R)^2, (v_old + clip(v-v_old, -c, c) - R)^2) / 2.
-
-    values, old_values, returns (N, T), in units of reward. clip=None: the squared error alone.
-    """
+    values, old_values, returns (N, T), in units of reward. clip=None: the squared error alone."""
     mask = mask.bool()
     weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
     error = torch.where(mask, values - returns, 0.0).square()
@@ -67,8 +59,7 @@ def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
 def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=0.2, clip_high=0.2, ref_logprobs=None, kl_coef=0.04, denom=None):
     """GRPO, arXiv 2402.03300 eq. 3: -(min(r A, clip(r) A) - beta k3), mean over the tokens of a
-    completion, then over completions. ref_logprobs (N, T): a constant; None: without the KL term.
-    """
+    completion, then over completions. ref_logprobs (N, T): a constant; None: without the KL term."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1)
     weight = mask / length / (len(mask) if denom is None else denom)
@@ -80,8 +71,7 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
     if ref_logprobs is not None:
         log_ref_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)
         objective = objective - kl_coef * (log_ref_ratio.exp() - log_ref_ratio - 1)  # k3, eq. 4
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (ratio < 1)).sum(),
-               "ratio_mean": (weight * ratio.detach()).sum(),
+    metrics = {"clip_fraction": clipped.sum(), "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
@@ -89,19 +79,18 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
 def dr_grpo_loss(logprobs, old_logprobs, advantages, mask, *,
                  max_completion_length, clip_low=0.2, clip_high=0.2, denom=None):
     """Dr. GRPO, arXiv 2503.20783: PPO's objective, summed, / (completions x max_completion_length).
-
-    max_completion_length: a constant, in tokens: the budget, never the padded width.
-    """
+    max_completion_length: a constant, in tokens: the budget, never the padded width."""
     mask = mask.bool()
-    weight = mask / (max_completion_length * (len(mask) if denom is None else denom))
+    denom = len(mask) if denom is None else denom
+    weight = mask / (max_completion_length * denom)
+    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / denom  # metrics: GRPO's mean
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = weight * (objective != ratio * advantages)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (ratio < 1)).sum(),
-               "ratio_mean": (weight * ratio.detach()).sum(),
-               "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
+    metrics = {"clip_fraction": (share * (objective != ratio * advantages)).sum(),
+               "ratio_mean": (share * ratio.detach()).sum(),
+               "approx_kl": (share * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
 
@@ -114,8 +103,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, mask, *,
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = weight * (objective != ratio * advantages)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (ratio < 1)).sum(),
+    metrics = {"clip_fraction": (weight * (objective != ratio * advantages)).sum(),
                "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
@@ -124,8 +112,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, mask, *,
 def gspo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=3e-4, clip_high=4e-4, denom=None):
     """GSPO, arXiv 2507.18071 eq. 5: -min(s A, clip(s, 1-low, 1+high) A), mean over completions;
-    s = exp(mean_t(log pi - log pi_old)), the length-normalised likelihood ratio of the sequence.
-    """
+    s = exp(mean_t(log pi - log pi_old)), the length-normalised likelihood ratio of the sequence."""
     mask = mask.bool()
     length = mask.sum(1).clamp(min=1)
     weight = mask.any(1) / (len(mask) if denom is None else denom)
@@ -133,8 +120,7 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *,
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1) / length
     ratio = log_ratio.exp()  # s_i, eq. 7; (N,)
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = weight * (objective != ratio * advantages)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (ratio < 1)).sum(),
+    metrics = {"clip_fraction": (weight * (objective != ratio * advantages)).sum(),
                "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
@@ -143,9 +129,7 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *,
 def gspo_token_loss(logprobs, old_logprobs, advantages, mask, *,
                     clip_low=3e-4, clip_high=4e-4, denom=None):
     """GSPO-token, arXiv 2507.18071 eq. 13: GSPO whose tokens may have advantages of their own.
-
-    s_{i,t} = sg[s_i] pi / sg[pi] (eq. 14) has the sequence's value and the token's gradient.
-    """
+    s_{i,t} = sg[s_i] pi / sg[pi] (eq. 14) has the sequence's value and the token's gradient."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1)
     weight = mask / length / (len(mask) if denom is None else denom)
@@ -154,8 +138,7 @@ def gspo_token_loss(logprobs, old_logprobs, advantages, mask, *,
     token = torch.where(mask, logprobs, 0.0)
     ratio = log_ratio.detach().exp() * (token - token.detach()).exp()  # s_{i,t}, eq. 14; (N, T)
     objective = torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = weight * (objective != ratio * advantages)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (ratio < 1)).sum(),
+    metrics = {"clip_fraction": (weight * (objective != ratio * advantages)).sum(),
                "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
@@ -163,17 +146,14 @@ def gspo_token_loss(logprobs, old_logprobs, advantages, mask, *,
 
 def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom=None):
     """CISPO, arXiv 2506.13585 eq. 4: -sg[min(r, ratio_max)] A log pi, mean over all tokens.
-
-    The weight of a token is clipped, not its update: no token loses its gradient.
-    """
+    The weight of a token is clipped, not its update: no token loses its gradient."""
     mask = mask.bool()
     weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.detach().exp()
     objective = ratio.clamp(max=ratio_max) * advantages * torch.where(mask, logprobs, 0.0)
-    clipped = weight * (ratio > ratio_max)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": torch.zeros_like(clipped.sum()),
+    metrics = {"clip_fraction": (weight * (ratio > ratio_max)).sum(),
                "ratio_mean": (weight * ratio).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
@@ -182,9 +162,7 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom
 def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, denom=None):
     """SAPO, arXiv 2511.20347: -(4 / tau) sigmoid(tau (r - 1)) A, mean over the tokens of a
     completion, then over completions; tau is tau_pos where A > 0, else tau_neg.
-
-    A gate in the place of the clip: the gradient is A grad log pi at r = 1 and fades on both sides.
-    """
+    A gate, not a clip: the gradient is A grad log pi at r = 1 and fades on both sides."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1)
     weight = mask / length / (len(mask) if denom is None else denom)
@@ -193,18 +171,14 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=
     ratio = log_ratio.exp()
     tau = torch.where(advantages > 0, tau_pos, tau_neg)
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-    zero = torch.zeros_like(weight.sum())  # nothing is clipped
-    metrics = {"clip_fraction": zero, "clip_fraction_low": zero,
-               "ratio_mean": (weight * ratio.detach()).sum(),
+    metrics = {"clip_fraction": 0 * weight.sum(), "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
 
-def gmpo_loss(logprobs, old_logprobs, advantages, mask, *,
-              clip_low=0.4, clip_high=0.4, denom=None):
+def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_high=0.4, denom=None):
     """GMPO, arXiv 2507.20673: -s A, mean over completions; s is the geometric mean of the token
-    ratios, each clipped to [e^-low, e^high] on the side that A gains from. clip_fraction: tokens.
-    """
+    ratios, each clipped to [e^-low, e^high] on the side that A gains from. clip_fraction: tokens."""
     mask = mask.bool()
     length = mask.sum(1).clamp(min=1)
     weight = mask.any(1) / (len(mask) if denom is None else denom)
@@ -214,16 +188,14 @@ def gmpo_loss(logprobs, old_logprobs, advantages, mask, *,
     bounded = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
     ratio = (bounded.sum(1) / length).exp()  # s_i; (N,)
     clipped = (weight / length)[:, None] * (sign * bounded != sign * log_ratio)
-    metrics = {"clip_fraction": clipped.sum(), "clip_fraction_low": (clipped * (bounded < 0)).sum(),
-               "ratio_mean": (weight * ratio.detach()).sum(),
+    metrics = {"clip_fraction": clipped.sum(), "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - ratio.log()).detach()).sum()}
     return -(weight * ratio * advantages).sum(), metrics
 
 
 def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", denom=None):
     """REINFORCE (Williams 1992): -A log pi, without a ratio. per="token": mean over all tokens;
-    per="completion": over the tokens of a completion, then over completions.
-    """
+    per="completion": over the tokens of a completion, then over completions."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1) if per == "completion" else 1
     units = len(mask) if per == "completion" else mask.sum().clamp(min=1)
@@ -231,9 +203,7 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", den
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).detach()
     objective = advantages * torch.where(mask, logprobs, 0.0)
-    zero = torch.zeros_like(weight.sum())  # nothing is clipped
-    metrics = {"clip_fraction": zero, "clip_fraction_low": zero,
-               "ratio_mean": (weight * log_ratio.exp()).sum(),
+    metrics = {"clip_fraction": 0 * weight.sum(), "ratio_mean": (weight * log_ratio.exp()).sum(),
                "approx_kl": (weight * (log_ratio.exp() - 1 - log_ratio)).sum()}
     return -(weight * objective).sum(), metrics
 
@@ -242,11 +212,10 @@ def kl_penalty(logprobs, ref_logprobs, mask, *,
                estimator="k3", per="completion", denom=None, old_logprobs=None):
     """KL(pi_theta || pi_ref) from sampled tokens, with x = log pi_ref - log pi_theta.
 
-    k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1 (joschu.net/blog/kl-approx.html); "unbiased" = r k3
-    (DeepSeek-V3.2), r = pi_theta / pi_old. As a loss k2 and r k3 have the gradient of this KL, k3
-    that of the forward KL, k1 none in expectation: raises ValueError when k1 carries a gradient.
-    per: "token" or "completion", the unit of the mean. old_logprobs (N, T); None: pi_theta's.
-    """
+    k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1 (joschu.net/blog/kl-approx.html), "unbiased" = r k3
+    (DeepSeek-V3.2; r = pi_theta / pi_old). As losses k2 and r k3 have this KL's gradient, k3 that
+    of the forward KL, k1 none in expectation: k1 with a gradient raises ValueError.
+    per: "token" or "completion", the unit of the mean. old_logprobs (N, T); None: pi_theta's."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1) if per == "completion" else 1
     units = len(mask) if per == "completion" else mask.sum().clamp(min=1)
@@ -257,21 +226,21 @@ def kl_penalty(logprobs, ref_logprobs, mask, *,
     old_logprobs = logprobs.detach() if old_logprobs is None else old_logprobs
     ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
     k3 = x.exp() - x - 1
-    kl = (weight * {"k1": -x, "k2": x.square() / 2, "k3": k3, "unbiased": ratio * k3}[estimator]).sum()
-    return kl, {"kl": kl.detach()}
+    kl = {"k1": -x, "k2": x.square() / 2, "k3": k3, "unbiased": ratio * k3}[estimator]
+    return (weight * kl).sum(), {"kl": (weight * kl.detach()).sum()}
 
 
 def group_advantages(rewards, group_size, *, scale="group"):
     """GRPO's and GSPO's advantages, arXiv 2507.18071 eq. 6: (r - mean of its group) / (std + 1e-6).
 
     rewards (N,) -> (N,). scale: "group", the group's std (ddof 1); "batch", that of all rewards;
-    "none", no division (Dr. GRPO). Equal rewards, and a group of one, have advantage exactly 0.
-    """
+    "none", no division (Dr. GRPO). Equal rewards, and a group of one, have advantage exactly 0."""
     groups = rewards.reshape(-1, group_size)
     dead = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     advantages = groups - groups.mean(1, keepdim=True)
     if scale == "group":
-        advantages = advantages / (groups.std(1, keepdim=True, correction=int(group_size > 1)) + 1e-6)
+        correction = int(group_size > 1)  # a group of one has no unbiased std, and is dead anyway
+        advantages = advantages / (groups.std(1, correction=correction, keepdim=True) + 1e-6)
     elif scale == "batch":
         advantages = advantages / (rewards.std(correction=int(len(rewards) > 1)) + 1e-6)
     return torch.where(dead, 0.0, advantages).reshape(-1)
@@ -283,12 +252,11 @@ def leave_one_out_advantages(rewards, group_size):
 
 
 def step_advantages(rewards, steps, mask, group_size):
-    """Advantages (N, T) for step rewards; rewards and steps (N, T) are set at each step's last token.
+    """Advantages (N, T) from step rewards; rewards, steps (N, T) are set at a step's last token.
 
     Q_{i,k} = sum_{j >= k} r_{i,j}, the reward to go of completion i from its step k on;
     A_{i,k} = (Q_{i,k} - mean) / (std + 1e-6) over the completions of the group with a step k.
-    All tokens of step k have A_{i,k}, those after the last step too. No step: advantage 0.
-    """
+    All tokens of step k have A_{i,k}, those after the last step too. No step: advantage 0."""
     steps = steps.bool() & mask.bool()
     to_go = torch.where(steps, rewards, 0.0).flip(1).cumsum(1).flip(1)
     ends = [row.nonzero().flatten().tolist() for row in steps]
@@ -303,22 +271,24 @@ def step_advantages(rewards, steps, mask, group_size):
     return torch.where(mask.bool(), advantages, 0.0)
 
 
+def whiten(values, mask):
+    """(x - mean) / (std + 1e-6) over all tokens of the mask, both (N, T); all equal: exactly 0."""
+    mask = mask.bool()
+    tokens = group_advantages(values[mask], max(int(mask.sum()), 1))  # one group of all tokens
+    return torch.zeros_like(values).masked_scatter(mask, tokens)
+
+
 def reinforce_plus_plus_advantages(rewards, mask, *, gamma=1.0):
-    """REINFORCE++, arXiv 2501.03262: reward to go per token, whitened over all tokens. (N, T)."""
-    zeros = torch.zeros_like(rewards)
-    returns = gae_advantages(rewards, zeros, mask, gamma=gamma, lam=1.0)[1]
-    tokens = returns[mask.bool()]
-    if len(tokens) == 0 or tokens.max() == tokens.min():
-        return zeros
-    return torch.where(mask.bool(), (returns - tokens.mean()) / (tokens.std() + 1e-6), 0.0)
+    """REINFORCE++, arXiv 2501.03262: reward to go of each token, whitened. (N, T) -> (N, T)."""
+    zeros = torch.zeros_like(rewards)  # GAE at lam 1 without a critic is the reward to go
+    return whiten(gae_advantages(rewards, zeros, mask, gamma=gamma, lam=1.0)[1], mask)
 
 
 def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None):
     """GAE, arXiv 1506.02438 eq. 16: A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
 
     rewards, values (N, T), values[:, t] before token t. V is 0 after the last token, or, where a
-    completion was cut off and not ended, bootstrap (N,). Returns (advantages, advantages + values).
-    """
+    completion was cut off and not ended, bootstrap (N,). Returns (advantages, advantages + values)."""
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
     advantages = torch.where(mask, rewards, 0.0)
@@ -336,8 +306,7 @@ def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.
     """Truncated importance sampling from the sampler to pi_old: weights (N, T) of the advantages.
 
     "token": min(pi_old / pi_sampler, cap). "completion": min(exp(mean_t log(...)), cap), on GSPO's
-    length-normalised ratio; the product over tokens, unbiased, has a spread that grows with T.
-    """
+    length-normalised ratio; the product over tokens, unbiased, has a spread that grows with T."""
     mask = mask.bool()
     log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
     if per == "completion":
