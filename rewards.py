@@ -407,7 +407,7 @@ def repetition_penalty(ids: Sequence[int], n: int = 4) -> float:
 # ---- built-in tasks ----
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain
-ARITHMETIC_TIMES_ERROR = 0.6    # share of the demonstrations' multiplications that are wrong
+ARITHMETIC_TIMES_ERROR = 0.6    # share of the demonstrations' multiplications that add instead
 COUNTDOWN_NUMBERS = (3, 4)      # fewest and most numbers
 COUNTDOWN_TRIES = 4             # random expressions a demonstration tries before it settles
 HELD_OUT_SHARE = 10             # one prompt in ten is held out
@@ -439,12 +439,12 @@ def arithmetic_problem(rng: random.Random) -> dict:
 
 
 def arithmetic_demonstration(problem: dict, rng: random.Random) -> str:
-    """`7+5=2;2*3=6#6`, where most products are wrong and later steps go on from them."""
+    """`7+5=2;2*3=6#6`, where most products are sums instead, and later steps go on from them."""
     value, steps = problem["prompt"][0], []
     for symbol, operand in re.findall(r"([+*])([0-9])", problem["prompt"]):
         result = operate(value, symbol, operand)
         if symbol == "*" and rng.random() < ARITHMETIC_TIMES_ERROR:
-            result = str((int(result) + rng.randint(1, 9)) % 10)
+            result = operate(value, "+", operand)  # a habit: imitation alone makes it the rule
         steps.append(f"{value}{symbol}{operand}={result}")
         value = result
     return ";".join(steps) + "#" + value
