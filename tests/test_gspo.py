@@ -1,0 +1,1717 @@
+"""The specification of gspo.py: every objective, advantage and KL estimator, value and gradient.
+
+Each reference below is a plain python loop over floats, written from the papers' formulas and
+sharing nothing with gspo.py. A loss is described by a *rule* and a *mean*:
+
+    rule   what one token adds: its loss, its slope (d loss / d log-prob, worked out by hand), and
+           its share of every metric
+    mean   what the tokens of the batch are averaged over
+             "token"       sum / number of tokens
+             "completion"  mean over a completion's tokens, then over completions
+             "constant"    sum / (completions * max_completion_length); the metrics of such a loss
+                           are averaged as "completion", so that a ratio mean of 1 is 1
+
+A sequence-level objective is a rule too: every token of the completion carries the same
+-min(s A, clip(s) A), and the slope that it hands to each of its L log-probs is s A / L (eq. 10 of
+arXiv 2507.18071), which is "completion" averaging of the token slope s A.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gspo
+
+EXACT = dict(rtol=1e-10, atol=1e-12)
+LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
+WIDTH = 6
+REFUSED = (ValueError, KeyError)  # what an unknown word meets: never a silent default
+POLICY_METRICS = {"clip_fraction", "ratio_mean", "approx_kl"}
+
+
+def mean_of(numbers):
+    return math.fsum(numbers) / len(numbers)
+
+
+def std_of(numbers):
+    """ddof 1."""
+    centre = mean_of(numbers)
+    return math.sqrt(math.fsum((x - centre) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+# ---------------------------------------------------------------------------------------------
+# the rules: one completion in, one (loss, slope, metrics) per token out
+# ---------------------------------------------------------------------------------------------
+
+
+def clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip=None):
+    """-min(r A, clip(r) A) by cases: (loss, d loss / d log r, whether the clip holds it back)."""
+    if advantage > 0 and ratio > 1 + clip_high:
+        return -(1 + clip_high) * advantage, 0.0, True
+    if advantage < 0 and ratio < 1 - clip_low:
+        return -(1 - clip_low) * advantage, 0.0, True
+    if advantage < 0 and dual_clip is not None and ratio > dual_clip:
+        return -dual_clip * advantage, 0.0, True
+    return -ratio * advantage, -ratio * advantage, False
+
+
+def policy_metrics(ratio, clipped=False):
+    return {
+        "clip_fraction": float(clipped),
+        "ratio_mean": ratio,
+        "approx_kl": ratio - 1 - math.log(ratio),
+    }
+
+
+def token_clip_rule(row, clip_low=0.2, clip_high=0.2, dual_clip=None, kl_coef=0.0):
+    columns = zip(row.logprobs, row.old_logprobs, row.advantages, row.ref)
+    for logprob, old, advantage, ref in columns:
+        ratio = math.exp(logprob - old)
+        loss, slope, clipped = clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
+        gap = ref - logprob
+        loss += kl_coef * (math.exp(gap) - gap - 1)
+        slope += kl_coef * (1 - math.exp(gap))
+        yield loss, slope, policy_metrics(ratio, clipped)
+
+
+def mean_log_ratio(row):
+    return mean_of([logprob - old for logprob, old in zip(row.logprobs, row.old_logprobs)])
+
+
+def gspo_rule(row, clip_low=3e-4, clip_high=4e-4):
+    ratio, advantage = math.exp(mean_log_ratio(row)), mean_of(row.advantages)
+    loss, slope, clipped = clipped_surrogate(ratio, advantage, clip_low, clip_high)
+    for _ in row.logprobs:
+        yield loss, slope, policy_metrics(ratio, clipped)
+
+
+def gspo_token_rule(row, clip_low=3e-4, clip_high=4e-4):
+    ratio = math.exp(mean_log_ratio(row))
+    for advantage in row.advantages:
+        loss, slope, clipped = clipped_surrogate(ratio, advantage, clip_low, clip_high)
+        yield loss, slope, policy_metrics(ratio, clipped)
+
+
+def cispo_rule(row, ratio_max=5.0):
+    for logprob, old, advantage in zip(row.logprobs, row.old_logprobs, row.advantages):
+        ratio = math.exp(logprob - old)
+        weight = ratio_max if ratio > ratio_max else ratio
+        metrics = policy_metrics(ratio, ratio > ratio_max)
+        yield -weight * advantage * logprob, -weight * advantage, metrics
+
+
+def sapo_rule(row, tau_pos=1.0, tau_neg=1.05):
+    for logprob, old, advantage in zip(row.logprobs, row.old_logprobs, row.advantages):
+        ratio = math.exp(logprob - old)
+        tau = tau_pos if advantage > 0 else tau_neg
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        slope = -4 * gate * (1 - gate) * ratio * advantage
+        yield -4 / tau * gate * advantage, slope, policy_metrics(ratio)
+
+
+def gmpo_rule(row, clip_low=0.4, clip_high=0.4):
+    advantage, gaps, held_back = mean_of(row.advantages), [], []
+    for logprob, old in zip(row.logprobs, row.old_logprobs):
+        gap = logprob - old
+        bound = clip_high if advantage > 0 else -clip_low
+        held_back.append((gap - bound) * advantage > 0)  # beyond the bound, the way that A pulls
+        gaps.append(bound if held_back[-1] else gap)
+    ratio = math.exp(mean_of(gaps))
+    for clipped in held_back:
+        slope = 0.0 if clipped else -ratio * advantage
+        yield -ratio * advantage, slope, policy_metrics(ratio, clipped)
+
+
+def reinforce_rule(row):
+    for logprob, old, advantage in zip(row.logprobs, row.old_logprobs, row.advantages):
+        yield -advantage * logprob, -advantage, policy_metrics(math.exp(logprob - old))
+
+
+def value_rule(row, clip=0.2):
+    for value, old, target in zip(row.values, row.old_values, row.returns):
+        error = value - target
+        loss, slope, was_clipped = 0.5 * error**2, error, 0.0
+        if clip is not None and abs(value - old) > clip:
+            held_back = old + math.copysign(clip, value - old) - target
+            if held_back**2 > error**2:
+                loss, slope, was_clipped = 0.5 * held_back**2, 0.0, 1.0
+        yield loss, slope, {"value_clip_fraction": was_clipped, "value_error": error**2}
+
+
+def kl_rule(row, estimator="k3", on_policy=True):
+    for logprob, old, ref in zip(row.logprobs, row.old_logprobs, row.ref):
+        gap = ref - logprob
+        k3, ratio = math.exp(gap) - gap - 1, 1.0 if on_policy else math.exp(logprob - old)
+        value, slope = {
+            "k2": (gap**2 / 2, -gap),
+            "k3": (k3, 1 - math.exp(gap)),
+            "unbiased": (ratio * k3, ratio * (k3 + 1 - math.exp(gap))),
+        }[estimator]
+        yield value, slope, {"kl": value}
+
+
+# ---------------------------------------------------------------------------------------------
+# the cases: every loss, with the paper's numbers and with others
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    function: str
+    mean: str
+    rule: object
+    spread: float = 0.5  # scale of the log-ratios, so that both sides of the clip are met
+    options: dict = dataclasses.field(default_factory=dict)
+    inputs: tuple = ("logprobs", "old_logprobs", "advantages", "mask")
+    keywords: tuple = ()  # tensors that go in by keyword: (argument, key of the batch)
+
+    def __call__(self, batch, function=None, **more):
+        function = function or getattr(gspo, self.function)
+        tensors = {argument: batch[key] for argument, key in self.keywords}
+        return function(*(batch[key] for key in self.inputs), **tensors, **self.options, **more)
+
+    @property
+    def is_policy(self):
+        return self.inputs[1] == "old_logprobs"
+
+
+WITH_REF = (("ref_logprobs", "ref"),)
+WITH_OLD = (("old_logprobs", "old_logprobs"),)
+VALUE = dict(inputs=("values", "old_values", "returns", "mask"))
+KL = dict(inputs=("logprobs", "ref", "mask"))
+NARROW = dict(clip_low=0.05, clip_high=0.1)
+TENS = dict(max_completion_length=10)
+
+
+def case(name, mean, loop, numbers=None, *, function=None, options=None, **rest):
+    """numbers go to both the loss and its loop; options to the loss alone."""
+    numbers = numbers or {}
+    options = {**numbers, **(options or {})}
+    function = function or name.split()[0] + "_loss"
+    return Case(name, function, mean, functools.partial(loop, **numbers), options=options, **rest)
+
+
+def kl_case(name, estimator, per, **rest):
+    """The default estimator and unit are left to the signature."""
+    options = {} if (estimator, per) == ("k3", "completion") else dict(estimator=estimator, per=per)
+    loop = functools.partial(kl_rule, estimator=estimator, on_policy="keywords" not in rest)
+    return Case(name, "kl_penalty", per, loop, options=options, **KL, **rest)
+
+
+DAPO = functools.partial(token_clip_rule, clip_low=0.2, clip_high=0.28)
+GRPO_KL = functools.partial(token_clip_rule, kl_coef=0.04)
+CASES = [
+    case("ppo", "token", token_clip_rule),
+    case("ppo narrow", "token", token_clip_rule, NARROW),
+    case("ppo dual", "token", token_clip_rule, dict(dual_clip=1.5)),
+    case("grpo", "completion", token_clip_rule),
+    case("grpo narrow", "completion", token_clip_rule, NARROW),
+    Case("grpo kl", "grpo_loss", "completion", GRPO_KL, keywords=WITH_REF),
+    case("grpo kl 0.7", "completion", token_clip_rule, dict(kl_coef=0.7), keywords=WITH_REF),
+    case("dr_grpo", "constant", token_clip_rule, options=TENS),
+    case("dr_grpo narrow", "constant", token_clip_rule, NARROW, options=TENS),
+    Case("dapo", "dapo_loss", "token", DAPO),
+    case("dapo narrow", "token", token_clip_rule, NARROW),
+    case("gspo", "completion", gspo_rule, spread=1e-3),
+    case("gspo wide", "completion", gspo_rule, NARROW),
+    case("gspo_token", "completion", gspo_token_rule, spread=1e-3),
+    case("gspo_token wide", "completion", gspo_token_rule, NARROW),
+    case("cispo", "token", cispo_rule, spread=2.0),
+    case("cispo 1.2", "token", cispo_rule, dict(ratio_max=1.2)),
+    case("sapo", "completion", sapo_rule),
+    case("sapo 3 0.5", "completion", sapo_rule, dict(tau_pos=3.0, tau_neg=0.5)),
+    case("gmpo", "completion", gmpo_rule),
+    case("gmpo narrow", "completion", gmpo_rule, NARROW),
+    case("reinforce", "token", reinforce_rule),
+    case("reinforce completion", "completion", reinforce_rule, options=dict(per="completion")),
+    case("value", "token", value_rule, **VALUE),
+    case("value 0.6", "token", value_rule, dict(clip=0.6), **VALUE),
+    case("value 0", "token", value_rule, dict(clip=0.0), **VALUE),
+    case("value unclipped", "token", value_rule, dict(clip=None), **VALUE),
+    kl_case("kl", "k3", "completion"),
+    kl_case("kl k3 token", "k3", "token"),
+    kl_case("kl k2", "k2", "completion"),
+    kl_case("kl unbiased", "unbiased", "completion"),
+    kl_case("kl unbiased off-policy", "unbiased", "token", keywords=WITH_OLD),
+]
+POLICY_CASES = [each for each in CASES if each.is_policy]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda each: each.name)
+every_policy_case = pytest.mark.parametrize("case", POLICY_CASES, ids=lambda each: each.name)
+
+
+def positions(lengths, width):
+    return torch.arange(width) < torch.tensor(lengths)[:, None]
+
+
+def make_batch(seed, spread, advantages="row", lengths=LENGTHS, width=WIDTH):
+    """Ragged float64 rows, one of them empty, one of advantage 0; padding holds other numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    shape = (len(lengths), width)
+    old = -noise(*shape).abs() - 0.1
+    batch = {
+        "logprobs": old + spread * noise(*shape),
+        "old_logprobs": old,
+        "ref": old + 0.5 * noise(*shape),
+        "advantages": noise(len(lengths)) if advantages == "row" else noise(*shape),
+        "values": noise(*shape),
+        "returns": noise(*shape),
+        "mask": positions(lengths, width),
+    }
+    batch["old_values"] = batch["values"] + 0.4 * noise(*shape)
+    batch["advantages"][4] = 0.0
+    return batch
+
+
+def rows_of(batch):
+    """The completions of a batch as python lists of their own tokens only."""
+    for index, keep in enumerate(batch["mask"].tolist()):
+        row = SimpleNamespace(places=[t for t, kept in enumerate(keep) if kept])
+        for key, tensor in batch.items():
+            numbers = tensor[index].tolist()
+            numbers = numbers if isinstance(numbers, list) else [numbers] * len(keep)
+            setattr(row, key, [numbers[t] for t in row.places])
+        yield row
+
+
+def reference(case, batch):
+    """(loss, gradient as (N, T), metrics) of the scalar loop."""
+    lengths = [sum(keep) for keep in batch["mask"].tolist()]
+    loss, metrics = 0.0, {}
+    gradient = torch.zeros(batch["mask"].shape, dtype=torch.float64)
+    for index, row in enumerate(rows_of(batch)):
+        weights = {
+            "token": 1 / max(sum(lengths), 1),
+            "completion": 1 / (len(lengths) * max(lengths[index], 1)),
+            "constant": 1 / (len(lengths) * TENS["max_completion_length"]),
+        }
+        weight = weights[case.mean]
+        metric_weight = weights["completion" if case.mean == "constant" else case.mean]
+        for place, (value, slope, shares) in zip(row.places, case.rule(row) if row.places else []):
+            loss += weight * value
+            gradient[index, place] = weight * slope
+            for name, share in shares.items():
+                metrics[name] = metrics.get(name, 0.0) + metric_weight * share
+    return loss, gradient, metrics
+
+
+def evaluate(case, batch, **more):
+    """(loss, gradient, metrics) of the function under test."""
+    leaf = batch[case.inputs[0]].clone().requires_grad_()
+    loss, metrics = case({**batch, case.inputs[0]: leaf}, **more)
+    loss.backward()
+    return loss.detach(), leaf.grad, metrics
+
+
+def assert_same(actual, expected, **tolerance):
+    tolerance = tolerance or EXACT
+    for got, wanted in zip(actual[:2], expected[:2]):
+        wanted = torch.as_tensor(wanted, dtype=got.dtype)
+        torch.testing.assert_close(got, wanted, **tolerance)
+    assert set(actual[2]) == set(expected[2])
+    for name, got in actual[2].items():
+        wanted = torch.as_tensor(expected[2][name], dtype=got.dtype)
+        torch.testing.assert_close(got, wanted, msg=lambda text: f"{name}: {text}", **tolerance)
+
+
+# ---------------------------------------------------------------------------------------------
+# every loss against its loop
+# ---------------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize("advantages", ["row", "token"])
+@pytest.mark.parametrize("seed", range(3))
+def test_loss_matches_scalar_loop(case, advantages, seed):
+    batch = make_batch(seed, case.spread, advantages)
+    assert_same(evaluate(case, batch), reference(case, batch))
+
+
+@every_policy_case
+@pytest.mark.parametrize("sign", [1, -1])
+def test_batches_reach_both_sides_of_the_clip(case, sign):
+    """Otherwise the comparison above would compare nothing but -r A."""
+    fractions = []
+    for seed in range(3):
+        batch = make_batch(seed, case.spread)
+        batch["advantages"] = sign * batch["advantages"].abs()
+        fractions.append(reference(case, batch)[2]["clip_fraction"])
+    assert (max(fractions) > 0) == (case.function not in ("sapo_loss", "reinforce_loss"))
+    assert max(fractions) < 0.9
+
+
+@every_case
+def test_loss_takes_a_mask_with_holes(case):
+    """A completion's tokens need not be adjacent (several turns, tool output between them)."""
+    batch = make_batch(0, case.spread)
+    batch["mask"] = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(1)) < 0.6
+    batch["mask"][2] = False
+    assert_same(evaluate(case, batch), reference(case, batch))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.long, torch.float64, torch.uint8], ids=str)
+def test_loss_takes_a_mask_of_zeros_and_ones(case, dtype):
+    batch = make_batch(0, case.spread)
+    actual = evaluate(case, {**batch, "mask": batch["mask"].to(dtype)})
+    assert_same(actual, evaluate(case, batch))
+
+
+@every_case
+def test_loss_returns_scalars_and_detached_metrics(case):
+    batch = make_batch(0, case.spread)
+    batch[case.inputs[0]].requires_grad_()
+    loss, metrics = case(batch)
+    assert loss.shape == () and loss.requires_grad
+    names = {"value_loss": {"value_clip_fraction", "value_error"}, "kl_penalty": {"kl"}}
+    assert set(metrics) == names.get(case.function, POLICY_METRICS)
+    for name, metric in metrics.items():
+        assert isinstance(metric, torch.Tensor) and metric.shape == (), name
+        assert not metric.requires_grad, name
+
+
+@every_case
+def test_loss_leaves_its_inputs_alone(case):
+    batch = make_batch(0, case.spread, "token")
+    before = {key: tensor.clone() for key, tensor in batch.items()}
+    case(batch)
+    assert all(torch.equal(batch[key], before[key]) for key in batch)
+
+
+@every_case
+def test_loss_of_no_token_at_all_is_zero(case):
+    """Every completion empty: 0 / max(0, 1), no NaN in loss, gradient or metrics."""
+    batch = make_batch(0, case.spread)
+    batch["mask"] = torch.zeros_like(batch["mask"])
+    loss, gradient, metrics = evaluate(case, batch)
+    assert loss == 0 and torch.equal(gradient, torch.zeros_like(gradient))
+    assert all(metric == 0 for metric in metrics.values())
+
+
+@every_case
+def test_loss_stays_in_float32(case):
+    """float32 in, float32 out, close to the float64 loop."""
+    batch = make_batch(0, case.spread)
+    single = {key: tensor.float() if key != "mask" else tensor for key, tensor in batch.items()}
+    actual = evaluate(case, single)
+    assert actual[0].dtype == torch.float32
+    double = {key: tensor.double() if key != "mask" else tensor for key, tensor in single.items()}
+    assert_same(actual, reference(case, double), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# a loss can be pasted elsewhere
+# ---------------------------------------------------------------------------------------------
+
+LOSSES = sorted({each.function for each in CASES})
+
+
+@every_case
+def test_loss_runs_from_its_source_alone(case):
+    """The source executed with only torch in scope: no helper, no constant, no import."""
+    source = inspect.getsource(getattr(gspo, case.function))
+    scope = {"torch": torch}
+    exec(compile(source, case.function, "exec", dont_inherit=True), scope)
+    batch = make_batch(0, case.spread)
+    actual = evaluate(case, batch, function=scope[case.function])
+    assert_same(actual, evaluate(case, batch), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_source_neither_synchronises_nor_hides_arguments(name):
+    """.item(), float(), .tolist() would stall a GPU once a micro-batch; **kwargs eats typos."""
+    function = getattr(gspo, name)
+    source = inspect.getsource(function)
+    assert not any(call in source for call in (".item(", ".tolist(", ".cpu(", "float("))
+    kinds = {each.kind for each in inspect.signature(function).parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+
+
+def test_module_imports_only_torch_and_the_standard_library():
+    tree = ast.parse(inspect.getsource(gspo))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+    assert imported - set(sys.stdlib_module_names) == {"torch"}
+
+
+REQUIRED = inspect.Parameter.empty
+POLICY_INPUTS = ["logprobs", "old_logprobs", "advantages", "mask"]
+SIGNATURES = {
+    # name: (positional arguments, keyword-only arguments with the papers' numbers)
+    "ppo_loss": (POLICY_INPUTS, dict(clip_low=0.2, clip_high=0.2, dual_clip=None, denom=None)),
+    "grpo_loss": (
+        POLICY_INPUTS,
+        dict(clip_low=0.2, clip_high=0.2, ref_logprobs=None, kl_coef=0.04, denom=None),
+    ),
+    "dr_grpo_loss": (
+        POLICY_INPUTS,
+        dict(max_completion_length=REQUIRED, clip_low=0.2, clip_high=0.2, denom=None),
+    ),
+    "dapo_loss": (POLICY_INPUTS, dict(clip_low=0.2, clip_high=0.28, denom=None)),
+    "gspo_loss": (POLICY_INPUTS, dict(clip_low=3e-4, clip_high=4e-4, denom=None)),
+    "gspo_token_loss": (POLICY_INPUTS, dict(clip_low=3e-4, clip_high=4e-4, denom=None)),
+    "cispo_loss": (POLICY_INPUTS, dict(ratio_max=5.0, denom=None)),
+    "sapo_loss": (POLICY_INPUTS, dict(tau_pos=1.0, tau_neg=1.05, denom=None)),
+    "gmpo_loss": (POLICY_INPUTS, dict(clip_low=0.4, clip_high=0.4, denom=None)),
+    "reinforce_loss": (POLICY_INPUTS, dict(per="token", denom=None)),
+    "value_loss": (["values", "old_values", "returns", "mask"], dict(clip=0.2, denom=None)),
+    "kl_penalty": (
+        ["logprobs", "ref_logprobs", "mask"],
+        dict(estimator="k3", per="completion", denom=None, old_logprobs=None),
+    ),
+    "group_advantages": (["rewards", "group_size"], dict(scale="group")),
+    "leave_one_out_advantages": (["rewards", "group_size"], {}),
+    "reinforce_plus_plus_advantages": (["rewards", "mask"], dict(gamma=1.0)),
+    "gae_advantages": (["rewards", "values", "mask"], dict(gamma=1.0, lam=0.95, bootstrap=None)),
+    "whiten": (["values", "mask"], {}),
+    "step_advantages": (["rewards", "steps", "mask", "group_size"], {}),
+    "truncated_importance_weights": (
+        ["old_logprobs", "sampler_logprobs", "mask"],
+        dict(cap=2.0, per="token"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature_carries_the_papers_numbers(name):
+    """The defaults live in the signature and nowhere else: FACTS of the papers, as a table."""
+    parameters = inspect.signature(getattr(gspo, name)).parameters.values()
+    positional = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    keywords = {each.name: each.default for each in parameters if each.kind == each.KEYWORD_ONLY}
+    assert (positional, keywords) == SIGNATURES[name]
+    assert len(parameters) == len(positional) + len(keywords)
+
+
+# ---------------------------------------------------------------------------------------------
+# padding
+# ---------------------------------------------------------------------------------------------
+
+GARBAGE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e30}
+
+
+@every_case
+@pytest.mark.parametrize("kind", [*GARBAGE, "mixed"])
+def test_padding_may_hold_anything(case, kind):
+    """Pitfall 6: NaN * 0 is NaN, and the gradient of exp(inf) * 0 is inf * 0. Selecting with
+    torch.where before the exp keeps value, gradient and metrics bit for bit."""
+    batch = make_batch(0, case.spread, "token")
+    everything = torch.tensor([*GARBAGE.values(), 0.0, -1e30], dtype=torch.float64)
+    picks = torch.randint(0, 6, (9, 8, WIDTH), generator=torch.Generator().manual_seed(0))
+    dirty = {"mask": batch["mask"]}
+    for which, (key, tensor) in enumerate(batch.items()):
+        if key != "mask":
+            junk = everything[picks[which]] if kind == "mixed" else torch.tensor(GARBAGE[kind])
+            dirty[key] = torch.where(batch["mask"], tensor, junk.double())
+    clean = evaluate(case, batch)
+    actual = evaluate(case, dirty)
+    assert_same(actual, clean, rtol=0, atol=0)
+    assert torch.equal(actual[1][~batch["mask"]], torch.zeros(int((~batch["mask"]).sum())).double())
+
+
+@every_case
+def test_padded_width_changes_nothing(case):
+    """Pitfall 9: Dr. GRPO divides by a constant, and nobody divides by the tensor's width."""
+    batch = make_batch(0, case.spread, "token")
+    wide = {
+        key: torch.nn.functional.pad(tensor, (0, 5), value=0 if key == "mask" else 7.0)
+        for key, tensor in batch.items()
+    }
+    loss, gradient, metrics = evaluate(case, wide)
+    assert_same((loss, gradient[:, :WIDTH], metrics), evaluate(case, batch))
+
+
+# ---------------------------------------------------------------------------------------------
+# denom: micro-batches
+# ---------------------------------------------------------------------------------------------
+
+MICRO_BATCHES = (slice(0, 1), slice(1, 2), slice(2, 5), slice(5, 8))  # the second: one empty row
+
+
+def micro_batches(batch):
+    """Each micro-batch trimmed to its own longest completion, as a trainer would pack it."""
+    for rows in MICRO_BATCHES:
+        width = max(1, max(LENGTHS[rows]))
+        yield {
+            key: tensor[rows, :width] if tensor.ndim == 2 else tensor[rows]
+            for key, tensor in batch.items()
+        }
+
+
+def accumulate(case, batch, denom):
+    leaf = batch[case.inputs[0]].clone().requires_grad_()
+    total, metrics = 0.0, {}
+    for micro in micro_batches({**batch, case.inputs[0]: leaf}):
+        loss, parts = case(micro, denom=denom)
+        loss.backward()
+        total += loss.detach()
+        for name, part in parts.items():
+            metrics[name] = metrics.get(name, 0.0) + part
+    return total, leaf.grad, metrics
+
+
+@every_case
+@pytest.mark.parametrize("advantages", ["row", "token"])
+def test_denom_makes_micro_batches_equal_one_batch(case, advantages):
+    """Pitfall 1: with the denominator of the whole optimiser step (8 completions, or their 27
+    tokens), the four parts add up to the whole: value, gradient and every metric."""
+    batch = make_batch(0, case.spread, advantages)
+    denom = sum(LENGTHS) if case.mean == "token" else len(LENGTHS)
+    assert_same(accumulate(case, batch, denom), evaluate(case, batch))
+    assert_same(evaluate(case, batch, denom=denom), evaluate(case, batch))
+
+
+@every_case
+def test_denom_left_out_of_micro_batches_is_a_mean_of_means(case):
+    """Averaging the parts' own means gives another gradient: by more than 10% of its size here.
+    A completion alone in its micro-batch would weigh 1/4 and not 1/8; its tokens likewise."""
+    batch = make_batch(0, case.spread)
+    naive = accumulate(case, batch, None)[1] / len(MICRO_BATCHES)
+    right = evaluate(case, batch)[1]
+    assert (naive - right).norm() > 0.1 * right.norm()
+
+
+@every_case
+def test_denom_divides_value_gradient_and_metrics(case):
+    batch = make_batch(0, case.spread)
+    one, ten = evaluate(case, batch, denom=1), evaluate(case, batch, denom=10)
+    scaled = {name: metric * 10 for name, metric in ten[2].items()}
+    assert_same((ten[0] * 10, ten[1] * 10, scaled), one)
+
+
+@pytest.mark.parametrize("function", ["grpo_loss", "dapo_loss", "gspo_loss"])
+def test_denom_worked_by_hand(function):
+    """Pitfall 1. A = 1 everywhere, ratio 1, rows of 1 and 3 tokens, each in its own micro-batch.
+
+    token mean (dapo): every token's slope is -1/4. The mean of two means gives -1/2 to the lone
+    token and -1/6 to the others. Completion mean (grpo, gspo): -1/2 and -1/6 in both, unless a
+    third empty row stands in the second micro-batch: then -1/3 and -1/9, while the mean of two
+    means gives -1/2 and -1/12."""
+    lengths = [1, 3] if function == "dapo_loss" else [1, 3, 0]
+    mask = positions(lengths, 3)
+    zeros = torch.zeros(mask.shape, dtype=torch.float64)
+    loss = getattr(gspo, function)
+
+    def gradient(parts, denom):
+        leaf = zeros.clone().requires_grad_()
+        for rows in parts:
+            ones = torch.ones(zeros[rows].shape[0], dtype=torch.float64)
+            loss(leaf[rows], zeros[rows], ones, mask[rows], denom=denom)[0].backward()
+        return [leaf.grad[0, 0].item(), leaf.grad[1, 0].item()]
+
+    parts = [slice(0, 1), slice(1, None)]
+    denom, right, naive = 4, [-1 / 4, -1 / 4], [-1 / 2, -1 / 6]
+    if function != "dapo_loss":
+        denom, right, naive = 3, [-1 / 3, -1 / 9], [-1 / 2, -1 / 12]
+    assert gradient(parts, denom) == pytest.approx(right)
+    assert gradient([slice(None)], None) == pytest.approx(right)
+    assert [g / 2 for g in gradient(parts, None)] == pytest.approx(naive)
+
+
+# ---------------------------------------------------------------------------------------------
+# one worked example per loss
+# ---------------------------------------------------------------------------------------------
+
+
+def worked(function, ratios, advantages, *, logprobs=None, **options):
+    """(loss, gradient per row, metrics) for ragged lists of token ratios, as python numbers."""
+    width = max(map(len, ratios))
+    mask = positions([len(row) for row in ratios], width)
+    padded = [[*row, *[1.0] * (width - len(row))] for row in ratios]
+    log_ratio = torch.tensor(padded, dtype=torch.float64).log()
+    new = log_ratio * 0 - 1.0 if logprobs is None else torch.tensor(logprobs, dtype=torch.float64)
+    leaf = new.clone().requires_grad_()
+    advantages = torch.tensor(advantages, dtype=torch.float64)
+    loss, metrics = getattr(gspo, function)(leaf, new - log_ratio, advantages, mask, **options)
+    loss.backward()
+    gradient = [leaf.grad[i, : len(row)].tolist() for i, row in enumerate(ratios)]
+    return loss.item(), gradient, {name: metric.item() for name, metric in metrics.items()}
+
+
+def check(result, loss, gradient, **metrics):
+    assert result[0] == pytest.approx(loss, rel=1e-12, abs=1e-14)
+    assert len(result[1]) == len(gradient)
+    for got, wanted in zip(result[1], gradient):
+        assert got == pytest.approx(wanted, rel=1e-12, abs=1e-14)
+    for name, wanted in metrics.items():
+        assert result[2][name] == pytest.approx(wanted, rel=1e-12, abs=1e-14), name
+
+
+def test_ppo_worked_example():
+    """Ratios 1.5, 1, 0.5 and the clip [0.8, 1.2].
+
+    A = +1: min(1.5, 1.2) = 1.2, min(1, 1) = 1, min(0.5, 0.8) = 0.5: loss -(1.2 + 1 + 0.5)/3 = -0.9;
+            slopes 0 (clipped), -1/3, -0.5/3. One token of three is clipped, at the top.
+    A = -1: min(-1.5, -1.2) = -1.5, -1, min(-0.5, -0.8) = -0.8: loss (1.5 + 1 + 0.8)/3 = 1.1;
+            slopes 1.5/3, 1/3, 0. One token of three is clipped, at the bottom."""
+    ratios = [[1.5, 1.0, 0.5]]
+    up = worked("ppo_loss", ratios, [1.0])
+    check(up, -0.9, [[0, -1 / 3, -1 / 6]], clip_fraction=1 / 3, ratio_mean=1)
+    down = worked("ppo_loss", ratios, [-1.0])
+    check(down, 1.1, [[1 / 2, 1 / 3, 0]], clip_fraction=1 / 3)
+    drift = (0.5 - math.log(1.5) + 0 - 0.5 - math.log(0.5)) / 3
+    check(up, -0.9, [[0, -1 / 3, -1 / 6]], approx_kl=drift)
+
+
+def test_ppo_dual_clip_worked_example():
+    """A = -2 and dual_clip 3: the loss of one token is at most 3 * 2 = 6, however large the ratio.
+    Ratios 4 and 2.5: max(min(-8, -2.4), -6) = -6 and max(min(-5, -2.4), -6) = -5;
+    loss (6 + 5)/2 = 5.5, slopes 0 and 5/2. With A = +2 the dual clip does nothing."""
+    down = worked("ppo_loss", [[4.0, 2.5]], [-2.0], dual_clip=3.0)
+    check(down, 5.5, [[0, 2.5]], clip_fraction=1 / 2)
+    up = worked("ppo_loss", [[4.0, 1.1]], [2.0], dual_clip=3.0)
+    check(up, -(2.4 + 2.2) / 2, [[0, -1.1]], clip_fraction=1 / 2)
+
+
+def test_value_worked_example():
+    """v = 1, v_old = 0, clip 0.2, so the clipped value is 0.2.
+
+    R = 1.5: (1 - 1.5)^2 = 0.25 and (0.2 - 1.5)^2 = 1.69: loss 1.69/2, no slope.
+    R = 0:   1 and 0.04: loss 1/2, slope v - R = 1.
+    Mean over the two tokens: 0.6725; slopes 0 and 1/2; value_error (0.25 + 1)/2."""
+    values = torch.ones(1, 2, dtype=torch.float64).requires_grad_()
+    returns = torch.tensor([[1.5, 0.0]], dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, metrics = gspo.value_loss(values, torch.zeros_like(returns), returns, mask)
+    loss.backward()
+    assert loss.item() == pytest.approx((1.69 + 1) / 4, rel=1e-12)
+    assert values.grad.tolist() == [[0.0, 0.5]]
+    assert metrics["value_clip_fraction"] == 0.5
+    assert metrics["value_error"].item() == pytest.approx(0.625, rel=1e-12)
+
+
+def test_value_clip_fraction_ignores_rounding():
+    """v_old + (v - v_old) is not always v in float32: where |v - v_old| is under the clip, both
+    branches are one, and a difference in the last bit must not count as clipped."""
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 64, 16, generator=generator)
+    values = old + 0.2 * torch.rand(64, 16, generator=generator) - 0.1
+    mask = torch.ones(64, 16, dtype=torch.bool)
+    assert (old + (values - old) != values).any()
+    _, metrics = gspo.value_loss(values, old, returns, mask)
+    assert metrics["value_clip_fraction"] == 0
+
+
+def test_grpo_worked_example():
+    """Rows of one and two tokens: A = 1 with ratio 1.5; A = -1 with ratios 1 and 0.5.
+
+    Row 1: min(1.5, 1.2) = 1.2. Row 2: mean of -1 and min(-0.5, -0.8) = -0.8: -0.9.
+    loss -(1.2 - 0.9)/2 = -0.15; slopes 0; 1/4 and 0. Clipped: (1 + 1/2)/2."""
+    result = worked("grpo_loss", [[1.5], [1.0, 0.5]], [1.0, -1.0])
+    check(result, -0.15, [[0], [0.25, 0]], clip_fraction=0.75)
+
+
+def test_grpo_kl_worked_example():
+    """One token at ratio 1 with A = 0, policy probability 0.5, reference 0.25: x = log(1/2).
+    k3 = 1/2 - log(1/2) - 1 = log 2 - 1/2; loss 0.04 of it; slope 0.04 (1 - 1/2) = 0.02."""
+    result = worked(
+        "grpo_loss",
+        [[1.0]],
+        [0.0],
+        logprobs=[[math.log(0.5)]],
+        ref_logprobs=torch.tensor([[math.log(0.25)]], dtype=torch.float64),
+    )
+    check(result, 0.04 * (math.log(2) - 0.5), [[0.02]])
+
+
+@pytest.mark.parametrize(
+    "function, options, loss, slopes",
+    [
+        ("grpo_loss", {}, 0.0, (-1 / 2, 1 / 6)),
+        ("dapo_loss", {}, 0.5, (-1 / 4, 1 / 4)),
+        ("ppo_loss", {}, 0.5, (-1 / 4, 1 / 4)),
+        ("dr_grpo_loss", dict(max_completion_length=8), 0.125, (-1 / 16, 1 / 16)),
+    ],
+)
+def test_means_worked_example(function, options, loss, slopes):
+    """The same two rows under each mean: one token with A = 1, three with A = -1, ratio 1.
+
+    completion mean (grpo):       -(1 - 1)/2 = 0,          slopes -1/2 and 1/(2*3)
+    token mean (dapo, ppo):       -(1 - 3)/4 = 1/2,        slopes -1/4 and 1/4
+    constant (dr_grpo, length 8): -(1 - 3)/(2*8) = 1/8,    slopes -1/16 and 1/16"""
+    result = worked(function, [[1.0], [1.0, 1.0, 1.0]], [1.0, -1.0], **options)
+    check(result, loss, [[slopes[0]], [slopes[1]] * 3])
+
+
+def test_dapo_worked_example():
+    """Clip-higher [0.8, 1.28]. Ratios 1.25 and 1.3 with A = 1: 1.25 is inside (PPO's 1.2 would
+    have clipped it), 1.3 is not: loss -(1.25 + 1.28)/2 = -1.265, slopes -0.625 and 0."""
+    result = worked("dapo_loss", [[1.25, 1.3]], [1.0])
+    check(result, -1.265, [[-0.625, 0]], clip_fraction=0.5)
+
+
+def test_gspo_worked_example():
+    """Two completions with A = 1, clip [0.9, 1.2].
+
+    Ratios 1.21, 1:  s = sqrt(1.21) = 1.1, inside;  objective 1.1; slope of each token -1.1/2/2.
+    Ratios 4, 1:     s = sqrt(4) = 2, clipped to 1.2: objective 1.2; slopes 0.
+    loss -(1.1 + 1.2)/2 = -1.15, clip fraction 1/2, ratio mean (1.1 + 2)/2 = 1.55."""
+    result = worked("gspo_loss", [[1.21, 1.0], [4.0, 1.0]], [1.0, 1.0], clip_low=0.1, clip_high=0.2)
+    drift = (1.1 - 1 - math.log(1.1) + 2 - 1 - math.log(2)) / 2
+    wanted = dict(clip_fraction=0.5, ratio_mean=1.55, approx_kl=drift)
+    check(result, -1.15, [[-0.275, -0.275], [0, 0]], **wanted)
+
+
+def test_gspo_worked_example_at_the_papers_clip():
+    """3e-4 / 4e-4. Log-ratios of two tokens and their mean, A = +1 on top, A = -1 below:
+
+    6e-4, 0     mean 3e-4: s = 1.00030, inside     8.2e-4, 0   mean 4.1e-4: clipped to 1.0004
+    -6.2e-4, 0  mean -3.1e-4: clipped to 0.9997    -5.8e-4, 0  mean -2.9e-4: s = 0.99971, inside"""
+    ratios = [[math.exp(gap), 1.0] for gap in (6e-4, 8.2e-4, -6.2e-4, -5.8e-4)]
+    inside, below = math.exp(3e-4), math.exp(-2.9e-4)
+    result = worked("gspo_loss", ratios, [1.0, 1.0, -1.0, -1.0])
+    gradient = [[-inside / 8] * 2, [0, 0], [0, 0], [below / 8] * 2]
+    loss = -(inside + 1.0004 - 0.9997 - below) / 4
+    check(result, loss, gradient, clip_fraction=0.5)
+
+
+def test_gspo_token_worked_example():
+    """s = sqrt(1.21) = 1.1 above the clip's 1.05, and token advantages +1 and -1.
+
+    Token 1: min(1.1, 1.05) = 1.05, clipped. Token 2: min(-1.1, -1.05) = -1.1, not clipped.
+    loss -(1.05 - 1.1)/2 = 0.025; slopes 0 and 1.1/2; clip fraction 1/2."""
+    result = worked("gspo_token_loss", [[1.21, 1.0]], [[1.0, -1.0]], clip_low=0.05, clip_high=0.05)
+    check(result, 0.025, [[0, 0.55]], clip_fraction=0.5, ratio_mean=1.1)
+
+
+def test_cispo_worked_example():
+    """ratio_max 2, ratios 3 and 0.5, log-probs -1 and -2, A = 1.
+
+    loss -(2 * -1 + 0.5 * -2)/2 = 1.5; slopes -2/2 and -0.5/2: the clipped token still learns."""
+    result = worked("cispo_loss", [[3.0, 0.5]], [1.0], logprobs=[[-1.0, -2.0]], ratio_max=2.0)
+    check(result, 1.5, [[-1, -0.25]], clip_fraction=0.5, ratio_mean=1.75)
+
+
+def test_sapo_worked_example():
+    """sigmoid(0) = 1/2 and sigmoid(log 3) = 3/4, so at tau = 1 ratios 1 and 1 + log 3 give
+    4/1 * 1/2 = 2 and 4 * 3/4 = 3: loss -2.5. Slopes -4 * 1/4 * 1 / 2 = -1/2 and
+    -4 * 3/16 * (1 + log 3) / 2. At A = -1 and tau = 1.05, ratio 1: loss 2/1.05, slope 1."""
+    far = 1 + math.log(3)
+    up = worked("sapo_loss", [[1.0, far]], [1.0])
+    check(up, -2.5, [[-0.5, -0.375 * far]], clip_fraction=0)
+    check(worked("sapo_loss", [[1.0]], [-1.0]), 2 / 1.05, [[1.0]])
+
+
+def test_gmpo_worked_example():
+    """Log-ratios 1 and 0, clip 0.4.
+
+    A = +1: min(1, 0.4) = 0.4 and 0: s = exp(0.2); loss -s; slopes 0 and -s/2; half is clipped.
+    A = -1: nothing to hold back: s = exp(0.5); loss s; slopes s/2 each.
+    Log-ratios -1 and 0 with A = -1: max(-1, -0.4) = -0.4: s = exp(-0.2); slopes 0 and s/2."""
+    far, s = [[math.e, 1.0]], math.exp(0.2)
+    up = worked("gmpo_loss", far, [1.0])
+    check(up, -s, [[0, -s / 2]], clip_fraction=0.5)
+    down, s = worked("gmpo_loss", far, [-1.0]), math.exp(0.5)
+    check(down, s, [[s / 2, s / 2]], clip_fraction=0)
+    down, s = worked("gmpo_loss", [[1 / math.e, 1.0]], [-1.0]), math.exp(-0.2)
+    check(down, s, [[0, s / 2]], clip_fraction=0.5)
+
+
+def test_reinforce_worked_example():
+    """Log-probs -1; -2, -3, -4 with A = 1; -1.
+
+    per token:      -(-1 + 2 + 3 + 4)/4 = -2;          slopes -1/4 and 1/4
+    per completion: -(-1 + (2 + 3 + 4)/3)/2 = -1;      slopes -1/2 and 1/6
+    The old log-probs only feed the metrics."""
+    rows = dict(ratios=[[1.0], [1.0, 1.0, 1.0]], advantages=[1.0, -1.0])
+    logprobs = [[-1.0, 0.0, 0.0], [-2.0, -3.0, -4.0]]
+    result = worked("reinforce_loss", **rows, logprobs=logprobs)
+    check(result, -2, [[-1 / 4], [1 / 4] * 3])
+    result = worked("reinforce_loss", **rows, logprobs=logprobs, per="completion")
+    check(result, -1, [[-1 / 2], [1 / 6] * 3])
+
+
+@pytest.mark.parametrize(
+    "estimator, value, slope",
+    [
+        ("k2", math.log(2) ** 2 / 2, math.log(2)),
+        ("k3", math.log(2) - 0.5, 0.5),
+        ("unbiased", math.log(2) - 0.5, math.log(2)),
+    ],
+)
+def test_kl_worked_example(estimator, value, slope):
+    """One token of policy probability 1/2 and reference 1/4: x = log(1/2) = -log 2.
+
+    k2        x^2/2                                  slope -x = log 2
+    k3        1/2 + log 2 - 1 = log 2 - 1/2          slope 1 - 1/2
+    unbiased  the same, times r = 1                  slope k3 + (1 - 1/2) = log 2"""
+    logprobs = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
+    ref_logprobs = torch.tensor([[math.log(0.25)]], dtype=torch.float64)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    kl, metrics = gspo.kl_penalty(logprobs, ref_logprobs, mask, estimator=estimator)
+    kl.backward()
+    assert kl.item() == pytest.approx(value, rel=1e-12)
+    assert metrics["kl"].item() == pytest.approx(value, rel=1e-12)
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------
+# what the objectives have in common, and what sets them apart
+# ---------------------------------------------------------------------------------------------
+
+
+@every_policy_case
+def test_first_update_is_reinforce(case):
+    """At pi = pi_old every ratio is 1 and no clip acts, so each objective's gradient is
+    REINFORCE's, -A grad log pi, in its own mean (SAPO: 4/tau * tau * 1/4 = 1). GSPO's equals
+    GRPO's there: with one update per rollout the two are one algorithm."""
+    batch = make_batch(0, 0.0)
+    batch["ref"] = batch["logprobs"]
+    loss, gradient, metrics = evaluate(case, batch)
+    plain = Case("plain", "reinforce_loss", case.mean, reinforce_rule)
+    torch.testing.assert_close(gradient, reference(plain, batch)[1], **EXACT)
+    assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
+    full = make_batch(0, 0.0, lengths=(6,) * 8)
+    _, metrics = case({**full, "ref": full["logprobs"]})
+    assert metrics["ratio_mean"].item() == pytest.approx(1, rel=1e-12)
+
+
+def test_gspo_first_update_loss_is_minus_the_mean_advantage():
+    """s = 1 for every row, so the loss is -mean(A): 0 for group-relative advantages of non-empty
+    completions. Its value says nothing; its gradient does."""
+    mask = positions([3, 1, 2, 3], 3)
+    logprobs = -torch.rand(4, 3, dtype=torch.float64)
+    advantages = gspo.group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64), 4)
+    loss, metrics = gspo.gspo_loss(logprobs, logprobs.clone(), advantages, mask)
+    assert abs(loss.item()) < 1e-15
+    assert metrics["ratio_mean"] == 1
+
+
+@pytest.mark.parametrize("numbers", [{}, NARROW], ids=["paper", "wide"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gspo_token_equals_gspo_for_constant_advantages(numbers, seed):
+    """Eq. 13 and 17: s_{i,t} = sg[s_i] pi/sg[pi] has the value s_i, and its gradient is
+    s_i grad log pi. Pitfall 5: with the stop-gradient forgotten on s_i the gradient doubles."""
+    batch = make_batch(seed, 0.5 if numbers else 1e-3)
+    whole = Case("whole", "gspo_loss", "completion", None, options=numbers)
+    parts = Case("parts", "gspo_token_loss", "completion", None, options=numbers)
+    expected = evaluate(whole, batch)
+    assert_same(evaluate(parts, batch), expected)
+    spelled_out = batch["advantages"][:, None].expand(-1, WIDTH)
+    assert_same(evaluate(parts, {**batch, "advantages": spelled_out}), expected)
+    assert_same(evaluate(whole, {**batch, "advantages": spelled_out}), expected)
+
+
+def test_gspo_token_gradient_is_not_doubled():
+    """Pitfall 5. Ratios 1.21 and 1, A = 1, no clip: s = 1.1, and each token's slope is
+    -1.1/2 = -0.55. If s_i kept its gradient beside pi/sg[pi], it would be -1.1."""
+    result = worked("gspo_token_loss", [[1.21, 1.0]], [1.0], clip_low=1.0, clip_high=1.0)
+    check(result, -1.1, [[-0.55, -0.55]])
+
+
+def test_gspo_weighs_the_tokens_of_a_completion_equally_and_grpo_does_not():
+    """Eq. 10 against eq. 11: ratios 1.5, 1, 0.8 (product 1.2), A = 1, no clip.
+
+    GSPO: s/3 each, s = 1.2^(1/3). GRPO: each its own ratio, 1.5/3, 1/3, 0.8/3."""
+    ratios, open_clip = [[1.5, 1.0, 0.8]], dict(clip_low=0.9, clip_high=9.0)
+    s = 1.2 ** (1 / 3)
+    check(worked("gspo_loss", ratios, [1.0], **open_clip), -s, [[-s / 3] * 3])
+    check(worked("grpo_loss", ratios, [1.0], **open_clip), -1.1, [[-0.5, -1 / 3, -0.8 / 3]])
+
+
+def test_gspo_mean_is_over_completions():
+    """Pitfall 2: rows of 1 and 3 tokens at ratio 1, A = 1. Each completion weighs 1/2, so the
+    slopes are -1/2 and -1/6. Under a token mean the long row would count three times: -1/4 each,
+    an objective that neither eq. 5 nor any row of the table has."""
+    result = worked("gspo_loss", [[1.0], [1.0, 1.0, 1.0]], [1.0, 1.0])
+    check(result, -1, [[-1 / 2], [-1 / 6] * 3])
+
+
+def test_gspo_clips_a_completion_that_token_clips_would_keep():
+    """Two tokens, each of ratio 1.001: far inside [0.8, 1.2], outside [0.9997, 1.0004]. GSPO drops
+    the whole completion, GRPO none of it: why GSPO's clip fraction is so much larger."""
+    ratios = [[1.001, 1.001]]
+    check(worked("gspo_loss", ratios, [1.0]), -1.0004, [[0, 0]], clip_fraction=1)
+    check(worked("grpo_loss", ratios, [1.0]), -1.001, [[-0.5005] * 2], clip_fraction=0)
+
+
+@pytest.mark.parametrize("function", ["gspo_loss", "gmpo_loss"])
+def test_sequence_loss_averages_token_advantages(function):
+    """A sequence-level objective has one advantage per completion: advantages 3 and -1 act as 1,
+    and what stands on the padding does not enter."""
+    ratios = [[1.1, 1.0], [1.0]]
+    tokens = worked(function, ratios, [[3.0, -1.0], [-2.0, 50.0]])
+    rows = worked(function, ratios, [1.0, -2.0])
+    check(tokens, rows[0], rows[1], **rows[2])
+
+
+# ---------------------------------------------------------------------------------------------
+# pitfalls
+# ---------------------------------------------------------------------------------------------
+
+
+@every_policy_case
+def test_empty_completion_adds_nothing_but_counts(case):
+    """Pitfall 7: an empty completion's s is exp(0/1) = 1, but it has no token: its share of the
+    objective is 0, not -A. It still counts: among 2 completions the other one weighs 1/2 and not
+    1; among tokens it has none to count."""
+    batch = make_batch(0, case.spread)
+    both = {key: tensor[:2] for key, tensor in batch.items()}  # 6 tokens, and none
+    lone = {key: tensor[:1] for key, tensor in batch.items()}
+    alone, together = evaluate(case, lone), evaluate(case, both)
+    share = 1 if case.mean == "token" else 0.5
+    scaled = {name: metric * share for name, metric in alone[2].items()}
+    gradient = torch.cat([alone[1] * share, torch.zeros_like(alone[1])])
+    assert_same(together, (alone[0] * share, gradient, scaled))
+
+
+@every_policy_case
+def test_masked_out_completion_leaves_the_loss_only(case):
+    """Pitfall 10: overlong filtering empties a truncated completion's mask. The others keep their
+    gradients: with the row's advantage at 0 instead, they are the same (completion mean)."""
+    batch = make_batch(0, case.spread)
+    filtered = {**batch, "mask": batch["mask"].clone()}
+    filtered["mask"][0] = False
+    silenced = {**batch, "advantages": batch["advantages"].clone()}
+    silenced["advantages"][0] = 0.0
+    left = evaluate(case, filtered, denom=8)[1]
+    assert torch.equal(left[0], torch.zeros(WIDTH).double())
+    torch.testing.assert_close(left[1:], evaluate(case, silenced, denom=8)[1][1:], **EXACT)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [each for each in POLICY_CASES if each.spread > 0.1],
+    ids=lambda each: each.name,
+)
+@pytest.mark.parametrize("gap", [30.0, -30.0])
+def test_far_log_ratio_keeps_its_gradient(case, gap):
+    """Pitfall 8: many codes clamp the log-ratio to +-10 or +-20 "for stability", and so lose the
+    gradient exactly where the policy has gone furthest. A = -1 at log-ratio 30: the slope of a
+    token is e^30 = 1.07e13, and the objective means it (SAPO's gate closes there, by design); A = 1
+    at -30: e^-30, small but not 0."""
+    advantage = -1.0 if gap > 0 else 1.0
+    old = -torch.ones(2, 3, dtype=torch.float64)
+    batch = {
+        "logprobs": old + gap,
+        "old_logprobs": old,
+        "ref": old + gap,
+        "advantages": torch.full((2,), advantage, dtype=torch.float64),
+        "mask": positions([3, 2], 3),
+    }
+    assert_same(evaluate(case, batch), reference(case, batch), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize(
+    "function", [f"{name}_loss" for name in ("ppo", "grpo", "dapo", "gspo", "gspo_token", "gmpo")]
+)
+@pytest.mark.parametrize("ratio", [2.0, 1.0, 0.5])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_clip_fraction_counts_only_the_active_side(function, ratio, advantage):
+    """Pitfall 12: the clip holds back a move that the advantage asks for: up when A > 0, down when
+    A < 0. Outside the band on the other side min() picks r A, the gradient flows, and the token
+    is not clipped. With A = 0 (a dead group) there is nothing to hold back."""
+    _, gradient, metrics = worked(function, [[ratio, ratio]], [advantage])
+    clipped = (ratio, advantage) in [(2.0, 1.0), (0.5, -1.0)]
+    assert metrics["clip_fraction"] == clipped
+    assert (gradient[0] == [0.0, 0.0]) == (clipped or advantage == 0)
+
+
+@pytest.mark.parametrize(
+    "function, options, fraction",
+    [
+        ("ppo_loss", {}, 1 / 4),
+        ("dapo_loss", {}, 1 / 4),
+        ("grpo_loss", {}, 1 / 2),
+        ("gspo_loss", {}, 1 / 2),
+        ("gspo_token_loss", {}, 1 / 2),
+        ("gmpo_loss", {}, 1 / 2),
+        ("cispo_loss", dict(ratio_max=1.5), 1 / 4),
+        ("dr_grpo_loss", dict(max_completion_length=10), 1 / 2),
+    ],
+)
+def test_clip_fraction_is_averaged_as_the_loss_is(function, options, fraction):
+    """Pitfall 12: rows of 1 and 3 tokens, the first clipped and the second not: 1 token of 4, or
+    (1 + 0)/2 completions. Dr. GRPO, whose loss has neither mean, counts by completions."""
+    _, _, metrics = worked(function, [[2.0], [1.0, 1.0, 1.0]], [1.0, 1.0], **options)
+    assert metrics["clip_fraction"] == pytest.approx(fraction, rel=1e-12)
+
+
+def test_dr_grpo_divides_by_the_constant_not_by_the_width():
+    """Pitfall 9: one completion of 2 tokens, A = 1, max length 8: loss -2/8, slopes -1/8, whether
+    the tensor is 2 wide or 5."""
+    one = torch.ones(1, dtype=torch.float64)
+    for width in (2, 5):
+        leaf = torch.zeros(1, width, dtype=torch.float64, requires_grad=True)
+        mask = positions([2], width)
+        loss, _ = gspo.dr_grpo_loss(leaf, leaf.detach(), one, mask, max_completion_length=8)
+        loss.backward()
+        assert loss.item() == -0.25
+        assert leaf.grad[0, :2].tolist() == [-0.125, -0.125]
+
+
+@every_policy_case
+def test_loss_gradient_goes_to_the_policy_alone(case):
+    """old_logprobs, advantages and ref_logprobs are data. Descending the loss must raise the
+    probability of a token with A > 0 and lower one with A < 0, near ratio 1."""
+    mask = positions([2, 2], 2)
+    old = torch.full((2, 2), -1.0, dtype=torch.float64)
+    batch = {"logprobs": old, "old_logprobs": old, "ref": old, "mask": mask}
+    batch["advantages"] = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    gradient = evaluate(case, batch)[1]
+    assert (gradient[0] < 0).all() and (gradient[1] > 0).all()
+
+
+# ---------------------------------------------------------------------------------------------
+# KL: exact expectations over a vocabulary of five
+# ---------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([1.2, -0.3, 0.4, -1.5, 0.1], dtype=torch.float64)
+REF = torch.tensor([-0.4, 0.9, 0.2, 0.5, -1.1], dtype=torch.float64).log_softmax(0)
+STALE = torch.tensor([0.6, 0.3, -0.5, -0.9, 0.4], dtype=torch.float64).log_softmax(0)
+
+
+def expected_kl(estimator, sampled_from=None):
+    """(sum over v of p(v) kl_penalty(v), its gradient by the logits with p held fixed).
+
+    Each token v is a completion of length one drawn with probability p(v): pi itself, or an
+    older policy whose log-probs are then given."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    weights = (logprobs if sampled_from is None else sampled_from).detach().exp()
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    total = 0.0
+    for token in range(5):
+        old = {} if sampled_from is None else {"old_logprobs": sampled_from[token].view(1, 1)}
+        new, ref = logprobs[token].view(1, 1), REF[token].view(1, 1)
+        kl, _ = gspo.kl_penalty(new, ref, mask, estimator=estimator, **old)
+        total = total + weights[token] * kl
+    (gradient,) = torch.autograd.grad(total, logits)
+    return total.item(), gradient.tolist()
+
+
+def exact_kl():
+    """Reverse KL(pi || ref) and the closed-form gradients by the logits:
+    reverse  pi_j (log pi_j/ref_j - KL);  forward KL(ref || pi)  pi_j - ref_j."""
+    pi = [math.exp(each) for each in LOGITS.log_softmax(0).tolist()]
+    ref = [math.exp(each) for each in REF.tolist()]
+    kl = sum(p * math.log(p / q) for p, q in zip(pi, ref))
+    reverse = [p * (math.log(p / q) - kl) for p, q in zip(pi, ref)]
+    forward = [p - q for p, q in zip(pi, ref)]
+    return kl, reverse, forward
+
+
+def k1(logprobs, ref_logprobs, mask, **options):
+    return gspo.kl_penalty(logprobs, ref_logprobs, mask, estimator="k1", **options)[0].item()
+
+
+def test_kl_k1_is_a_metric_with_the_right_mean():
+    """E_pi[log pi - log ref] = KL(pi || ref)."""
+    logprobs = LOGITS.log_softmax(0)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    values = [k1(new.view(1, 1), ref.view(1, 1), mask) for new, ref in zip(logprobs, REF)]
+    mean = sum(p * value for p, value in zip(logprobs.exp().tolist(), values))
+    assert mean == pytest.approx(exact_kl()[0], rel=1e-12)
+
+
+def test_kl_k1_is_refused_as_a_loss():
+    """Pitfall 4: the gradient of -x is grad log pi whatever ref is, and E_pi[grad log pi] = 0: a
+    penalty that pulls nowhere and adds noise. Without a gradient it is a fine metric."""
+    batch = make_batch(0, 0.5)
+    inputs = batch["logprobs"].clone().requires_grad_(), batch["ref"], batch["mask"]
+    with pytest.raises(ValueError, match="k1.*(metric|gradient|zero|expectation)"):
+        k1(*inputs)
+    rows = [[a - b for a, b in zip(row.logprobs, row.ref)] for row in rows_of(batch)]
+    wanted = sum(sum(row) / max(len(row), 1) for row in rows) / len(rows)
+    with torch.no_grad():
+        assert k1(*inputs) == pytest.approx(wanted, rel=1e-12)
+    detached = batch["logprobs"], *inputs[1:]
+    assert k1(*detached) == pytest.approx(wanted, rel=1e-12)
+    assert k1(*detached, denom=80) == pytest.approx(wanted / 10, rel=1e-12)
+    by_token = sum(map(sum, rows)) / sum(map(len, rows))
+    assert k1(*detached, per="token") == pytest.approx(by_token, rel=1e-12)
+
+
+def test_kl_k1_gradient_is_zero_in_expectation():
+    """sum_v pi_v (delta_vj - pi_j) = pi_j - pi_j = 0: the arithmetic behind the refusal."""
+    pi = LOGITS.softmax(0).tolist()
+    for j in range(5):
+        mean = sum(pi[v] * ((v == j) - pi[j]) for v in range(5))
+        assert mean == pytest.approx(0, abs=1e-15)
+
+
+def test_kl_k3_has_the_mean_of_the_reverse_and_the_gradient_of_the_forward_kl():
+    """E_pi[ref/pi - log(ref/pi) - 1] = 1 + KL - 1. Its gradient, with tokens drawn from pi, is
+    E_pi[(1 - ref/pi) grad log pi]: pi_j - ref_j by the logits, the forward KL's."""
+    kl, reverse, forward = exact_kl()
+    value, gradient = expected_kl("k3")
+    assert value == pytest.approx(kl, rel=1e-12)
+    assert gradient == pytest.approx(forward, rel=1e-10)
+    assert gradient != pytest.approx(reverse, rel=1e-2)
+
+
+def test_kl_k2_has_the_gradient_of_the_reverse_kl():
+    """E_pi[-x grad log pi] = pi_j (log pi_j/ref_j - KL); its value is not the KL."""
+    kl, reverse, _ = exact_kl()
+    value, gradient = expected_kl("k2")
+    assert gradient == pytest.approx(reverse, rel=1e-10)
+    assert value != pytest.approx(kl, rel=1e-2)
+
+
+def test_kl_unbiased_has_both_mean_and_gradient_of_the_reverse_kl():
+    """r k3 with r = pi/sg[pi]: the value is k3's, the slope k3 + 1 - e^x = -x is k2's."""
+    kl, reverse, _ = exact_kl()
+    value, gradient = expected_kl("unbiased")
+    assert value == pytest.approx(kl, rel=1e-12)
+    assert gradient == pytest.approx(reverse, rel=1e-10)
+
+
+def test_kl_unbiased_corrects_for_an_older_policys_samples():
+    """Tokens drawn from pi_old: sum old r k3 = sum pi k3 = KL, and the same for the gradient;
+    k3 alone would give the mean under pi_old, another number."""
+    kl, reverse, _ = exact_kl()
+    value, gradient = expected_kl("unbiased", sampled_from=STALE)
+    assert value == pytest.approx(kl, rel=1e-12)
+    assert gradient == pytest.approx(reverse, rel=1e-10)
+    assert expected_kl("k3", sampled_from=STALE)[0] != pytest.approx(kl, rel=1e-2)
+
+
+def test_kl_k3_upside_down_would_be_wrong():
+    """Pitfall 4: some write-ups have pi/ref - log(pi/ref) - 1, whose mean is sum pi^2/ref - KL - 1.
+    For pi = (1/2, 1/2) and ref = (9/10, 1/10) the KL is (log(5/9) + log 5)/2 = 0.511 and the
+    upside-down estimate 0.25/0.9 + 0.25/0.1 - 0.511 - 1 = 1.267."""
+    pi = torch.tensor([[0.5], [0.5]], dtype=torch.float64).log()
+    ref = torch.tensor([[0.9], [0.1]], dtype=torch.float64).log()
+    kl, _ = gspo.kl_penalty(pi, ref, torch.ones(2, 1, dtype=torch.bool))
+    assert kl.item() == pytest.approx((math.log(5 / 9) + math.log(5)) / 2, rel=1e-12)
+    assert kl.item() != pytest.approx(0.25 / 0.9 + 0.25 / 0.1 - kl.item() - 1, rel=0.5)
+
+
+@pytest.mark.parametrize("wrong", [dict(estimator="k4"), dict(estimator="K3"), dict(per="tokens")])
+def test_kl_refuses_unknown_words(wrong):
+    batch = make_batch(0, 0.5)
+    with pytest.raises(REFUSED):
+        gspo.kl_penalty(batch["logprobs"], batch["ref"], batch["mask"], **wrong)
+
+
+def test_reinforce_refuses_an_unknown_unit():
+    batch = make_batch(0, 0.5)
+    with pytest.raises(REFUSED):
+        gspo.reinforce_loss(*(batch[key] for key in POLICY_INPUTS), per="sequence")
+
+
+def test_grpo_carries_the_k3_penalty_of_its_reference():
+    """grpo_loss with a reference = grpo_loss without + kl_coef * kl_penalty per completion."""
+    batch = make_batch(0, 0.5)
+    inputs = [batch[key] for key in POLICY_INPUTS]
+    whole, _ = gspo.grpo_loss(*inputs, ref_logprobs=batch["ref"], kl_coef=0.3)
+    kl, _ = gspo.kl_penalty(batch["logprobs"], batch["ref"], batch["mask"])
+    torch.testing.assert_close(whole, gspo.grpo_loss(*inputs)[0] + 0.3 * kl, **EXACT)
+
+
+# ---------------------------------------------------------------------------------------------
+# advantages
+# ---------------------------------------------------------------------------------------------
+
+
+def groups_of(numbers, size):
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def group_loop(rewards, size, scale):
+    out = []
+    for group in groups_of(rewards, size):
+        for reward in group:
+            if max(group) == min(group):
+                out.append(0.0)
+            else:
+                spread = {"group": group, "batch": rewards, "none": None}[scale]
+                divisor = std_of(spread) + 1e-6 if spread else 1.0
+                out.append((reward - mean_of(group)) / divisor)
+    return out
+
+
+def leave_one_out_loop(rewards, size):
+    out = []
+    for group in groups_of(rewards, size):
+        for index, reward in enumerate(group):
+            others = group[:index] + group[index + 1 :]
+            out.append(0.0 if max(group) == min(group) else reward - mean_of(others))
+    return out
+
+
+def random_rewards(seed, count, size):
+    """Binary or dense rewards with one dead group."""
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(count, generator=generator, dtype=torch.float64)
+    if seed % 2:
+        rewards = (rewards > 0).double()
+    rewards[size : 2 * size] = 0.3
+    return rewards
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_group_advantages_match_scalar_loop(scale, seed, size):
+    rewards = random_rewards(seed, 24, size)
+    wanted = torch.tensor(group_loop(rewards.tolist(), size, scale), dtype=torch.float64)
+    torch.testing.assert_close(gspo.group_advantages(rewards, size, scale=scale), wanted, **EXACT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_leave_one_out_advantages_match_scalar_loop(seed, size):
+    rewards = random_rewards(seed, 24, size)
+    wanted = torch.tensor(leave_one_out_loop(rewards.tolist(), size), dtype=torch.float64)
+    torch.testing.assert_close(gspo.leave_one_out_advantages(rewards, size), wanted, **EXACT)
+
+
+def test_group_advantages_worked_example():
+    """Two groups of four. Rewards 1, 0, 0, 1: mean 1/2, std sqrt(4 * 1/4 / 3) = 0.577350,
+    so +-0.5/0.577351 = +-0.866024. Rewards 0, 0, 0, 2: mean 1/2, std 1: -0.5, -0.5, -0.5, 1.5
+    over 1.000001. scale "none": centred only. scale "batch": centred by the group's mean, over
+    the std of all eight, sqrt((6 - 8 * 1/4) / 7) = sqrt(4/7)."""
+    rewards = torch.tensor([1, 0, 0, 1, 0, 0, 0, 2], dtype=torch.float64)
+    centred = [0.5, -0.5, -0.5, 0.5, -0.5, -0.5, -0.5, 1.5]
+    stds = [math.sqrt(1 / 3)] * 4 + [1.0] * 4
+    for scale, divisors in {
+        "group": [std + 1e-6 for std in stds],
+        "none": [1.0] * 8,
+        "batch": [math.sqrt(4 / 7) + 1e-6] * 8,
+    }.items():
+        wanted = [x / divisor for x, divisor in zip(centred, divisors)]
+        actual = gspo.group_advantages(rewards, 4, scale=scale).tolist()
+        assert actual == pytest.approx(wanted, rel=1e-12)
+
+
+def test_leave_one_out_advantages_worked_example():
+    """Rewards 1, 0, 0: 1 - 0 = 1; 0 - (1 + 0)/2 = -1/2 twice. It is G/(G-1) of r - mean."""
+    rewards = torch.tensor([1, 0, 0], dtype=torch.float64)
+    actual = gspo.leave_one_out_advantages(rewards, 3).tolist()
+    assert actual == pytest.approx([1, -0.5, -0.5], rel=1e-12)
+
+
+GROUP_FUNCTIONS = {
+    **{
+        f"group {scale}": functools.partial(gspo.group_advantages, scale=scale)
+        for scale in ("group", "batch", "none")
+    },
+    "leave one out": gspo.leave_one_out_advantages,
+}
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e-8, 1.1, 1e6 + 0.1, -0.3, 0.0, 1.0])
+def test_dead_group_has_advantage_exactly_zero(name, value):
+    """Equal rewards teach nothing. In float32 the mean of 0.1 repeated is not always 0.1, and
+    1.5e-8 over (1.5e-8 + 1e-6) is an advantage of 0.015 out of nowhere: the test must be
+    max == min, for every group size from 3 to 64, alone and beside a living group."""
+    function = GROUP_FUNCTIONS[name]
+    for size in range(3, 65):
+        dead = torch.full((size,), value, dtype=torch.float32)
+        assert torch.equal(function(dead, size), torch.zeros(size))
+        alive = torch.linspace(0, 1, size)
+        both = function(torch.cat([dead, alive]), size)
+        assert torch.equal(both[:size], torch.zeros(size))
+        assert both[size:].abs().max() > 0
+
+
+def test_group_of_nearly_equal_rewards_is_not_dead():
+    """Rewards 0 and 1e-7: mean 5e-8, std 7.07e-8: +-5e-8 / (7.07e-8 + 1e-6) = +-0.0467. The 1e-6
+    damps them, by the formula; only equality makes a group dead."""
+    rewards = torch.tensor([0.0, 1e-7], dtype=torch.float64)
+    wanted = 5e-8 / (1e-7 / math.sqrt(2) + 1e-6)
+    for scale, advantage in {"group": wanted, "batch": wanted, "none": 5e-8}.items():
+        actual = gspo.group_advantages(rewards, 2, scale=scale).tolist()
+        assert actual == pytest.approx([-advantage, advantage], rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+def test_group_of_one_has_advantage_zero(name):
+    """No other completion to compare with: 0, and not the NaN of a std over one number."""
+    for count in (1, 3):
+        rewards = torch.arange(1, count + 1, dtype=torch.float32)
+        assert torch.equal(GROUP_FUNCTIONS[name](rewards, 1), torch.zeros(count))
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+def test_group_is_a_run_of_rows(name):
+    """Pitfall 11: groups are contiguous rows, nothing else: swapping two groups swaps their
+    advantages, and for "batch" only the divisor sees the other groups."""
+    rewards = random_rewards(0, 12, 4)
+    function = GROUP_FUNCTIONS[name]
+    swapped = function(torch.cat([rewards[8:], rewards[4:8], rewards[:4]]), 4)
+    plain = function(rewards, 4)
+    torch.testing.assert_close(swapped, torch.cat([plain[8:], plain[4:8], plain[:4]]), **EXACT)
+    for group in plain.view(3, 4):
+        assert group.sum().item() == pytest.approx(0, abs=1e-12)
+
+
+def test_group_advantages_refuse_an_unknown_scale():
+    with pytest.raises(REFUSED):
+        gspo.group_advantages(torch.arange(4.0), 2, scale="std")
+
+
+@pytest.mark.parametrize("name", GROUP_FUNCTIONS)
+def test_group_size_must_divide_the_rows(name):
+    with pytest.raises((ValueError, RuntimeError, AssertionError)):
+        GROUP_FUNCTIONS[name](torch.arange(5.0), 2)
+
+
+def token_rewards(seed, lengths=LENGTHS, width=WIDTH, dense=True):
+    generator = torch.Generator().manual_seed(seed)
+    mask = positions(lengths, width)
+    rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    values = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    if not dense:
+        ends = mask & ~positions([max(length - 1, 0) for length in lengths], width)
+        rewards = torch.where(ends, rewards, torch.zeros_like(rewards))
+    return rewards, values, mask
+
+
+def nested(mask, rows):
+    """A list of rows of their own tokens, as (N, T) with zeros on the padding."""
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    return out
+
+
+def reward_to_go(rewards, gamma):
+    steps = range(len(rewards))
+    return [sum(gamma ** (u - t) * rewards[u] for u in steps[t:]) for t in steps]
+
+
+def own_tokens(tensor, mask):
+    return [row[keep].tolist() for row, keep in zip(tensor, mask)]
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_reinforce_plus_plus_advantages_match_scalar_loop(gamma, seed):
+    rewards, _, mask = token_rewards(seed, dense=seed != 1)
+    returns = [reward_to_go(row, gamma) for row in own_tokens(rewards, mask)]
+    every = [x for row in returns for x in row]
+    wanted = [[(x - mean_of(every)) / (std_of(every) + 1e-6) for x in row] for row in returns]
+    actual = gspo.reinforce_plus_plus_advantages(rewards, mask, gamma=gamma)
+    torch.testing.assert_close(actual, nested(mask, wanted), **EXACT)
+
+
+def test_whiten_matches_scalar_loop():
+    """PPO whitens its GAE over all tokens of the batch: mean 0, unbiased std 1."""
+    values, _, mask = token_rewards(0)
+    rows = own_tokens(values, mask)
+    every = [x for row in rows for x in row]
+    wanted = [[(x - mean_of(every)) / (std_of(every) + 1e-6) for x in row] for row in rows]
+    for flags in (mask, mask.long()):
+        actual = gspo.whiten(values.masked_fill(~mask, math.nan), flags)
+        torch.testing.assert_close(actual, nested(mask, wanted), **EXACT)
+
+
+def test_reinforce_plus_plus_advantages_worked_example():
+    """Rewards (0, 1) and (0): reward-to-go 1, 1 and 0 over three tokens: mean 2/3,
+    std sqrt((1/9 + 1/9 + 4/9)/2) = 0.577350: 0.577350, 0.577350, -1.154699."""
+    mask = positions([2, 1], 2)
+    rewards = torch.tensor([[0, 1], [0, 5]], dtype=torch.float64)
+    divisor = math.sqrt(1 / 3) + 1e-6
+    wanted = [[1 / 3 / divisor, 1 / 3 / divisor], [-2 / 3 / divisor, 0]]
+    actual = gspo.reinforce_plus_plus_advantages(rewards, mask)
+    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1.0, 0.0])
+def test_reinforce_plus_plus_of_equal_returns_is_exactly_zero(value):
+    """The same reward at the end of every completion: each token's return is that value, and the
+    float32 mean of 300 of them need not be. One token alone: std of one number, still 0."""
+    for lengths in ([5, 3, 1], [7] * 40, [1], [0, 0]):
+        mask = positions(lengths, 8)
+        rewards = torch.zeros(mask.shape)
+        for row, length in enumerate(lengths):
+            rewards[row, max(length - 1, 0)] = value
+        actual = gspo.reinforce_plus_plus_advantages(rewards, mask)
+        assert torch.equal(actual, torch.zeros(mask.shape))
+
+
+def gae_loop(rewards, values, gamma, lam, last=0.0):
+    """A_t = sum over k of (gamma lam)^k delta_{t+k}; V after the last token is 0, or given."""
+    after = [*values[1:], last]
+    deltas = [r + gamma * nxt - v for r, v, nxt in zip(rewards, values, after)]
+    return reward_to_go(deltas, gamma * lam)
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.95, 0.0)])
+@pytest.mark.parametrize("seed", range(2))
+def test_gae_matches_scalar_loop(gamma, lam, seed):
+    rewards, values, mask = token_rewards(seed)
+    advantages, returns = gspo.gae_advantages(rewards, values, mask, gamma=gamma, lam=lam)
+    rows = list(zip(own_tokens(rewards, mask), own_tokens(values, mask)))
+    wanted = [gae_loop(r, v, gamma, lam) for r, v in rows]
+    targets = [[a + b for a, b in zip(row, v)] for row, (_, v) in zip(wanted, rows)]
+    torch.testing.assert_close(advantages, nested(mask, wanted), **EXACT)
+    torch.testing.assert_close(returns, nested(mask, targets), **EXACT)
+
+
+def test_gae_worked_example():
+    """Rewards 0, 1, values 0.5, 0.5, lambda 0.5: delta_2 = 1 + 0 - 0.5 = 0.5 and
+    delta_1 = 0 + 0.5 - 0.5 = 0: advantages 0 + 0.5 * 0.5 = 0.25 and 0.5; returns 0.75 and 1.
+    Pitfall 13: the 9 that stands on the padding is not V after the end, which is 0."""
+    mask = positions([2], 3)
+    rewards = torch.tensor([[0.0, 1.0, 4.0]], dtype=torch.float64)
+    values = torch.tensor([[0.5, 0.5, 9.0]], dtype=torch.float64)
+    advantages, returns = gspo.gae_advantages(rewards, values, mask, lam=0.5)
+    assert advantages.tolist() == [[0.25, 0.5, 0.0]]
+    assert returns.tolist() == [[0.75, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8)])
+def test_gae_of_truncated_completions_matches_scalar_loop(gamma, lam):
+    rewards, values, mask = token_rewards(0)
+    bootstrap = torch.linspace(-1, 1, len(LENGTHS), dtype=torch.float64)
+    advantages, returns = gspo.gae_advantages(
+        rewards, values, mask, gamma=gamma, lam=lam, bootstrap=bootstrap
+    )
+    rows = zip(own_tokens(rewards, mask), own_tokens(values, mask), bootstrap.tolist())
+    wanted = nested(mask, [gae_loop(r, v, gamma, lam, last) for r, v, last in rows])
+    torch.testing.assert_close(advantages, wanted, **EXACT)
+    torch.testing.assert_close(returns, wanted + values * mask, **EXACT)
+
+
+def test_gae_of_a_truncated_completion_worked_example():
+    """Pitfall 13: truncated is not terminated. Reward 1, value 0.5 at the last token: an end token
+    there gives 1 + 0 - 0.5 = 0.5; cut off where the critic still expects 2, 1 + 2 - 0.5 = 2.5."""
+    one, half = torch.ones(2, 1, dtype=torch.float64), torch.full((2, 1), 0.5).double()
+    bootstrap = torch.tensor([0.0, 2.0], dtype=torch.float64)
+    advantages, returns = gspo.gae_advantages(one, half, one.bool(), bootstrap=bootstrap)
+    assert advantages.tolist() == [[0.5], [2.5]]
+    assert returns.tolist() == [[1.0], [3.0]]
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long], ids=str)
+def test_token_advantages_ignore_padding(junk, dtype):
+    """Pitfall 13: what rewards and values hold behind the end token is nobody's."""
+    rewards, values, mask = token_rewards(0)
+    dirty_rewards, dirty_values = (x.masked_fill(~mask, junk) for x in (rewards, values))
+
+    def outputs(rewards, values, mask):
+        whitened = gspo.reinforce_plus_plus_advantages(rewards, mask)
+        return *gspo.gae_advantages(rewards, values, mask), whitened
+
+    clean = outputs(rewards, values, mask)
+    for got, wanted in zip(outputs(dirty_rewards, dirty_values, mask.to(dtype)), clean):
+        assert torch.equal(got, wanted)
+        assert torch.equal(got[~mask], torch.zeros_like(got[~mask]))
+
+
+# ---------------------------------------------------------------------------------------------
+# step advantages
+# ---------------------------------------------------------------------------------------------
+
+
+def step_loop(rewards, steps, mask, size):
+    """Reward-to-go per step, z-scored over the group's k-th steps, spread over the tokens."""
+    count, width = mask.shape
+    keep, marks, given = mask.tolist(), steps.tolist(), rewards.tolist()
+    ends = [[t for t in range(width) if keep[i][t] and marks[i][t]] for i in range(count)]
+    returns = [reward_to_go([given[i][t] for t in ends[i]], 1.0) for i in range(count)]
+    out = torch.zeros(count, width, dtype=torch.float64)
+    for i in range(count):
+        first = i - i % size
+        for k, end in enumerate(ends[i]):
+            peers = [returns[j][k] for j in range(first, first + size) if len(returns[j]) > k]
+            equal = max(peers) == min(peers)
+            score = 0.0 if equal else (returns[i][k] - mean_of(peers)) / (std_of(peers) + 1e-6)
+            start = ends[i][k - 1] + 1 if k else 0
+            stop = end + 1 if k + 1 < len(ends[i]) else width
+            for t in range(start, stop):
+                out[i, t] = score if keep[i][t] else 0.0
+    return out
+
+
+def random_steps(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [9, 7, 0, 4, 9, 1, 8, 6, 5, 5, 5, 3]
+    mask = positions(lengths, 9)
+    steps = torch.rand(mask.shape, generator=generator) < 0.35
+    steps[3] = False  # a completion that wrote no step
+    rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    if seed % 2:
+        rewards = (rewards > 0).double()
+    return rewards, steps, mask
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [4, 6, 12])
+def test_step_advantages_match_scalar_loop(seed, size):
+    rewards, steps, mask = random_steps(seed)
+    actual = gspo.step_advantages(rewards, steps, mask, size)
+    torch.testing.assert_close(actual, step_loop(rewards, steps, mask, size), **EXACT)
+
+
+def test_step_advantages_worked_example():
+    """A group of three completions of five tokens; | ends a step, its reward below.
+
+        a: t t| t t| t    rewards 1, 1    to go 2, 1
+        b: t| t t t t|    rewards 0, 1    to go 1, 1
+        c: t t t| t t     reward  0       to go 0
+
+    Step 1: 2, 1, 0: mean 1, std 1: +1, 0, -1 (over 1 + 1e-6). Step 2: only a and b have one, both
+    worth 1: exactly 0. a's last token belongs to no step and takes the last one's, 0; c's last
+    two take -1."""
+    steps = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 1], [0, 0, 1, 0, 0]], dtype=torch.bool)
+    rewards = torch.zeros(3, 5, dtype=torch.float64)
+    rewards[0, 1] = rewards[0, 3] = rewards[1, 4] = 1.0
+    mask = torch.ones(3, 5, dtype=torch.bool)
+    one = 1 / (1 + 1e-6)
+    wanted = [[one, one, 0, 0, 0], [0, 0, 0, 0, 0], [-one] * 5]
+    actual = gspo.step_advantages(rewards, steps, mask, 3)
+    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -7.0])
+def test_step_advantages_read_only_step_ends(junk):
+    """Rewards anywhere but on a step's end token, and steps marked on padding, are ignored."""
+    rewards, steps, mask = random_steps(0)
+    dirty = torch.where(steps & mask, rewards, torch.full_like(rewards, junk))
+    actual = gspo.step_advantages(dirty, steps | ~mask, mask, 4)
+    assert torch.equal(actual, gspo.step_advantages(rewards, steps & mask, mask, 4))
+    assert torch.equal(actual[~mask], torch.zeros_like(actual[~mask]))
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1.0])
+def test_step_advantages_of_equal_steps_are_exactly_zero(value):
+    """Same steps, same rewards in every completion of the group, in float32: 0 everywhere."""
+    for size in (1, 2, 3, 7, 24):
+        mask = torch.ones(size, 6, dtype=torch.bool)
+        steps = torch.tensor([False, True, False, True, True, False]).expand(size, -1)
+        rewards = torch.full((size, 6), value)
+        actual = gspo.step_advantages(rewards, steps, mask, size)
+        assert torch.equal(actual, torch.zeros(size, 6))
+
+
+def test_step_advantages_of_one_final_step_are_the_group_advantages():
+    """One step per completion, ended by its last token, is outcome reward: A_{i,t} = A_i."""
+    lengths, outcome = [3, 5, 1, 4], torch.tensor([1.0, 0.0, 0.0, 2.0]).double()
+    mask = positions(lengths, 5)
+    steps = mask & ~positions([length - 1 for length in lengths], 5)
+    rewards = steps * outcome[:, None]
+    wanted = gspo.group_advantages(outcome, 4)[:, None] * mask
+    torch.testing.assert_close(gspo.step_advantages(rewards, steps, mask, 4), wanted, **EXACT)
+
+
+# ---------------------------------------------------------------------------------------------
+# truncated importance weights
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", ["token", "completion"])
+@pytest.mark.parametrize("cap", [1.4, 1.1])
+@pytest.mark.parametrize("seed", range(2))
+def test_importance_weights_match_scalar_loop(per, cap, seed):
+    batch = make_batch(seed, 1.5)
+    old, sampler, mask = batch["logprobs"], batch["old_logprobs"], batch["mask"]
+    rows = []
+    for row in rows_of(batch):
+        gaps = [a - b for a, b in zip(row.logprobs, row.old_logprobs)]
+        gaps = [mean_of(gaps)] * len(gaps) if per == "completion" and gaps else gaps
+        rows.append([min(math.exp(gap), cap) for gap in gaps])
+    assert any(x == cap for row in rows for x in row)
+    actual = gspo.truncated_importance_weights(old, sampler, mask, cap=cap, per=per)
+    torch.testing.assert_close(actual, nested(mask, rows), **EXACT)
+
+
+def test_importance_weights_worked_example():
+    """Ratios 4 and 0.25: capped at 2 per token: 2, 0.25. Per completion the geometric mean,
+    sqrt(4 * 0.25) = 1, for both tokens; the product over a long completion would be useless."""
+    old = torch.tensor([[math.log(4), math.log(0.25), 0.0]], dtype=torch.float64)
+    sampler, mask = torch.zeros_like(old), positions([2], 3)
+    tokens = gspo.truncated_importance_weights(old, sampler, mask)
+    assert tokens.tolist()[0] == pytest.approx([2, 0.25, 0], rel=1e-12)
+    whole = gspo.truncated_importance_weights(old, sampler, mask, per="completion")
+    assert whole.tolist()[0] == pytest.approx([1, 1, 0], rel=1e-12)
+
+
+@pytest.mark.parametrize("per", ["token", "completion"])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+def test_importance_weights_ignore_padding_and_carry_no_gradient(per, junk):
+    batch = make_batch(0, 0.8)
+    old, sampler, mask = batch["logprobs"], batch["old_logprobs"], batch["mask"]
+    clean = gspo.truncated_importance_weights(old, sampler, mask, per=per)
+    old, sampler = (x.masked_fill(~mask, junk) for x in (old, sampler))
+    dirty = gspo.truncated_importance_weights(old.requires_grad_(), sampler, mask.long(), per=per)
+    assert torch.equal(dirty, clean) and not dirty.requires_grad
+    assert torch.equal(clean[~mask], torch.zeros_like(clean[~mask]))
+
+
+@pytest.mark.parametrize("per", ["token", "completion"])
+@pytest.mark.parametrize("function", ["gspo_token_loss", "dapo_loss", "reinforce_loss"])
+def test_importance_weights_of_exact_logprobs_change_nothing(per, function):
+    """Sampler and trainer agree: every weight is exactly 1, and the weighted advantages are the
+    advantages, bit for bit."""
+    batch = make_batch(0, 0.5)
+    logprobs, old, advantages, mask = (batch[key] for key in POLICY_INPUTS)
+    weights = gspo.truncated_importance_weights(old, old.clone(), mask, per=per)
+    assert torch.equal(weights, mask.double())
+    loss = getattr(gspo, function)
+    corrected, _ = loss(logprobs, old, advantages[:, None] * weights, mask)
+    assert torch.equal(corrected, loss(logprobs, old, advantages, mask)[0])
+
+
+def test_importance_weights_refuse_an_unknown_unit():
+    batch = make_batch(0, 0.5)
+    with pytest.raises(REFUSED):
+        gspo.truncated_importance_weights(
+            batch["logprobs"], batch["old_logprobs"], batch["mask"], per="tokens"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# the table of algorithms
+# ---------------------------------------------------------------------------------------------
+
+SHAPED = {"dynamic_sampling", "overlong_shaping"}
+ROWS = {
+    # name: loss, advantages, scale, unit of the mean, where the KL goes, and what else it has
+    "gspo": (gspo.gspo_loss, "group", "group", "completion", "k3", set()),
+    "gspo-token": (gspo.gspo_token_loss, "group", "group", "completion", "k3", {"step_rewards"}),
+    "grpo": (gspo.grpo_loss, "group", "group", "completion", "k3", set()),
+    "dr-grpo": (gspo.dr_grpo_loss, "group", "none", "completion", "k3", set()),
+    "dapo": (gspo.dapo_loss, "group", "group", "token", "k3", SHAPED),
+    "ppo": (gspo.ppo_loss, "gae", "group", "token", "reward", {"critic"}),
+    "cispo": (gspo.cispo_loss, "group", "group", "token", "k3", set()),
+    "sapo": (gspo.sapo_loss, "group", "group", "completion", "k3", set()),
+    "gmpo": (gspo.gmpo_loss, "group", "group", "completion", "k3", set()),
+    "rloo": (gspo.reinforce_loss, "leave_one_out", "group", "token", "k3", set()),
+    "reinforce++": (gspo.ppo_loss, "whitened", "group", "token", "reward", set()),
+    "reinforce": (gspo.reinforce_loss, "batch", "group", "token", "k3", set()),
+}
+
+
+def test_algorithms_are_those_of_the_papers():
+    table = {}
+    for name, row in gspo.ALGOS.items():
+        has = {flag for flag, value in vars(row).items() if value is True}
+        table[name] = (row.loss, row.advantages, row.scale, row.denom, row.kl, has)
+    assert table == ROWS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_algorithm_names_the_unit_of_its_losses_mean(name):
+    """Pitfall 2: the denominator that the trainer counts, ALGOS[name].denom, must be the one that
+    the loss divides by: with it the micro-batches add up to the batch."""
+    row = gspo.ALGOS[name]
+    batch = make_batch(0, 0.5)
+    budget = TENS if row.loss is gspo.dr_grpo_loss else {}
+    rows = Case(name, row.loss.__name__, row.denom, None, options=budget)
+    denom = {"completion": len(LENGTHS), "token": sum(LENGTHS)}[row.denom]
+    assert_same(accumulate(rows, batch, denom), evaluate(rows, batch))
+
+
+def test_algorithm_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gspo.ALGOS["gspo"].denom = "token"
