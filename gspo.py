@@ -11,10 +11,11 @@ Losses: xxx_loss(logprobs, old_logprobs, advantages, mask, *, ..., denom=None) -
     metrics       0-d, averaged as the loss is, so they add up too; clip_fraction counts where the
                   clipped branch is the active one
 `weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything.
+float32 overflows at a token log-ratio of 88: nothing is clamped, the caller skips such an update.
 
-Departures from the papers: 1. Means over tokens are over the optimiser step, not a micro-batch.
-2. Sequence losses average (N, T) advantages over a completion; an empty one adds 0. 3. Equal
-rewards give exactly 0, not 0 / 0. 4. CISPO's paper keeps its bound to itself: 5 is of later work.
+Departures from the papers: 1. Sequence losses average (N, T) advantages over a completion, and an
+empty one adds 0. 2. Equal rewards give exactly 0, not 0 / 0. 3. CISPO's paper keeps its bound to
+itself: 5 is of later work. 4. RLOO and REINFORCE take several updates a rollout here, as others do.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
     """PPO-clip, arXiv 1707.06347 eq. 7: -min(r A, clip(r, 1-low, 1+high) A), mean over tokens.
     dual_clip c > 1 keeps the objective above c A where A < 0 (arXiv 1912.09729)."""
     mask = mask.bool()
-    weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
+    weight = mask.to(logprobs.dtype) / (mask.sum().clamp(min=1) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
@@ -45,11 +46,11 @@ def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     """PPO's value loss, mean over tokens: max((v-R)^2, (v_old + clip(v-v_old, -c, c) - R)^2) / 2.
     values, old_values, returns (N, T), in units of reward. clip=None: the squared error alone."""
     mask = mask.bool()
-    weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
+    weight = mask.to(values.dtype) / (mask.sum().clamp(min=1) if denom is None else denom)
     error = torch.where(mask, values - returns, 0.0).square()
     worst = error
     if clip is not None:
-        near = old_values + (values - old_values).clamp(-clip, clip)
+        near = values.clamp(old_values - clip, old_values + clip)
         worst = torch.max(error, torch.where(mask, near - returns, 0.0).square())
     metrics = {"value_clip_fraction": (weight * (worst != error)).sum(),
                "value_error": (weight * error.detach()).sum()}
@@ -59,10 +60,10 @@ def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
 def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=0.2, clip_high=0.2, ref_logprobs=None, kl_coef=0.04, denom=None):
     """GRPO, arXiv 2402.03300 eq. 3: -(min(r A, clip(r) A) - beta k3), mean over the tokens of a
-    completion, then over completions. ref_logprobs (N, T): a constant; None: without the KL term."""
+    completion, then over completions. ref_logprobs (N, T): a constant; None: no KL term."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1)
-    weight = mask / length / (len(mask) if denom is None else denom)
+    weight = mask.to(logprobs.dtype) / length / (len(mask) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
@@ -82,8 +83,8 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, mask, *,
     max_completion_length: a constant, in tokens: the budget, never the padded width."""
     mask = mask.bool()
     denom = len(mask) if denom is None else denom
-    weight = mask / (max_completion_length * denom)
-    share = mask / mask.sum(1, keepdim=True).clamp(min=1) / denom  # metrics: GRPO's mean
+    weight = mask.to(logprobs.dtype) / (max_completion_length * denom)
+    share = mask.to(logprobs.dtype) / mask.sum(1, keepdim=True).clamp(min=1) / denom  # GRPO's
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
@@ -98,7 +99,7 @@ def dapo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=0.2, clip_high=0.28, denom=None):
     """DAPO, arXiv 2503.14476 eq. 8: -min(r A, clip(r, 1-low, 1+high) A), mean over all tokens."""
     mask = mask.bool()
-    weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
+    weight = mask.to(logprobs.dtype) / (mask.sum().clamp(min=1) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
@@ -115,7 +116,7 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *,
     s = exp(mean_t(log pi - log pi_old)), the length-normalised likelihood ratio of the sequence."""
     mask = mask.bool()
     length = mask.sum(1).clamp(min=1)
-    weight = mask.any(1) / (len(mask) if denom is None else denom)
+    weight = mask.any(1).to(logprobs.dtype) / (len(mask) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0).sum(1) / length
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1) / length
     ratio = log_ratio.exp()  # s_i, eq. 7; (N,)
@@ -132,7 +133,7 @@ def gspo_token_loss(logprobs, old_logprobs, advantages, mask, *,
     s_{i,t} = sg[s_i] pi / sg[pi] (eq. 14) has the sequence's value and the token's gradient."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1)
-    weight = mask / length / (len(mask) if denom is None else denom)
+    weight = mask.to(logprobs.dtype) / length / (len(mask) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1, keepdim=True) / length
     token = torch.where(mask, logprobs, 0.0)
@@ -148,7 +149,7 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom
     """CISPO, arXiv 2506.13585 eq. 4: -sg[min(r, ratio_max)] A log pi, mean over all tokens.
     The weight of a token is clipped, not its update: no token loses its gradient."""
     mask = mask.bool()
-    weight = mask / (mask.sum().clamp(min=1) if denom is None else denom)
+    weight = mask.to(logprobs.dtype) / (mask.sum().clamp(min=1) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.detach().exp()
@@ -165,11 +166,11 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=
     A gate, not a clip: the gradient is A grad log pi at r = 1 and fades on both sides."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1)
-    weight = mask / length / (len(mask) if denom is None else denom)
+    weight = mask.to(logprobs.dtype) / length / (len(mask) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
     objective = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
     metrics = {"clip_fraction": 0 * weight.sum(), "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
@@ -178,16 +179,16 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=
 
 def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_high=0.4, denom=None):
     """GMPO, arXiv 2507.20673: -s A, mean over completions; s is the geometric mean of the token
-    ratios, each clipped to [e^-low, e^high] on the side that A gains from. clip_fraction: tokens."""
+    ratios, each clipped to [e^-low, e^high] on the side A gains from. clip_fraction: tokens."""
     mask = mask.bool()
     length = mask.sum(1).clamp(min=1)
-    weight = mask.any(1) / (len(mask) if denom is None else denom)
+    weight = mask.any(1).to(logprobs.dtype) / (len(mask) if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0).sum(1) / length
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    sign = advantages.sign()[:, None]
-    bounded = sign * torch.min(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
+    bounded = torch.where(advantages[:, None] > 0, log_ratio.clamp(max=clip_high), log_ratio)
+    bounded = torch.where(advantages[:, None] < 0, log_ratio.clamp(min=-clip_low), bounded)
     ratio = (bounded.sum(1) / length).exp()  # s_i; (N,)
-    clipped = (weight / length)[:, None] * (sign * bounded != sign * log_ratio)
+    clipped = (weight / length)[:, None] * (bounded != log_ratio)
     metrics = {"clip_fraction": clipped.sum(), "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - ratio.log()).detach()).sum()}
     return -(weight * ratio * advantages).sum(), metrics
@@ -198,8 +199,8 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", den
     per="completion": over the tokens of a completion, then over completions."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1) if per == "completion" else 1
-    units = len(mask) if per == "completion" else mask.sum().clamp(min=1)
-    weight = mask / length / (units if denom is None else denom)
+    units = {"completion": len(mask), "token": mask.sum().clamp(min=1)}[per]
+    weight = mask.to(logprobs.dtype) / length / (units if denom is None else denom)
     advantages = torch.where(mask, advantages.reshape(len(mask), -1), 0.0)
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).detach()
     objective = advantages * torch.where(mask, logprobs, 0.0)
@@ -218,8 +219,8 @@ def kl_penalty(logprobs, ref_logprobs, mask, *,
     per: "token" or "completion", the unit of the mean. old_logprobs (N, T); None: pi_theta's."""
     mask = mask.bool()
     length = mask.sum(1, keepdim=True).clamp(min=1) if per == "completion" else 1
-    units = len(mask) if per == "completion" else mask.sum().clamp(min=1)
-    weight = mask / length / (units if denom is None else denom)
+    units = {"completion": len(mask), "token": mask.sum().clamp(min=1)}[per]
+    weight = mask.to(logprobs.dtype) / length / (units if denom is None else denom)
     x = torch.where(mask, ref_logprobs - logprobs, 0.0)
     if estimator == "k1" and x.requires_grad:
         raise ValueError("k1 is a metric, not a loss: its gradient is zero in expectation")
@@ -238,11 +239,10 @@ def group_advantages(rewards, group_size, *, scale="group"):
     groups = rewards.reshape(-1, group_size)
     dead = groups.amax(1, keepdim=True) == groups.amin(1, keepdim=True)
     advantages = groups - groups.mean(1, keepdim=True)
-    if scale == "group":
-        correction = int(group_size > 1)  # a group of one has no unbiased std, and is dead anyway
-        advantages = advantages / (groups.std(1, correction=correction, keepdim=True) + 1e-6)
-    elif scale == "batch":
-        advantages = advantages / (rewards.std(correction=int(len(rewards) > 1)) + 1e-6)
+    if scale != "none":  # one reward alone has no unbiased std, and is dead anyway
+        std = {"group": groups.std(1, correction=int(group_size > 1), keepdim=True),
+               "batch": rewards.std(correction=min(1, max(len(rewards) - 1, 0)))}[scale]
+        advantages = advantages / (std + 1e-6)
     return torch.where(dead, 0.0, advantages).reshape(-1)
 
 
@@ -287,8 +287,9 @@ def reinforce_plus_plus_advantages(rewards, mask, *, gamma=1.0):
 def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None):
     """GAE, arXiv 1506.02438 eq. 16: A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
 
-    rewards, values (N, T), values[:, t] before token t. V is 0 after the last token, or, where a
-    completion was cut off and not ended, bootstrap (N,). Returns (advantages, advantages + values)."""
+    rewards, values (N, T), values[:, t] before token t. V is 0 after the end token; bootstrap (N,)
+    is V after the last token of a completion that was cut off, 0 for one that ended. Returns
+    (advantages, returns), returns being advantages + values."""
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
     advantages = torch.where(mask, rewards, 0.0)
@@ -309,27 +310,27 @@ def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.
     length-normalised ratio; the product over tokens, unbiased, has a spread that grows with T."""
     mask = mask.bool()
     log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
-    if per == "completion":
-        log_ratio = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return mask * log_ratio.exp().clamp(max=cap)
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return mask * {"token": log_ratio, "completion": mean}[per].exp().clamp(max=cap)
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """All that defines an algorithm. The numbers of its paper are its loss's defaults."""
     loss: Callable
-    advantages: str = "group"  # group, leave_one_out, batch (minus the mean of all), whitened, gae
+    advantages: str = "group"  # group, leave_one_out, batch_mean, reward_to_go, gae
     scale: str = "group"  # what group advantages are divided by: group, batch or none
     denom: str = "completion"  # unit of the loss's mean, and of the KL term's
     kl: str = "k3"  # where --kl-coef goes: an estimator of kl_penalty, or "reward" (k1 per token)
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
     overlong_shaping: bool = False  # soft punishment of completions close to the token budget
+    step_rewards: bool = False  # takes the advantages of steps from verifiers that score them
     critic: bool = False
 
 
 ALGOS = {
     "gspo": Algorithm(gspo_loss),
-    "gspo-token": Algorithm(gspo_token_loss),
+    "gspo-token": Algorithm(gspo_token_loss, step_rewards=True),
     "grpo": Algorithm(grpo_loss),
     "dr-grpo": Algorithm(dr_grpo_loss, scale="none"),
     "dapo": Algorithm(dapo_loss, denom="token", dynamic_sampling=True, overlong_shaping=True),
@@ -338,6 +339,6 @@ ALGOS = {
     "sapo": Algorithm(sapo_loss),
     "gmpo": Algorithm(gmpo_loss),
     "rloo": Algorithm(reinforce_loss, "leave_one_out", denom="token"),
-    "reinforce++": Algorithm(ppo_loss, "whitened", denom="token", kl="reward"),
-    "reinforce": Algorithm(reinforce_loss, "batch", denom="token"),
+    "reinforce++": Algorithm(ppo_loss, "reward_to_go", denom="token", kl="reward"),
+    "reinforce": Algorithm(reinforce_loss, "batch_mean", denom="token"),
 }

@@ -1688,8 +1688,8 @@ ROWS = {
     "sapo": (gspo.sapo_loss, "group", "group", "completion", "k3", set()),
     "gmpo": (gspo.gmpo_loss, "group", "group", "completion", "k3", set()),
     "rloo": (gspo.reinforce_loss, "leave_one_out", "group", "token", "k3", set()),
-    "reinforce++": (gspo.ppo_loss, "whitened", "group", "token", "reward", set()),
-    "reinforce": (gspo.reinforce_loss, "batch", "group", "token", "k3", set()),
+    "reinforce++": (gspo.ppo_loss, "reward_to_go", "group", "token", "reward", set()),
+    "reinforce": (gspo.reinforce_loss, "batch_mean", "group", "token", "k3", set()),
 }
 
 
