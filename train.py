@@ -14,7 +14,9 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import json
@@ -42,6 +44,10 @@ import rewards
 import rollout
 
 
+BUILT_IN = ("tiny", "tiny-moe")
+WARM_STEPS, WARM_ROWS, WARM_LR = 300, 32, 3e-3  # supervised learning of the built-in policies
+
+
 class UserError(Exception):
     """A mistake of the user's: one sentence, exit status 2."""
 
@@ -58,17 +64,17 @@ class Config:
     reward: str | None = None  # as "math + 0.1*format" or file.py:function; default: the task's
     reward_model: str | None = None  # folder of a sequence classifier with one label
     reward_model_weight: float = 0.5  # w of (1 - w) verifier + w model; 1: the model alone (0, 1]
-    steps: int = 40  # rollout steps [1, inf)
+    steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
     system: str | None = None  # system message, for tokenizers with a chat template
     prompt_template: str | None = None  # text around the prompt, with {prompt} in it
     chat_template_args: str | None = None  # JSON object, as {"enable_thinking": false}
-    max_prompt_tokens: int | None = None  # longer prompts are skipped; default: the context [1, inf)
+    max_prompt_tokens: int | None = None  # longer ones are skipped; default: the context [1, inf)
     # --- rollout
-    prompts_per_step: int = 16  # prompts P of a rollout step [1, inf)
+    prompts_per_step: int = 32  # prompts P of a rollout step [1, inf)
     group_size: int = 8  # completions G of a prompt [2, inf)
-    max_new_tokens: int | None = None  # tokens of a completion; default: the task's, or 1024 [1, inf)
+    max_new_tokens: int | None = None  # of a completion; default: the task's, or 1024 [1, inf)
     temperature: float = 1.0  # divides the logits, in sampling and in scoring (0, inf)
     max_slots: int | None = None  # completions sampled at a time; default: all that fit [1, inf)
     cache_gb: float | None = None  # memory for the sampler's keys and values, in GB (0, inf)
@@ -96,7 +102,7 @@ class Config:
     completions_per_update: int | None = None  # default: a quarter of the rollout's P x G [1, inf)
     epochs: int = 1  # passes over a rollout [1, inf)
     lr: float | None = None  # of AdamW; default 1e-4 for built-in models, else 1e-6 (0, inf)
-    warmup_steps: int | None = None  # linear warm-up; default 0 for built-in models, else 10 [0, inf)
+    warmup_steps: int | None = None  # of the lr; default 0 for built-in models, else 10 [0, inf)
     max_grad_norm: float = 1.0  # gradient clipping (0, inf)
     micro_batch_tokens: int = 16384  # padded tokens of one forward and backward [1, inf)
     gradient_checkpointing: bool = False  # less memory for activations, a third more compute
@@ -118,7 +124,7 @@ class Config:
     watch: str | None = None  # draw the curves of this run folder, and train nothing
 
 
-# --------------------------------------------------------------------------- config and input
+# --------------------------------------------------------------------------- flags and input
 
 
 def need(condition, message: str) -> None:
@@ -132,23 +138,23 @@ def nearest(name: str, names) -> str:
 
 
 def checked(kind: type, text: str):
-    """Converter for argparse that holds to the (range] or {choices} at the end of a help text."""
-    bounds = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
-    choices = re.search(r"\{(.*)\}$", text)
+    """Converter for argparse that holds to the (range] or the {choices} at the end of a help text."""
+    rule = re.search(r"([\[(])(\S+), (\S+)([\])])$|\{(.*)\}$", text)
 
     def convert(value: str):
-        with contextlib.suppress(ValueError):
-            result = kind(value)
-            if bounds is None and (choices is None or result in choices[1].split(", ")):
-                return result
-            if bounds and (float(bounds[2]) < result < float(bounds[3])
-                           or result == float(bounds[2]) and bounds[1] == "["
-                           or result == float(bounds[3]) and bounds[4] == "]"):
-                return result
-        wanted = f"one of {choices[1]}" if choices else f"{kind.__name__} {bounds[0] if bounds else ''}"
-        hint = nearest(value, choices[1].split(", ")) if choices else ""
-        raise argparse.ArgumentTypeError(f"expected {wanted}, found {value!r}{hint}")
+        result = kind(value)
+        if rule and rule[5]:
+            names = rule[5].split(", ")
+            good, wanted = result in names, f"one of {rule[5]}{nearest(value, names)}"
+        elif rule:
+            above = result >= float(rule[2]) if rule[1] == "[" else result > float(rule[2])
+            below = result <= float(rule[3]) if rule[4] == "]" else result < float(rule[3])
+            good, wanted = above and below, f"a number in {rule[0]}"
+        if rule and not good:
+            raise argparse.ArgumentTypeError(f"found {value}, expected {wanted}")
+        return result
 
+    convert.__name__ = kind.__name__
     return convert
 
 
@@ -169,13 +175,14 @@ def parse_flags(arguments: list[str]) -> dict:
             group = parser.add_argument_group(line.split("# --- ")[1])
         if found := re.match(r"    (\w+): (\w+).*? = (.+?)  # (.+)", line):
             name, kind, default, text = found.groups()
-            text = text.replace("{ALGOS}", f"{{{', '.join(gspo.ALGOS)}}}")
-            text = text.replace("{TASKS}", f"{{{', '.join(rewards.TASKS)}}}")
+            for key, names in (("{ALGOS}", gspo.ALGOS), ("{TASKS}", rewards.TASKS)):
+                text = text.replace(key, f"{{{', '.join(names)}}}")
             options = {"action": argparse.BooleanOptionalAction} if kind == "bool" else {
                 "type": checked({"int": int, "float": float, "str": str}[kind], text),
                 "metavar": kind.upper()}
             text += "" if default == "None" else f"; default {default}"
-            group.add_argument("--" + name.replace("_", "-"), help=text.replace("%", "%%"), **options)
+            flag = "--" + name.replace("_", "-")
+            group.add_argument(flag, help=text.replace("%", "%%"), **options)
     return vars(parser.parse_args(arguments))
 
 
@@ -189,7 +196,7 @@ def json_object(flag: str, text: str | None) -> dict:
 def resolve(given: dict) -> Config:
     """Config with every default filled in; raises UserError for what cannot be or does nothing."""
     if given.get("resume"):
-        saved = Path(given.get("runs", "runs")) / given.get("name", "") / "config.json"
+        saved = Path(given.get("runs", "runs"), given.get("name", ""), "config.json")
         need(given.get("name") and saved.is_file(), f"--resume: expected --name of a run, no {saved}")
         before = json.loads(saved.read_text())
         for name in given.keys() - {"resume"}:
@@ -199,29 +206,26 @@ def resolve(given: dict) -> Config:
     config = Config(**given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes = inspect.signature(algorithm.loss).parameters
-    loss_args = json_object("--loss-args", config.loss_args)
-    json_object("--chat-template-args", config.chat_template_args)
-    per_token = algorithm.advantages in ("reward_to_go", "gae")
-    for name, use in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
-                      "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic,
-                      "gamma": per_token, "advantage_scale": algorithm.advantages == "group",
-                      "tis_cap": config.old_logprobs == "trainer"}.items():
-        need(use or getattr(config, name) is None or given.get("resume"),
-             f"--{name.replace('_', '-')}: does nothing with --algo {config.algo} "
-             f"--old-logprobs {config.old_logprobs}")
-    for name, value in loss_args.items():
+    built_in, rows = config.model in BUILT_IN, config.prompts_per_step * config.group_size
+    for name, value in json_object("--loss-args", config.loss_args).items():
         need(name in takes and isinstance(value, (int, float)), f"--loss-args: expected numbers "
              f"that the loss of {config.algo} takes, found {name}{nearest(name, takes)}")
-    built_in, rows = config.model in ("tiny", "tiny-moe"), config.prompts_per_step * config.group_size
+    json_object("--chat-template-args", config.chat_template_args)
+    per_token = algorithm.advantages in ("reward_to_go", "gae")
+    for name, used in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
+                       "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic,
+                       "gamma": per_token, "advantage_scale": algorithm.advantages == "group",
+                       "tis_cap": config.old_logprobs == "trainer"}.items():
+        need(used or config.resume or getattr(config, name) is None, f"--{name.replace('_', '-')}: "
+             f"does nothing with --algo {config.algo} --old-logprobs {config.old_logprobs}")
     limit = config.max_new_tokens or (task.max_new_tokens if built_in else 1024)
-    defaults = {
-        "reward": "math" if config.data else task.verifier, "lr": 1e-4 if built_in else 1e-6,
-        "warmup_steps": 0 if built_in else 10, "completions_per_update": max(rows // 4, 1),
-        "max_new_tokens": limit, "gamma": 1.0, "gae_lambda": 0.95, "critic_lr": 0.0,
-        "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
-        "advantage_scale": algorithm.scale, "dynamic_sampling": algorithm.dynamic_sampling,
-        "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0}
-    for name, value in defaults.items():
+    for name, value in {
+            "reward": "math" if config.data else task.verifier, "lr": 1e-4 if built_in else 1e-6,
+            "warmup_steps": 0 if built_in else 10, "completions_per_update": max(rows // 4, 1),
+            "max_new_tokens": limit, "gamma": 1.0, "gae_lambda": 0.95,
+            "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
+            "advantage_scale": algorithm.scale, "dynamic_sampling": algorithm.dynamic_sampling,
+            "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
     config.critic_lr = config.critic_lr or 10 * config.lr
     if config.device == "auto":
@@ -229,7 +233,7 @@ def resolve(given: dict) -> Config:
     if config.dtype == "auto":
         config.dtype = "bfloat16" if config.device == "cuda" else "float32"
     need(rows % config.completions_per_update == 0, f"--completions-per-update "
-         f"{config.completions_per_update}: expected a divisor of the {rows} completions of a rollout")
+         f"{config.completions_per_update}: expected a divisor of a rollout's {rows} completions")
     need(config.kl_coef or not config.ref_every, "--ref-every: expected --kl-coef above 0 with it")
     need(config.data or not config.eval_data, "--eval-data: expected --data with it")
     need(re.fullmatch(r"\w[\w.+-]*", config.name or "x"),
@@ -238,6 +242,8 @@ def resolve(given: dict) -> Config:
          "--prompt-template: expected {prompt} in it, once")
     need(getattr(torch, config.device).is_available(),
          f"--device {config.device}: this machine or this torch has none")
+    need(not config.tensorboard or importlib.util.find_spec("tensorboard"),
+         "--tensorboard: expected the package tensorboard; install it with: pip install tensorboard")
     return config
 
 
@@ -283,7 +289,7 @@ def fitting(rows: list[dict], flag: str, config: Config, tokenizer, context: int
     limit = min(config.max_prompt_tokens or context, context - config.max_new_tokens)
     for number, row in enumerate(rows, 1):
         row["ids"] = encode(tokenizer, config, row["prompt"])
-        need(config.model not in ("tiny", "tiny-moe") or tokenizer.unk_token_id not in row["ids"],
+        need(config.model not in BUILT_IN or tokenizer.unk_token_id not in row["ids"],
              f"{flag}, row {number}: the built-in model only knows the characters "
              f"{rewards.TASKS[config.task].alphabet!r}; expected --model with another one")
     kept = [row for row in rows if len(row["ids"]) <= limit]
@@ -316,11 +322,10 @@ def tiny_model(name: str, task: rewards.Task) -> Path:
     if name == "tiny-moe":
         shape |= dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
                       moe_intermediate_size=64, norm_topk_prob=True)
-    steps, rows, lr = 300, 32, 3e-3
     problems, rng = rewards.problems(task, seed=-1), random.Random(0)
     shown = [(row["prompt"], task.demonstration(row, rng))
-             for row in itertools.islice(problems, steps * rows)]
-    recipe = repr((shape, shown, lr, torch.__version__, transformers.__version__))
+             for row in itertools.islice(problems, WARM_STEPS * WARM_ROWS)]
+    recipe = repr((shape, shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
                   f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
     if folder.exists():
@@ -330,18 +335,18 @@ def tiny_model(name: str, task: rewards.Task) -> Path:
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(kind(**shape))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    for step in range(steps):
+    for step in range(WARM_STEPS):
         batch = [(tokenizer.encode(prompt), tokenizer.encode(prompt + text) + [1])
-                 for prompt, text in shown[step * rows:(step + 1) * rows]]
+                 for prompt, text in shown[step * WARM_ROWS:(step + 1) * WARM_ROWS]]
         width = max(len(ids) for _, ids in batch)
         ids = torch.tensor([ids + [0] * (width - len(ids)) for _, ids in batch])
         labels = torch.tensor([[-100] * len(prompt) + ids[len(prompt):] + [-100] * (width - len(ids))
                                for prompt, ids in batch])
-        optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 20) * (1 - step / steps)
+        optimizer.param_groups[0]["lr"] = WARM_LR * min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
         optimizer.zero_grad()
         policy(ids, labels=labels, use_cache=False).loss.backward()
         optimizer.step()
-        progress("warm start", step + 1, steps)
+        progress("warm start", step + 1, WARM_STEPS)
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
     policy.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
@@ -374,7 +379,7 @@ def inspect_model(source: str, flag: str = "--model"):
 
 def start(config: Config) -> SimpleNamespace:
     """Everything that a run holds. Whatever can be wrong with the input is found before weights load."""
-    run = SimpleNamespace(config=config, step=0, cursor=0, bad=0, quiet=0, warned=set(), ref_policy=None,
+    run = SimpleNamespace(config=config, step=0, cursor=0, bad=0, quiet=0, warned=set(), seconds={}, ref_policy=None,
                           critic=None, reward_model=None, algorithm=gspo.ALGOS[config.algo])
     try:
         run.reward = rewards.parse_reward(config.reward)
@@ -438,10 +443,7 @@ def load_weights(run, source, checkpoint: Path | None) -> None:
     run.numbers |= {"per": run.algorithm.denom} if "per" in takes else {}
     run.tensorboard = None
     if config.tensorboard:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise UserError("--tensorboard: expected the package tensorboard; pip install tensorboard")
+        from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.tensorboard = SummaryWriter(run.folder)
     groups = [{"params": list(run.policy.parameters()), "base_lr": config.lr}]
     if config.kl_coef:
@@ -492,6 +494,19 @@ def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.
     return samples, [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
 
 
+def timed(phase):
+    """Keeps the seconds of a phase of the step in run.seconds."""
+    @functools.wraps(phase)
+    def wrapper(run, *arguments):
+        begun = time.perf_counter()
+        result = phase(run, *arguments)
+        if run.config.device == "cuda":
+            torch.cuda.synchronize()
+        run.seconds[phase.__name__] = time.perf_counter() - begun
+        return result
+    return wrapper
+
+
 def snapshot(run, step: int) -> None:
     """pi_old <- pi_theta every stale_steps steps; pi_ref <- pi_theta every ref_every steps."""
     if run.old_policy is not run.policy and (step - 1) % run.config.stale_steps == 0:
@@ -500,6 +515,7 @@ def snapshot(run, step: int) -> None:
         rollout.refresh(run.ref_policy, run.policy)
 
 
+@timed
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
     config, size = run.config, run.config.group_size
@@ -558,6 +574,7 @@ def logprobs_of(run, model, batch, rows, replay=None) -> tuple[torch.Tensor, tor
             model, batch.rollout[rows], temperature=run.config.temperature), experts
 
 
+@timed
 @torch.no_grad()
 def freeze(run, batch) -> None:
     """What stays while pi_theta moves: old_logprobs, ref_logprobs, values. They are scored in the
@@ -662,6 +679,7 @@ def update(run, batch, micro_batches: list) -> dict:
     return totals
 
 
+@timed
 def improve(run, batch, step: int) -> list[dict]:
     """The updates of a step: epochs over its minibatches; returns the metrics of each update."""
     for group in run.optimizer.param_groups:
@@ -691,7 +709,7 @@ def drift(prefix: str, logprobs, old_logprobs, mask) -> dict:
     return {f"{prefix}_{name}": float(value) for name, value in values.items()}
 
 
-def measure(run, batch, step: int, updates: list[dict], seconds: dict) -> dict:
+def measure(run, batch, step: int, updates: list[dict]) -> dict:
     """The row of metrics.jsonl: all that a person may want to see of a step (README explains each)."""
     samples, groups = batch.rollout, batch.groups
     lengths, done = samples.lengths.float(), ~samples.truncated
@@ -719,8 +737,8 @@ def measure(run, batch, step: int, updates: list[dict], seconds: dict) -> dict:
     if run.moe:
         row["expert_flips"] = expert_flips(run, batch)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
-    row |= {f"seconds_{name}": round(value, 3) for name, value in seconds.items()}
-    row["tokens_per_second"] = round(float(lengths.sum()) / sum(seconds.values()), 1)
+    row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
+    row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
     if run.config.device == "cuda":
         row["seconds_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     return row
@@ -840,24 +858,9 @@ def save(run) -> Path:
 # --------------------------------------------------------------------------- the loop
 
 
-class Clock:
-    """Seconds per phase of a step."""
-
-    def __init__(self):
-        self.seconds = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str):
-        started = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.seconds[phase] = time.perf_counter() - started
-
-
 def train(config: Config) -> int:
     """The three-policy loop. Returns the exit status."""
-    run, clock, started, stopped = start(config), Clock(), time.time(), []
+    started, stopped, run = time.time(), [], start(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # the first one asks, the second one insists
         signal.signal(number, lambda number, _: (stopped.append(number), signal.signal(number, signal.SIG_DFL)))
     if run.step == 0:
@@ -869,19 +872,16 @@ def train(config: Config) -> int:
         snapshot(run, step)
         # 2. sample G completions for each of P prompts, 3. score them with the verifier; dynamic
         #    sampling drops and refills dead groups
-        with clock("sample"):
-            batch = collect(run, step)
+        batch = collect(run, step)
         # 4. freeze: old_logprobs, ref_logprobs and values, no grad, before the first update
-        with clock("freeze"):
-            freeze(run, batch)
+        freeze(run, batch)
         # 5. compare: advantages, after 4 because a KL in the reward and a critic come into them
         compare(run, batch)
         # 6. improve: minibatches of completions, each one optimiser step
-        with clock("update"):
-            updates = improve(run, batch, step)
+        updates = improve(run, batch, step)
         # 7. report: metrics, samples, evaluation, checkpoint
         run.step, last = step, step == config.steps
-        row = measure(run, batch, step, updates, clock.seconds)
+        row = measure(run, batch, step, updates)
         if last or (config.eval_every and step % config.eval_every == 0):
             run.after = evaluate(run, "after" if last else step, pass_k=last)
             row |= run.after
