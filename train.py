@@ -69,7 +69,7 @@ class Config:
     # --- prompts
     system: str | None = None  # system message, for tokenizers with a chat template
     prompt_template: str | None = None  # text around the prompt, with {prompt} in it
-    chat_template_args: str | None = None  # JSON object, as {"enable_thinking": false}
+    chat_template_args: dict | None = None  # JSON object, as {"enable_thinking": false}
     max_prompt_tokens: int | None = None  # longer ones are skipped; default: the context [1, inf)
     # --- rollout
     prompts_per_step: int = 32  # prompts P of a rollout step [1, inf)
@@ -85,7 +85,7 @@ class Config:
     # --- objective (defaults are the papers', in gspo.py)
     clip_low: float | None = None  # the ratio stays above 1 - clip_low; GSPO 3e-4 [0, inf)
     clip_high: float | None = None  # the ratio stays below 1 + clip_high; GSPO 4e-4 [0, inf)
-    loss_args: str | None = None  # JSON object of the loss's other numbers, as {"ratio_max": 4}
+    loss_args: dict | None = None  # JSON object of the loss's other numbers, as {"ratio_max": 4}
     kl_coef: float | None = None  # weight of the KL to the reference; GRPO 0.04, else 0 [0, inf)
     ref_every: int = 0  # steps between refreshes of the reference; 0: never [0, inf)
     advantage_scale: str | None = None  # what group advantages are divided by {group, batch, none}
@@ -121,7 +121,7 @@ class Config:
     device: str = "auto"  # device {auto, cuda, cpu, mps}
     dtype: str = "auto"  # of autocast, sampler and reference {auto, float32, bfloat16}
     tensorboard: bool = False  # write TensorBoard events too
-    watch: str | None = None  # draw the curves of this run folder, and train nothing
+    watch: str | None = None  # draw the curves of this run folder and train nothing
 
 
 # --------------------------------------------------------------------------- flags and input
@@ -132,65 +132,51 @@ def need(condition, message: str) -> None:
         raise UserError(message)
 
 
-def nearest(name: str, names) -> str:
-    near = difflib.get_close_matches(name, list(names), 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
-
-
 def checked(kind: type, text: str):
-    """Converter for argparse that holds to the (range] or the {choices} at the end of a help text."""
-    rule = re.search(r"([\[(])(\S+), (\S+)([\])])$|\{(.*)\}$", text)
+    """Converter for argparse that holds to the (range] at the end of a help text."""
+    rule = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
 
     def convert(value: str):
-        result = kind(value)
-        if rule and rule[5]:
-            names = rule[5].split(", ")
-            good, wanted = result in names, f"one of {rule[5]}{nearest(value, names)}"
-        elif rule:
-            above = result >= float(rule[2]) if rule[1] == "[" else result > float(rule[2])
-            below = result <= float(rule[3]) if rule[4] == "]" else result < float(rule[3])
-            good, wanted = above and below, f"a number in {rule[0]}"
-        if rule and not good:
-            raise argparse.ArgumentTypeError(f"found {value}, expected {wanted}")
+        result = dict(json.loads(value)) if kind is dict else kind(value)
+        if rule:
+            above = result > float(rule[2]) or result == float(rule[2]) and rule[1] == "["
+            below = result < float(rule[3]) or result == float(rule[3]) and rule[4] == "]"
+            if not (above and below):
+                raise argparse.ArgumentTypeError(f"found {value}, expected a number in {rule[0]}")
         return result
 
-    convert.__name__ = kind.__name__
+    convert.__name__ = {dict: "JSON object"}.get(kind, kind.__name__)
     return convert
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
-            message = f"{unknown[1]}: no such flag{nearest(unknown[1], self._option_string_actions)}"
-        raise UserError(f"{message.removeprefix('argument ')} (--help lists all flags)")
+        names, wrong = self._option_string_actions, re.search(r"(?:arguments|choice): '?([^' ]+)", message)
+        if "invalid choice" in message:
+            names = re.findall(r"[\w+-]+", message.split("choose from")[1])
+        near = difflib.get_close_matches(wrong[1], list(names), 1, 0.5) if wrong else []
+        raise UserError(message.removeprefix("argument ") + "".join(f"; did you mean {n}?" for n in near))
 
 
 def parse_flags(arguments: list[str]) -> dict:
     """The flags that were given, name -> value. The parser is made from Config's source."""
     parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser
+    group, kinds = parser, {"int": int, "float": float, "str": str, "dict": dict}
     for line in inspect.getsource(Config).splitlines():
         if "# --- " in line:
             group = parser.add_argument_group(line.split("# --- ")[1])
-        if found := re.match(r"    (\w+): (\w+).*? = (.+?)  # (.+)", line):
-            name, kind, default, text = found.groups()
-            for key, names in (("{ALGOS}", gspo.ALGOS), ("{TASKS}", rewards.TASKS)):
-                text = text.replace(key, f"{{{', '.join(names)}}}")
+        if found := re.match(r"    (\w+): (\w+).*? = (.+?)  # (.+?)(?: \{(.*)\})?$", line):
+            name, kind, default, text, choices = found.groups()
+            choices = {"ALGOS": list(gspo.ALGOS), "TASKS": list(rewards.TASKS)}.get(
+                choices, choices and choices.split(", "))
             options = {"action": argparse.BooleanOptionalAction} if kind == "bool" else {
-                "type": checked({"int": int, "float": float, "str": str}[kind], text),
-                "metavar": kind.upper()}
+                "type": checked(kinds[kind], text), "choices": choices, "metavar": kind.upper()}
+            text += f": {', '.join(choices)}" if choices else ""
             text += "" if default == "None" else f"; default {default}"
             flag = "--" + name.replace("_", "-")
             group.add_argument(flag, help=text.replace("%", "%%"), **options)
     return vars(parser.parse_args(arguments))
-
-
-def json_object(flag: str, text: str | None) -> dict:
-    with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(text or "{}"), dict):
-            return value
-    raise UserError(f"{flag}: expected a JSON object, found {text!r}")
 
 
 def resolve(given: dict) -> Config:
@@ -207,14 +193,13 @@ def resolve(given: dict) -> Config:
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes = inspect.signature(algorithm.loss).parameters
     built_in, rows = config.model in BUILT_IN, config.prompts_per_step * config.group_size
-    for name, value in json_object("--loss-args", config.loss_args).items():
-        need(name in takes and isinstance(value, (int, float)), f"--loss-args: expected numbers "
-             f"that the loss of {config.algo} takes, found {name}{nearest(name, takes)}")
-    json_object("--chat-template-args", config.chat_template_args)
-    per_token = algorithm.advantages in ("reward_to_go", "gae")
+    for name, value in (config.loss_args or {}).items():
+        need(name in takes and isinstance(value, (int, float)),
+             f"--loss-args: expected numbers that the loss of {config.algo} takes, found {name}")
     for name, used in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
                        "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic,
-                       "gamma": per_token, "advantage_scale": algorithm.advantages == "group",
+                       "gamma": algorithm.advantages in ("reward_to_go", "gae"),
+                       "advantage_scale": algorithm.advantages == "group",
                        "tis_cap": config.old_logprobs == "trainer"}.items():
         need(used or config.resume or getattr(config, name) is None, f"--{name.replace('_', '-')}: "
              f"does nothing with --algo {config.algo} --old-logprobs {config.old_logprobs}")
@@ -280,12 +265,12 @@ def encode(tokenizer, config: Config, text: str) -> list[int]:
     turns = [{"role": "system", "content": config.system}] if config.system else []
     turns.append({"role": "user", "content": text})
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True,
-                                         **json.loads(config.chat_template_args or "{}"))
+                                         **(config.chat_template_args or {}))
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def fitting(rows: list[dict], flag: str, config: Config, tokenizer, context: int) -> list[dict]:
-    """The rows, with their prompts' "ids", less those that are too long or cannot be written."""
+    """The rows, with their prompts' "ids", less those that are too long."""
     limit = min(config.max_prompt_tokens or context, context - config.max_new_tokens)
     for number, row in enumerate(rows, 1):
         row["ids"] = encode(tokenizer, config, row["prompt"])
@@ -293,11 +278,10 @@ def fitting(rows: list[dict], flag: str, config: Config, tokenizer, context: int
              f"{flag}, row {number}: the built-in model only knows the characters "
              f"{rewards.TASKS[config.task].alphabet!r}; expected --model with another one")
     kept = [row for row in rows if len(row["ids"]) <= limit]
-    message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {limit} tokens "
-               f"(--max-prompt-tokens, or the context of {context} less --max-new-tokens)")
+    message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {limit} "
+               f"tokens (--max-prompt-tokens, or the context {context} less --max-new-tokens)")
     need(kept, message)
-    if len(kept) < len(rows):
-        print(f"skipped: {message}")
+    print(f"skipped: {message}\n" if len(kept) < len(rows) else "", end="")
     return kept
 
 
@@ -319,7 +303,9 @@ def tiny_model(name: str, task: rewards.Task) -> Path:
                  num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
                  eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
                  rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # short texts
+    kind = transformers.Qwen3Config
     if name == "tiny-moe":
+        kind = transformers.Qwen3MoeConfig
         shape |= dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
                       moe_intermediate_size=64, norm_topk_prob=True)
     problems, rng = rewards.problems(task, seed=-1), random.Random(0)
@@ -330,18 +316,17 @@ def tiny_model(name: str, task: rewards.Task) -> Path:
                   f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
     if folder.exists():
         return folder
-    kind = transformers.Qwen3MoeConfig if name == "tiny-moe" else transformers.Qwen3Config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(kind(**shape))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step in range(WARM_STEPS):
-        batch = [(tokenizer.encode(prompt), tokenizer.encode(prompt + text) + [1])
-                 for prompt, text in shown[step * WARM_ROWS:(step + 1) * WARM_ROWS]]
-        width = max(len(ids) for _, ids in batch)
-        ids = torch.tensor([ids + [0] * (width - len(ids)) for _, ids in batch])
-        labels = torch.tensor([[-100] * len(prompt) + ids[len(prompt):] + [-100] * (width - len(ids))
-                               for prompt, ids in batch])
+        rows = [(len(prompt), tokenizer.encode(prompt + text) + [1])  # a token is a character
+                for prompt, text in shown[step * WARM_ROWS:(step + 1) * WARM_ROWS]]
+        width = max(len(ids) for _, ids in rows)
+        ids = torch.tensor([ids + [0] * (width - len(ids)) for _, ids in rows])
+        labels = torch.tensor([[-100] * start + ids[start:] + [-100] * (width - len(ids))
+                               for start, ids in rows])
         optimizer.param_groups[0]["lr"] = WARM_LR * min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
         optimizer.zero_grad()
         policy(ids, labels=labels, use_cache=False).loss.backward()
@@ -361,90 +346,85 @@ def progress(what: str, done: int, total: int) -> None:
         print(f"{what} [{'#' * (30 * done // total):30}] {done}/{total}", end=end, file=sys.stderr)
 
 
-def inspect_model(source: str, flag: str = "--model"):
-    """(tokenizer, architecture config) of a model that can be trained, before its weights load."""
+def inspect_model(source: str, flag: str, kinds) -> tuple:
+    """(tokenizer, context in tokens) of a model, all checked before its weights load."""
     try:
-        architecture, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+        config, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{flag} {source}: expected a folder or hub name of a causal language model: "
-                        f"{str(error).strip().splitlines()[0]}")
-    need(type(architecture) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-         f"{flag} {source}: expected a causal language model, found {architecture.model_type}")
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{flag} {source}: expected a folder or hub name of a model: {reason}")
+    need(type(config) in kinds, f"{flag} {source}: {config.model_type} is no model of the kind needed")
     need(tokenizer.eos_token_id is not None, f"{flag} {source}: its tokenizer has no end token")
-    pickles = " but pickles, which can run code when they load" if any(Path(source).glob("*.bin")) else ""
+    pickles = " but pickles, which can run code when they load" * any(Path(source).glob("*.bin"))
     need(not Path(source).is_dir() or any(Path(source).glob("*.safetensors")),
          f"{flag} {source}: expected *.safetensors weights in the folder, found none{pickles}")
-    return tokenizer, architecture
+    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 
 def start(config: Config) -> SimpleNamespace:
-    """Everything that a run holds. Whatever can be wrong with the input is found before weights load."""
-    run = SimpleNamespace(config=config, step=0, cursor=0, bad=0, quiet=0, warned=set(), seconds={}, ref_policy=None,
-                          critic=None, reward_model=None, algorithm=gspo.ALGOS[config.algo])
+    """All that a run holds. What can be wrong with the input is found before weights load."""
+    run = SimpleNamespace(config=config, algorithm=gspo.ALGOS[config.algo], seconds={},
+                          ref_policy=None, critic=None, reward_model=None, tensorboard=None,
+                          state={"step": 0, "cursor": 0, "bad": 0, "quiet": 0, "warned": []})
     try:
         run.reward = rewards.parse_reward(config.reward)
     except ValueError as error:
         raise UserError(str(error))
     rows = read_rows("--data", config.data, run.reward) if config.data else None
     held_out = read_rows("--eval-data", config.eval_data, run.reward) if config.eval_data else None
-    number = next(i for i in itertools.count(1) if not Path(config.runs, f"{config.algo}-{i}").exists())
-    config.name = config.name or f"{config.algo}-{number}"
+    numbers = (i for i in itertools.count(1) if not Path(config.runs, f"{config.algo}-{i}").exists())
+    config.name = config.name or f"{config.algo}-{next(numbers)}"
     run.folder = Path(config.runs, config.name)
     need(config.resume or not run.folder.exists(),
          f"--name {config.name}: {run.folder} exists; expected a new name, or --resume")
     task, source = rewards.TASKS[config.task], config.model
-    if source in ("tiny", "tiny-moe"):
+    if source in BUILT_IN:
         source = tiny_model(source, task)
-    run.tokenizer, architecture = inspect_model(source)
-    context = getattr(architecture.get_text_config(), "max_position_embeddings", None) or 2**20
+    run.tokenizer, context = inspect_model(source, "--model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+    if config.reward_model:
+        inspect_model(config.reward_model, "--reward-model",
+                      transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     if rows and not held_out:
         random.Random(config.seed).shuffle(rows)
         count = min(config.eval_prompts, max(1, len(rows) // 10))
         need(len(rows) > count, f"--data {config.data}: expected two rows or more, to hold one out")
         held_out, rows = rows[:count], rows[count:]
         print(f"held out for evaluation: {count} of the {len(rows) + count} rows of --data")
-    fit = lambda rows, flag: fitting(rows, flag, config, run.tokenizer, context)
     if rows is None:
-        run.prompts = (fit([row], "--task")[0] for row in rewards.problems(task, config.seed))
+        run.prompts = rewards.problems(task, config.seed)
         held_out = itertools.islice(rewards.problems(task, config.seed, held_out=True), config.eval_prompts)
+        run.prompts = (fitting([row], "--task", config, run.tokenizer, context)[0] for row in run.prompts)
     else:
-        rows = fit(rows, "--data")
-        run.prompts = itertools.chain.from_iterable(
-            random.Random(f"{config.seed} {epoch}").sample(rows, len(rows)) for epoch in itertools.count())
-    run.held_out = fit(list(held_out)[:config.eval_prompts], "--eval-data" if config.eval_data else "held out")
+        rows = fitting(rows, "--data", config, run.tokenizer, context)
+        shuffled = (random.Random(f"{config.seed} {epoch}").sample(rows, len(rows))
+                    for epoch in itertools.count())
+        run.prompts = itertools.chain.from_iterable(shuffled)
+    run.held_out = fitting(list(held_out)[:config.eval_prompts], "held out", config, run.tokenizer, context)
     try:
         (run.folder / "checkpoints").mkdir(parents=True, exist_ok=config.resume)
-        write(run.folder / "config.json", json.dumps(dataclasses.asdict(config) | {"resume": False}, indent=1))
     except OSError as error:
         raise UserError(f"--runs {config.runs}: expected a folder that can be written: {error}")
-    found = sorted(run.folder.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
-    load_weights(run, source, found[-1] if found else None)
+    write(run.folder / "config.json", json.dumps(vars(config) | {"resume": False}, indent=1))
+    load_weights(run, source, (checkpoints(run.folder) or [None])[-1])
     return run
 
 
 def load_weights(run, source, checkpoint: Path | None) -> None:
-    """policy, old_policy and, where the algorithm has them, ref_policy, critic and reward model."""
-    config = run.config
-    load = lambda path, dtype: AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=True).to(config.device)
-    dtype = getattr(torch, config.dtype)
+    """The policies, and the critic and the reward model where there are any; all from safetensors."""
+    config, dtype = run.config, getattr(torch, run.config.dtype)
+
+    def load(path, dtype, kind=AutoModelForCausalLM):
+        model = kind.from_pretrained(path, dtype=dtype, use_safetensors=True)
+        return model.to(config.device).eval()
+
     run.policy = load(checkpoint or source, torch.float32)
     run.moe = any("TopKRouter" in type(module).__name__ for module in run.policy.modules())
-    need(run.moe or not config.routing_replay, "--routing-replay: expected a mixture-of-experts model")
+    need(run.moe or not config.routing_replay, "--routing-replay: expected a mixture of experts")
     if config.gradient_checkpointing:
         run.policy.gradient_checkpointing_enable()
     run.old_policy = run.policy  # nothing moves while it samples, so its own weights will do
     if config.dtype != "float32" or config.stale_steps > 1:
         run.old_policy = rollout.sampler_copy(run.policy, dtype)
-    takes = inspect.signature(run.algorithm.loss).parameters
-    run.numbers = {name: getattr(config, name) for name in ("clip_low", "clip_high")
-                   if getattr(config, name) is not None} | json.loads(config.loss_args or "{}")
-    run.numbers |= {"max_completion_length": config.max_new_tokens} if "max_completion_length" in takes else {}
-    run.numbers |= {"per": run.algorithm.denom} if "per" in takes else {}
-    run.tensorboard = None
-    if config.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter  # not among our requirements
-        run.tensorboard = SummaryWriter(run.folder)
     groups = [{"params": list(run.policy.parameters()), "base_lr": config.lr}]
     if config.kl_coef:
         run.ref_policy = load(source, dtype).requires_grad_(False)
@@ -452,36 +432,44 @@ def load_weights(run, source, checkpoint: Path | None) -> None:
         run.critic = rollout.make_critic(run.policy)
         groups.append({"params": list(run.critic.parameters()), "base_lr": config.critic_lr})
     if config.reward_model:
-        inspect_model(config.reward_model, "--reward-model")
-        run.reward_model = transformers.AutoModelForSequenceClassification.from_pretrained(
-            config.reward_model, dtype=dtype, use_safetensors=True).to(config.device)
+        kind = transformers.AutoModelForSequenceClassification
+        run.reward_model = load(config.reward_model, dtype, kind)
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
     ends = run.policy.generation_config.eos_token_id
-    run.eos_ids = sorted({run.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
-    run.pad_id = run.eos_ids[0] if run.tokenizer.pad_token_id is None else run.tokenizer.pad_token_id
+    ends = {run.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    run.eos_ids, pad = sorted(ends), run.tokenizer.pad_token_id
+    run.pad_id = run.eos_ids[0] if pad is None else pad
+    takes = inspect.signature(run.algorithm.loss).parameters
+    run.loss_args = {name: value for name, value in {
+        "clip_low": config.clip_low, "clip_high": config.clip_high, "per": run.algorithm.denom,
+        "max_completion_length": config.max_new_tokens}.items() if name in takes and value is not None}
+    run.loss_args |= config.loss_args or {}
+    if config.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter  # not among our requirements
+        run.tensorboard = SummaryWriter(run.folder)
     if checkpoint:
-        state = json.loads((checkpoint / "trainer" / "state.json").read_text())
-        run.reward.faults = state.pop("faults")
-        vars(run).update(state, warned=set(state["warned"]))
-        for name in ("ref_policy", "old_policy", "critic"):
-            if (path := checkpoint / "trainer" / f"{name}.safetensors").exists():
-                getattr(run, name).load_state_dict(load_file(path), strict=False)
-        moments = {}
-        for name, tensor in load_file(checkpoint / "trainer" / "optimizer.safetensors").items():
-            moments.setdefault(int(name.split(".")[0]), {})[name.split(".")[1]] = tensor
-        run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": moments})
-    for name in ("metrics.jsonl", "samples.jsonl"):  # steps after the checkpoint are done again
-        lines = (run.folder / name).read_text().splitlines() if (run.folder / name).exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= run.step]
-        write(run.folder / name, "".join(line + "\n" for line in kept))
-    run.prompts = itertools.islice(run.prompts, run.cursor, None)
+        run.state = json.loads((checkpoint / "trainer" / "state.json").read_text())
+        for path in (checkpoint / "trainer").glob("*.safetensors"):
+            if path.stem == "optimizer":
+                moments = {}
+                for name, tensor in load_file(path).items():
+                    moments.setdefault(int(name.split(".")[0]), {})[name.split(".")[1]] = tensor
+                run.optimizer.load_state_dict(run.optimizer.state_dict() | {"state": moments})
+            else:
+                getattr(run, path.stem).load_state_dict(load_file(path), strict=False)  # tied weights
+    for path in (run.folder / "metrics.jsonl", run.folder / "samples.jsonl"):
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if line.endswith("}")]  # a killed run may leave a torn line
+        kept = [line for line in kept if json.loads(line)["step"] <= run.state["step"]]
+        write(path, "".join(line + "\n" for line in kept))
+    run.prompts = itertools.islice(run.prompts, run.state["cursor"], None)
 
 
 # --------------------------------------------------------------------------- the phases of a step
 
 
 def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.Rollout, list[str]]:
-    """Completions of prompts and their texts; the same seed text gives the same ones."""
+    """Completions of prompts, and their texts; the same seed text gives the same ones."""
     config = run.config
     number = int(hashlib.sha256(f"{config.seed} {seed}".encode()).hexdigest()[:15], 16)
     options = {"group_size": config.group_size, "temperature": config.temperature} | options
@@ -489,22 +477,9 @@ def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.
         model, [row["ids"] for row in rows], max_new_tokens=config.max_new_tokens,
         eos_ids=run.eos_ids, pad_id=run.pad_id, generator=torch.Generator().manual_seed(number),
         max_slots=config.max_slots, cache_gb=config.cache_gb,
-        progress=lambda done, total: progress("sampling", done, total), **options)
+        progress=functools.partial(progress, "sampling"), **options)
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     return samples, [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
-
-
-def timed(phase):
-    """Keeps the seconds of a phase of the step in run.seconds."""
-    @functools.wraps(phase)
-    def wrapper(run, *arguments):
-        begun = time.perf_counter()
-        result = phase(run, *arguments)
-        if run.config.device == "cuda":
-            torch.cuda.synchronize()
-        run.seconds[phase.__name__] = time.perf_counter() - begun
-        return result
-    return wrapper
 
 
 def snapshot(run, step: int) -> None:
@@ -515,50 +490,48 @@ def snapshot(run, step: int) -> None:
         rollout.refresh(run.ref_policy, run.policy)
 
 
-@timed
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
-    config, size = run.config, run.config.group_size
-    drawn, texts, rows, scores, keep = [], [], [], [], []
+    config, size, wanted = run.config, run.config.group_size, run.config.prompts_per_step
+    drawn, texts, rows, scores = [], [], [], []
     for attempt in range(1 + config.max_refills * config.dynamic_sampling):
-        prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
-        run.cursor += len(prompts)
+        prompts = list(itertools.islice(run.prompts, wanted))
+        run.state["cursor"] += wanted
         samples, new_texts = sample(run, run.old_policy, prompts, f"{step} {attempt}")
         new_rows = [row for row in prompts for _ in range(size)]
         scores += run.reward.score(new_texts, new_rows)
         drawn, texts, rows = drawn + [samples], texts + new_texts, rows + new_rows
         groups = torch.tensor([score.correct for score in scores]).view(-1, size)
-        alive = groups.amax(1) != groups.amin(1)
-        keep = (alive if config.dynamic_sampling else torch.ones_like(alive)).nonzero().flatten()
-        if len(keep) >= config.prompts_per_step:
+        alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
+        keep = (alive if config.dynamic_sampling else alive | True).nonzero().flatten()[:wanted]
+        if len(keep) == wanted:
             break
     else:
-        warn(run, "refills", f"{len(keep)} of {config.prompts_per_step} groups are neither all right nor "
-             f"all wrong after {len(groups)} prompts (--max-refills {config.max_refills}); going on with those")
-    keep = keep[:config.prompts_per_step] if len(keep) else torch.zeros(1, dtype=torch.long)
+        warn(run, "refills", f"step {step}: {len(keep)} of the {wanted} groups wanted are neither all "
+             f"right nor all wrong, after {len(groups)} prompts (--max-refills {config.max_refills})")
+    keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)  # a dead group moves nothing
     keep = (keep[:, None] * size + torch.arange(size)).flatten()
     samples = rollout.Rollout.cat(drawn, run.pad_id)[keep]
     batch = SimpleNamespace(
         rollout=samples, texts=[texts[i] for i in keep], rows=[rows[i] for i in keep],
         scores=[scores[i] for i in keep], groups=groups, mask=samples.completion_mask, experts={})
-    reward = torch.tensor([score.reward for score in batch.scores])
+    batch.rewards = torch.tensor([score.reward for score in batch.scores]).to(config.device)
     if run.reward_model is not None:
         with autocast(config):
-            reward += config.reward_model_weight * (
-                rollout.reward_model_scores(run.reward_model, samples).cpu() - reward)
+            judged = rollout.reward_model_scores(run.reward_model, samples)
+        batch.rewards += config.reward_model_weight * (judged - batch.rewards)
     for i, (ids, n) in enumerate(zip(samples.completions.tolist(), samples.lengths.tolist())):
+        batch.rewards[i] += config.repetition_penalty * rewards.repetition_penalty(ids[:n])
         if config.overlong_cache:
-            reward[i] += rewards.soft_overlong_penalty(n, config.max_new_tokens, config.overlong_cache)
-        if config.repetition_penalty:
-            reward[i] += config.repetition_penalty * rewards.repetition_penalty(ids[:n])
-    batch.rewards = reward.to(config.device)
+            batch.rewards[i] += rewards.soft_overlong_penalty(
+                n, config.max_new_tokens, config.overlong_cache)
     if config.overlong_filter:  # out of the loss, not out of the attention
         batch.mask = batch.mask & ~samples.truncated[:, None]
     order = torch.arange(len(keep)).view(-1, size)
-    order = order[random.Random(f"{config.seed} {step}").sample(range(len(order)), len(order))].flatten()
-    # optimiser steps of whole groups where they divide, each a list of micro-batches of rows
+    shuffled = random.Random(f"{config.seed} {step}").sample(range(len(order)), len(order))
+    # optimiser steps, of whole groups where they divide; each a list of micro-batches of rows
     batch.plan = [[rows[part] for part in rollout.micro_batches(samples[rows], config.micro_batch_tokens)]
-                  for rows in order.split(config.completions_per_update)]
+                  for rows in order[shuffled].flatten().split(config.completions_per_update)]
     return batch
 
 
@@ -574,7 +547,6 @@ def logprobs_of(run, model, batch, rows, replay=None) -> tuple[torch.Tensor, tor
             model, batch.rollout[rows], temperature=run.config.temperature), experts
 
 
-@timed
 @torch.no_grad()
 def freeze(run, batch) -> None:
     """What stays while pi_theta moves: old_logprobs, ref_logprobs, values. They are scored in the
@@ -582,8 +554,9 @@ def freeze(run, batch) -> None:
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
     for rows in itertools.chain(*batch.plan):
-        if run.config.old_logprobs == "trainer":
+        if run.config.old_logprobs == "trainer" or run.moe:
             logprobs, _, batch.experts[int(rows[0])] = logprobs_of(run, run.policy, batch, rows)
+        if run.config.old_logprobs == "trainer":
             batch.old_logprobs[rows] = logprobs
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = logprobs_of(run, run.ref_policy, batch, rows)[0]
@@ -623,13 +596,14 @@ def compare(run, batch) -> None:
 
 
 def step_rewards(run, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rewards, steps), both (N, T): a step scored up to a character ends at that character's token."""
+    """(rewards, steps), (N, T): a step that ends at a character ends at that character's token."""
     values = torch.zeros_like(batch.old_logprobs)
     steps = torch.zeros_like(values, dtype=torch.bool)
-    for i, (ids, n) in enumerate(zip(batch.rollout.completions.tolist(), batch.rollout.lengths.tolist())):
-        ends = [len(run.tokenizer.decode(ids[:t + 1], skip_special_tokens=True)) for t in range(n)]
+    rows = zip(batch.rollout.completions.tolist(), batch.rollout.lengths.tolist())
+    for i, (ids, n) in enumerate(rows):
+        read = [len(run.tokenizer.decode(ids[:t + 1], skip_special_tokens=True)) for t in range(n)]
         for end, value in batch.scores[i].steps or []:
-            token = next((t for t in range(n) if ends[t] >= end), n - 1)
+            token = next((t for t in range(n) if read[t] >= end), n - 1)
             values[i, token] += value
             steps[i, token] = True
     return values, steps
@@ -641,16 +615,17 @@ def update(run, batch, micro_batches: list) -> dict:
     rows = torch.cat(micro_batches)
     tokens = batch.mask[rows].sum().clamp(min=1)
     denom = tokens if algorithm.denom == "token" else len(rows)
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad()
     for rows in micro_batches:
         mask, replay = batch.mask[rows], batch.experts[int(rows[0])] if config.routing_replay else None
         logprobs, entropy, _ = logprobs_of(run, run.policy, batch, rows, replay)
+        batch.new_logprobs[rows] = logprobs.detach()
         loss, metrics = algorithm.loss(logprobs, batch.old_logprobs[rows], batch.advantages[rows],
-                                       mask, denom=denom, **run.numbers)
+                                       mask, denom=denom, **run.loss_args)
         metrics["entropy"] = (entropy * mask).sum() / tokens
         loss = loss - config.entropy_coef * metrics["entropy"]
         if run.ref_policy is not None:
-            in_loss = algorithm.kl != "reward"
+            in_loss = algorithm.kl != "reward"  # else it is in the advantages, and here a metric
             kl, kl_metrics = gspo.kl_penalty(
                 logprobs if in_loss else logprobs.detach(), batch.ref_logprobs[rows], mask,
                 denom=denom, per=algorithm.denom, estimator=algorithm.kl if in_loss else "k1")
@@ -662,35 +637,32 @@ def update(run, batch, micro_batches: list) -> dict:
                 values, batch.values[rows], batch.returns[rows], mask, denom=denom)
             loss, metrics = loss + critic_loss, metrics | critic_metrics
         loss.backward()
-        batch.new_logprobs[rows] = logprobs.detach()
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0.0) + value.detach()
     norms = [torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm)
              for group in run.optimizer.param_groups]
-    totals = {name: float(value) for name, value in totals.items()} | {"grad_norm": float(norms[0])}
+    totals = {name: float(value) for name, value in totals.items()} | {"grad_norm": float(sum(norms))}
     bad = [name for name, value in totals.items() if not math.isfinite(value)]
-    if bad or not all(map(torch.isfinite, norms)):  # one bad update must not ruin the weights
-        run.bad += 1
-        need(run.bad <= config.max_bad_updates, f"stopped: {run.bad} updates in a row were not finite "
-             f"({', '.join(bad) or 'the gradient'}); the last good checkpoint is {newest(run.folder)}")
+    if bad:  # one bad update must not ruin the weights
+        run.state["bad"] += 1
+        if run.state["bad"] > config.max_bad_updates:
+            raise FloatingPointError(f"{run.state['bad']} updates in a row were not finite ({bad[0]})")
         return {"bad_updates": 1}
-    run.bad = 0
+    run.state["bad"] = 0
     run.optimizer.step()
     return totals
 
 
-@timed
 def improve(run, batch, step: int) -> list[dict]:
-    """The updates of a step: epochs over its minibatches; returns the metrics of each update."""
+    """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
     for group in run.optimizer.param_groups:
         group["lr"] = group["base_lr"] * min(1.0, step / max(run.config.warmup_steps, 1))
-    batch.new_logprobs = torch.zeros_like(batch.old_logprobs)
-    updates = []
-    for epoch in range(run.config.epochs):
-        for micro_batches in batch.plan:
-            updates.append(update(run, batch, micro_batches))
-            if len(updates) == 1:  # pi_theta has not moved yet: the sampler and the trainer compared
-                batch.first_logprobs, batch.first_rows = batch.new_logprobs.clone(), torch.cat(micro_batches)
+    batch.new_logprobs, updates = torch.zeros_like(batch.old_logprobs), []
+    for micro_batches in batch.plan * run.config.epochs:
+        updates.append(update(run, batch, micro_batches))
+        if len(updates) == 1:  # of pi_theta before it moved: what the sampler compares with
+            batch.first_rows = torch.cat(micro_batches)
+            batch.first_logprobs = batch.new_logprobs[batch.first_rows]
     return updates
 
 
@@ -703,45 +675,45 @@ def drift(prefix: str, logprobs, old_logprobs, mask) -> dict:
     sequences = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1) / mask.sum(1).clamp(min=1)
     ratio, band = sequences.exp(), inspect.signature(gspo.gspo_loss).parameters
     outside = (ratio < 1 - band["clip_low"].default) | (ratio > 1 + band["clip_high"].default)
-    values = {"kl": (tokens.exp() - 1 - tokens).mean(), "token_std": tokens.std(),
-              "sequence_std": sequences.std(), "ratio_mean": ratio.mean(), "ratio_min": ratio.min(),
-              "ratio_max": ratio.max(), "outside_gspo_band": outside.float().mean()}
-    return {f"{prefix}_{name}": float(value) for name, value in values.items()}
+    return {f"{prefix}_{name}": float(value) for name, value in {
+        "kl": (tokens.exp() - 1 - tokens).mean(), "token_std": tokens.std(),
+        "sequence_std": sequences.std(), "ratio_mean": ratio.mean(), "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(), "outside_gspo_band": outside.float().mean()}.items()}
 
 
 def measure(run, batch, step: int, updates: list[dict]) -> dict:
     """The row of metrics.jsonl: all that a person may want to see of a step (README explains each)."""
-    samples, groups = batch.rollout, batch.groups
-    lengths, done = samples.lengths.float(), ~samples.truncated
-    row = {"step": step, "reward": float(batch.rewards.mean()), "reward_std": float(batch.rewards.std()),
-           "solved": float(groups.mean()), "solved_any": float((groups.amax(1) > 0).float().mean()),
-           "dead_right": float((groups.amin(1) == 1).float().mean()),
-           "dead_wrong": float((groups.amax(1) == 0).float().mean()), "prompts_drawn": len(groups),
-           "length_mean": float(lengths.mean()), "length_min": int(lengths.min()),
-           "length_max": int(lengths.max()), "truncated": 1 - float(done.float().mean()),
-           "length_finished": float(lengths[done].mean()) if done.any() else None,
-           "advantage_abs": float(batch.advantages.abs().mean())}
-    for name in batch.scores[0].terms:
-        row[f"reward/{name}"] = sum(score.terms[name] for score in batch.scores) / len(batch.scores)
-    row["bad_updates"] = sum("bad_updates" in one for one in updates)
-    row["verifier_faults"] = run.reward.faults
-    good = [one for one in updates if "bad_updates" not in one]
-    for name in good[0] if good else ():
-        row[name] = sum(one[name] for one in good) / len(good)
-    rows = batch.first_rows
-    row |= drift("sampler", batch.first_logprobs[rows], samples.sampler_logprobs[rows], samples.completion_mask[rows])
-    row |= drift("policy", batch.new_logprobs, batch.old_logprobs, samples.completion_mask)
+    samples, groups, scores = batch.rollout, batch.groups, batch.scores
+    lengths, finished = samples.lengths.float(), samples.lengths[~samples.truncated].float()
+    row = {name: float(value) for name, value in {
+        "reward": batch.rewards.mean(), "reward_std": batch.rewards.std(), "solved": groups.mean(),
+        "solved_any": (groups.amax(1) > 0).float().mean(),
+        "dead_right": (groups.amin(1) == 1).float().mean(),
+        "dead_wrong": (groups.amax(1) == 0).float().mean(), "prompts_drawn": len(groups),
+        "length_mean": lengths.mean(), "length_min": lengths.min(), "length_max": lengths.max(),
+        "length_finished": finished.sum() / max(len(finished), 1),
+        "truncated": 1 - len(finished) / len(lengths),
+        "advantage_abs": batch.advantages.abs().mean(), "verifier_faults": run.reward.faults,
+        "bad_updates": sum("bad_updates" in one for one in updates)}.items()}
+    row |= {f"reward/{name}": sum(score.terms[name] for score in scores) / len(scores)
+            for name in scores[0].terms}
+    updates = [one for one in updates if "bad_updates" not in one]
+    for name in updates[0] if updates else ():
+        row[name] = sum(one[name] for one in updates) / len(updates)
+    first, mask = batch.first_rows, samples.completion_mask
+    row |= drift("sampler", batch.first_logprobs, samples.sampler_logprobs[first], mask[first])
+    row |= drift("policy", batch.new_logprobs, batch.old_logprobs, mask)
     if run.critic is not None:
-        returns, mask = batch.returns, batch.mask
-        row["explained_variance"] = float(1 - (returns - batch.values)[mask].var() / (returns[mask].var() + 1e-8))
+        unexplained = (batch.returns - batch.values)[batch.mask].var()
+        row["explained_variance"] = float(1 - unexplained / (batch.returns[batch.mask].var() + 1e-8))
     if run.moe:
         row["expert_flips"] = expert_flips(run, batch)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
     row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
     if run.config.device == "cuda":
-        row["seconds_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-    return row
+        row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    return {"step": step} | row
 
 
 @torch.no_grad()
@@ -756,48 +728,51 @@ def expert_flips(run, batch) -> float:
 
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
-    """Held-out accuracy: greedy pass@1, and the share of prompts that k samples solve once or more."""
+    """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
     result, k = {}, run.config.eval_samples
     for label, size, temperature in [("solved", 1, 0.0)] + [(f"pass@{k}", k, 1.0)] * bool(pass_k and k):
-        samples, texts = sample(run, run.policy, run.held_out, f"eval {name}", group_size=size, temperature=temperature)
+        _, texts = sample(run, run.policy, run.held_out, f"eval {name}",
+                          group_size=size, temperature=temperature)
         scores = run.reward.score(texts, [row for row in run.held_out for _ in range(size)])
         best = torch.tensor([score.correct for score in scores]).view(-1, size).amax(1)
         result[f"eval_{label}"] = float(best.mean())
     return result
 
 
+def percent(result: dict) -> str:
+    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in result.items())
+
+
 def report(run, batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
-    get = lambda name: row.get(name) or 0.0
-    print(f"step {row['step']} | reward {row['reward']:.2f} | solved {row['solved']:.0%} | len "
-          f"{row['length_mean']:.0f} | truncated {row['truncated']:.0%} | dead groups "
-          f"{row['dead_right'] + row['dead_wrong']:.0%} | ratio {get('ratio_mean'):.4f} | clip "
-          f"{get('clip_fraction'):.0%} | kl {get('kl'):.4f} | entropy {get('entropy'):.2f} | grad "
-          f"{get('grad_norm'):.2f} | {row['tokens_per_second'] / 1000:.1f}k tok/s"
+    seen, dead = dict.fromkeys(("ratio_mean", "clip_fraction", "kl", "entropy", "grad_norm"), 0.0) | row, (
+        row["dead_right"] + row["dead_wrong"])
+    print(f"step {row['step']} | reward {row['reward']:.2f} | solved {row['solved']:.0%} | "
+          f"len {row['length_mean']:.0f} | truncated {row['truncated']:.0%} | dead groups {dead:.0%} | "
+          f"ratio {seen['ratio_mean']:.4f} | clip {seen['clip_fraction']:.0%} | kl {seen['kl']:.4f} | "
+          f"entropy {seen['entropy']:.2f} | grad {seen['grad_norm']:.2f} | "
+          f"{row['tokens_per_second'] / 1000:.1f}k tok/s"
           + (f" | held out {row['eval_solved']:.1%}" if "eval_solved" in row else ""), flush=True)
     append(run.folder / "metrics.jsonl", row)
-    for i in range(0, min(len(batch.texts), 4 * run.config.group_size), run.config.group_size):
+    for i in range(0, len(batch.texts), run.config.group_size)[:4]:
         append(run.folder / "samples.jsonl", {
             "step": row["step"], "prompt": batch.rows[i]["prompt"], "completion": batch.texts[i],
-            "reward": float(batch.rewards[i]), "correct": batch.scores[i].correct, "answer": batch.rows[i]["answer"]})
-    if run.tensorboard:
-        for name, value in row.items():
-            run.tensorboard.add_scalar(name, value or 0.0, row["step"])
-        run.tensorboard.flush()
+            "reward": float(batch.rewards[i]), "answer": batch.rows[i]["answer"]})
+    for name, value in row.items() if run.tensorboard else ():
+        run.tensorboard.add_scalar(name, value, row["step"])
     if run.reward.first_fault:
         warn(run, "fault", run.reward.first_fault)
-    quiet = row["dead_right"] + row["dead_wrong"] == 1
-    run.quiet = run.quiet + 1 if quiet or row["truncated"] == 1 else 0
-    if run.quiet >= 10:
+    cut = row["truncated"] == 1
+    run.state["quiet"] = run.state["quiet"] + 1 if cut or dead == 1 else 0
+    if run.state["quiet"] >= 10:
         warn(run, "quiet", "nothing was learned for 10 steps: " + (
-            "every completion is cut off; raise --max-new-tokens" if row["truncated"] == 1 else
-            "the completions of every prompt are all right or all wrong; take easier or harder prompts, "
-            "a larger --group-size or a higher --temperature"))
+            "every completion is cut off; raise --max-new-tokens" if cut else "the completions of "
+            "every prompt are all right or all wrong; take other prompts or a larger --group-size"))
 
 
 def warn(run, key: str, message: str) -> None:
-    if key not in run.warned:  # once a run
-        run.warned.add(key)
+    if key not in run.state["warned"]:  # once a run
+        run.state["warned"].append(key)
         print(f"warning: {message}", flush=True)
 
 
@@ -819,40 +794,55 @@ def append(path: Path, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def newest(folder: Path) -> Path | None:
-    found = sorted(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
-    return found[-1] if found else None
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))
 
 
 def save(run) -> Path:
     """checkpoints/step-N, in Hugging Face layout, with trainer/ beside the weights. Whole or not
     there: it is written under another name, synced and renamed. The last --keep stay."""
-    final = run.folder / "checkpoints" / f"step-{run.step}"
-    temporary = final.with_name(f"tmp-{run.step}")
+    final = run.folder / "checkpoints" / f"step-{run.state['step']}"
+    temporary = final.with_name("unfinished")
     shutil.rmtree(temporary, ignore_errors=True)
     trainer = temporary / "trainer"
     trainer.mkdir(parents=True)
     run.policy.save_pretrained(temporary)
     run.tokenizer.save_pretrained(temporary)
     moments = run.optimizer.state_dict()["state"]
-    save_file({f"{i}.{name}": tensor for i, state in moments.items() for name, tensor in state.items()},
-              trainer / "optimizer.safetensors")
-    moved = {"critic": run.critic, "ref_policy": run.ref_policy if run.config.ref_every else None,
-             "old_policy": run.old_policy if run.config.stale_steps > 1 else None}
-    for name, model in moved.items():
-        if model is not None:
-            save_file(model.state_dict(), trainer / f"{name}.safetensors")
-    write(trainer / "state.json", json.dumps({"step": run.step, "cursor": run.cursor, "bad": run.bad, "quiet": run.quiet,
-                                                    "warned": sorted(run.warned), "faults": run.reward.faults, "before": run.before}))
+    save_file({f"{i}.{name}": tensor for i, state in moments.items()
+               for name, tensor in state.items()}, trainer / "optimizer.safetensors")
+    for name, moves in {"critic": run.critic is not None, "ref_policy": run.config.ref_every,
+                        "old_policy": run.config.stale_steps > 1}.items():
+        if moves:
+            tensors = getattr(run, name).state_dict()
+            save_file({key: tensor.clone() for key, tensor in tensors.items()},  # tied ones too
+                      trainer / f"{name}.safetensors")
+    write(trainer / "state.json", json.dumps(run.state))
     for path in [*temporary.rglob("*"), temporary]:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
     shutil.rmtree(final, ignore_errors=True)
-    os.rename(temporary, final)
-    for old in sorted(run.folder.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]))[:-run.config.keep]:
+    temporary.rename(final)
+    for old in checkpoints(run.folder)[:-run.config.keep]:
         shutil.rmtree(old)
     return final
+
+
+def watch(folder: Path) -> int:
+    """Draws the curves of a run, again and again until it is over or Ctrl-C."""
+    steps = json.loads((folder / "config.json").read_text())["steps"]
+    while True:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        print("\033[2J\033[H" * sys.stdout.isatty(), end="")
+        for name in ("reward", "solved", "length_mean", "truncated", "entropy", "clip_fraction"):
+            values = [row.get(name, 0.0) for row in rows][-60:]
+            low, span = min(values, default=0), max(values, default=0) - min(values, default=0)
+            bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * (value - low) / (span or 1))] for value in values)
+            print(f"{name:>13} {bars} {values[-1] if values else 0:.3g}")
+        if not sys.stdout.isatty() or rows and rows[-1]["step"] >= steps:
+            return 0
+        time.sleep(2)
 
 
 # --------------------------------------------------------------------------- the loop
@@ -862,81 +852,70 @@ def train(config: Config) -> int:
     """The three-policy loop. Returns the exit status."""
     started, stopped, run = time.time(), [], start(config)
     for number in (signal.SIGINT, signal.SIGTERM):  # the first one asks, the second one insists
-        signal.signal(number, lambda number, _: (stopped.append(number), signal.signal(number, signal.SIG_DFL)))
-    if run.step == 0:
-        run.before = evaluate(run, "before", pass_k=True)
+        signal.signal(number, lambda number, _: stopped.append(number) or signal.signal(
+            number, signal.SIG_DFL))
+    if run.state["step"] == 0:
+        run.state["before"] = evaluate(run, "before", pass_k=True)
     print(f"{config.algo}, {run.policy.num_parameters() / 1e6:.1f} M parameters, {config.device} "
-          f"{config.dtype}, {run.folder}; held out: {percent(run.before)}", flush=True)
-    for step in range(run.step + 1, config.steps + 1):
+          f"{config.dtype}, {run.folder}; held out: {percent(run.state['before'])}", flush=True)
+    for step in range(run.state["step"] + 1, config.steps + 1):
+        clock = [time.perf_counter()]
         # 1. snapshot: pi_old <- pi_theta, and pi_ref <- pi_theta every ref_every steps
         snapshot(run, step)
         # 2. sample G completions for each of P prompts, 3. score them with the verifier; dynamic
-        #    sampling drops and refills dead groups
+        #    sampling drops dead groups and refills
         batch = collect(run, step)
+        clock.append(time.perf_counter())
         # 4. freeze: old_logprobs, ref_logprobs and values, no grad, before the first update
         freeze(run, batch)
-        # 5. compare: advantages, after 4 because a KL in the reward and a critic come into them
+        # 5. compare: advantages; after 4, as a KL in the reward and a critic come into them
         compare(run, batch)
+        clock.append(time.perf_counter())
         # 6. improve: minibatches of completions, each one optimiser step
         updates = improve(run, batch, step)
+        clock.append(time.perf_counter())
         # 7. report: metrics, samples, evaluation, checkpoint
-        run.step, last = step, step == config.steps
+        run.state["step"], last = step, step == config.steps
+        run.seconds = {name: after - before for name, before, after in zip(
+            ("sample", "freeze", "update"), clock, clock[1:])}
         row = measure(run, batch, step, updates)
         if last or (config.eval_every and step % config.eval_every == 0):
-            run.after = evaluate(run, "after" if last else step, pass_k=last)
-            row |= run.after
+            row |= evaluate(run, "after" if last else step, pass_k=last)
         report(run, batch, row)
         if last or stopped or (config.save_every and step % config.save_every == 0):
             folder = save(run)
-        if stopped:
+        if stopped and not last:
             print(f"stopped by signal {stopped[0]} after step {step}, saved in {folder}; go on with: "
-                  f"python train.py --resume --name {config.name}")
+                  f"python train.py --resume --runs {config.runs} --name {config.name}")
             return 128 + stopped[0]
-    if run.step >= config.steps:
-        prompt = run.held_out[0]["prompt"]
-        print(f"held out: {percent(run.before)} -> {percent(run.after)} in {(time.time() - started) / 60:.1f} minutes; the model is in "
-              f"{folder}\ntry it: python rollout.py --model {folder} --prompt {shlex.quote(prompt)}")
+        if last:
+            after = {name: value for name, value in row.items() if name.startswith("eval_")}
+            print(f"held out: {percent(run.state['before'])} -> {percent(after)}, in "
+                  f"{(time.time() - started) / 60:.1f} minutes\nthe model is in {folder}, try it:\n"
+                  f"python rollout.py --model {folder} --prompt {shlex.quote(run.held_out[0]['prompt'])}")
     return 0
-
-
-def percent(result: dict) -> str:
-    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in result.items())
-
-
-def watch(folder: Path) -> int:
-    """Draws the curves of a run again and again, until it is over or Ctrl-C."""
-    while True:
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        print("\033[2J\033[H" if sys.stdout.isatty() else "", end="")
-        for name in ("reward", "solved", "length_mean", "truncated", "entropy", "clip_fraction", "grad_norm"):
-            values = [row[name] for row in rows if row.get(name) is not None][-60:]
-            low, high = min(values, default=0), max(values, default=0)
-            bars = "".join(" ▁▂▃▄▅▆▇█"[round(8 * (value - low) / (high - low or 1))] for value in values)
-            print(f"{name:>14} {values[-1] if values else 0:8.3f} {bars}  [{low:.3g}, {high:.3g}]")
-        steps = json.loads((folder / "config.json").read_text())["steps"]
-        if not rows or rows[-1]["step"] >= steps or not sys.stdout.isatty():
-            return 0
-        time.sleep(2)
 
 
 def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         given = parse_flags(arguments)
-        if "watch" in given:
-            need(Path(given["watch"], "metrics.jsonl").is_file(), f"--watch {given['watch']}: expected the folder of a run")
-            return watch(Path(given["watch"]))
+        if folder := given.get("watch"):
+            need(Path(folder, "metrics.jsonl").is_file(), f"--watch {folder}: expected a run's folder")
+            return watch(Path(folder))
         config = resolve(given)
         return train(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError:
-        print(f"error: out of GPU memory; lower --micro-batch-tokens (now {config.micro_batch_tokens}), --max-slots (now "
-              f"{config.max_slots}) or --max-new-tokens (now {config.max_new_tokens}), or set --gradient-checkpointing", file=sys.stderr)
-    except (OSError, SafetensorError) as error:
-        print(f"error: a file of the run could not be written: {error}; the last whole checkpoint "
-              f"is {newest(Path(config.runs, config.name or ''))}", file=sys.stderr)
+        reason = (f"out of GPU memory; lower --micro-batch-tokens (now {config.micro_batch_tokens}), "
+                  f"--max-slots (now {config.max_slots}) or --max-new-tokens (now "
+                  f"{config.max_new_tokens}), or set --gradient-checkpointing")
+    except (OSError, SafetensorError, FloatingPointError) as error:
+        reason = str(error)
+    found = checkpoints(Path(config.runs, config.name))
+    print(f"error: {reason}; the last good checkpoint: {found[-1] if found else 'none'}", file=sys.stderr)
     return 1
 
 
