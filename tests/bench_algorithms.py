@@ -1,0 +1,248 @@
+"""Trains with several settings and seeds, a process each, and prints what came out as Markdown.
+
+    python tests/bench_algorithms.py --out results.jsonl                 # every row of gspo.ALGOS
+    python tests/bench_algorithms.py --study steps --out results.jsonl   # rewards of single steps
+    python tests/bench_algorithms.py --study moe --out results.jsonl     # mixture of experts
+    python tests/bench_algorithms.py --algos gspo ppo --seeds 0 1 -- --lr 2e-4
+
+A run that is in --out already is not done again, so an interrupted benchmark goes on where it
+stopped (delete the file when train.py has changed). --write puts the tables of the study into README.md, between its bench markers.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import gspo  # noqa: E402
+
+GOAL = 0.9  # held-out accuracy whose first step is reported
+STUDIES = {  # name of the study -> name of the variant -> flags of train.py
+    "algorithms": {name: ["--algo", name] for name in gspo.ALGOS},
+    "steps": {
+        "gspo-token, outcome reward": ["--algo", "gspo-token"],
+        "gspo-token, step rewards": ["--algo", "gspo-token", "--reward", "arithmetic_steps"],
+    },
+    "moe": {
+        "grpo": ["--model", "tiny-moe", "--algo", "grpo"],
+        "grpo + routing replay": ["--model", "tiny-moe", "--algo", "grpo", "--routing-replay"],
+        "gspo": ["--model", "tiny-moe", "--algo", "gspo"],
+    },
+}
+
+
+# ---------------------------------------------------------------- one run
+
+
+def train(flags: list[str], seed: int) -> dict:
+    """Runs train.py to its end. Returns its metrics, accuracy before, seconds and peak memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "train.py"), "--eval-every", "5", *flags]
+        command += ["--seed", str(seed), "--runs", folder, "--name", "bench"]
+        begun = time.perf_counter()
+        with open(Path(folder, "log"), "w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+        _, status, usage = os.wait4(process.pid, 0)  # resources of this process alone
+        process.returncode = os.waitstatus_to_exitcode(status)
+        log = Path(folder, "log").read_text()
+        if process.returncode:
+            return {"error": f"exit {process.returncode}: {(log.splitlines() or ['?'])[-1]}"}
+        metrics = Path(folder, "bench", "metrics.jsonl").read_text().splitlines()
+        return {
+            "before": float(re.search(r"held out: solved ([\d.]+)%", log)[1]) / 100,
+            "process_seconds": time.perf_counter() - begun,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_mb": usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10),
+            "rows": [json.loads(line) for line in metrics],
+        }
+
+
+def train_all(variants: dict, seeds: list[int], jobs: int, out: Path | None) -> dict:
+    """Results of all runs, variant -> list over seeds; those that --out holds are read from it."""
+    known = {}
+    if out and out.exists():
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        known = {(tuple(line["flags"]), line["seed"]): line for line in lines}
+    wanted = [(name, flags, seed) for seed in seeds for name, flags in variants.items()]
+
+    def one(name, flags, seed):
+        if (tuple(flags), seed) in known:
+            return known[tuple(flags), seed]
+        result = {"variant": name, "flags": flags, "seed": seed} | train(flags, seed)
+        if "error" in result:
+            print(f"{name}, seed {seed}: {result['error']}", file=sys.stderr)
+            return result
+        if out:
+            with open(out, "a") as file:
+                file.write(json.dumps(result) + "\n")
+        print(
+            f"{name}, seed {seed}: {result['before']:.1%} -> {after(result):.1%} in "
+            f"{training_seconds(result):.0f} s of training, {result['process_seconds']:.0f} s in all",
+            file=sys.stderr,
+        )
+        return result
+
+    results = {name: [] for name in variants}
+    with ThreadPoolExecutor(jobs) as pool:
+        for (name, _, _), result in zip(wanted, pool.map(lambda item: one(*item), wanted)):
+            results[name].append(result)
+    return results
+
+
+# ---------------------------------------------------------------- numbers of a run
+
+
+def after(run: dict) -> float:
+    return run["rows"][-1]["eval_solved"]
+
+
+def curve(run: dict) -> dict[int, float]:
+    """Held-out accuracy by step; step 0 is before training."""
+    held_out = {row["step"]: row["eval_solved"] for row in run["rows"] if "eval_solved" in row}
+    return {0: run["before"]} | held_out
+
+
+def first_step(run: dict) -> int | None:
+    return next((step for step, solved in curve(run).items() if solved >= GOAL), None)
+
+
+def training_seconds(run: dict) -> float:
+    """Sampling, scoring and updates; without start, evaluation and checkpoint."""
+    return sum(row[name] for row in run["rows"] for name in row if name.startswith("seconds_"))
+
+
+def mean_over_steps(run: dict, *metrics: str) -> float:
+    return statistics.mean(sum(row[metric] for metric in metrics) for row in run["rows"])
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def results_table(results: dict) -> str:
+    """One row a variant: mean ± std over seeds, and the seed that did worst."""
+    routed = all("expert_flips" in run["rows"][-1] for runs in results.values() for run in runs)
+    head = ["", "before", "after", "worst seed", f"first step at {GOAL:.0%}", "clip fraction"]
+    head += ["token std", "sequence std", "expert flips"] if routed else ["dead groups"]
+    lines = []
+    for name, runs in results.items():
+        accuracies = [100 * after(run) for run in runs]
+        reached = [step for run in runs if (step := first_step(run)) is not None]
+        mean = lambda *metrics: statistics.mean(mean_over_steps(run, *metrics) for run in runs)
+        line = [f"`{name}`" if name in gspo.ALGOS else name]
+        line.append(f"{100 * statistics.mean(run['before'] for run in runs):.1f}%")
+        spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
+        line.append(f"{statistics.mean(accuracies):.1f} ± {spread:.1f}%")
+        line.append(f"{min(accuracies):.1f}%")
+        missed = f" ({len(reached)} of {len(runs)} seeds)" if len(reached) < len(runs) else ""
+        line.append(f"{statistics.mean(reached):.0f}{missed}" if reached else "never")
+        line.append(f"{mean('clip_fraction'):.2%}")
+        if routed:
+            line += [f"{mean('policy_token_std'):.4f}", f"{mean('policy_sequence_std'):.4f}"]
+            line.append(f"{mean('expert_flips'):.1%}")
+        else:
+            line.append(f"{mean('dead_right', 'dead_wrong'):.0%}")
+        line.append(f"{statistics.mean(map(training_seconds, runs)):.0f}")
+        line.append(f"{statistics.mean(run['peak_mb'] for run in runs):.0f}")
+        lines.append(line)
+    return table(head + ["training s", "peak MB"], lines)
+
+
+def mean_curve(runs: list[dict]) -> dict[int, float]:
+    return {step: statistics.mean(curve(run)[step] for run in runs) for step in curve(runs[0])}
+
+
+def curves_table(results: dict) -> str:
+    curves = {name: mean_curve(runs) for name, runs in results.items()}
+    steps = list(next(iter(curves.values())))
+    rows = [[name, *(f"{100 * c[step]:.1f}" for step in steps)] for name, c in curves.items()]
+    return table(["held-out % at step", *map(str, steps)], rows)
+
+
+def chart(runs: list[dict]) -> str:
+    """The mean curve of one variant as a picture that the page draws."""
+    points = mean_curve(runs)
+    return "\n".join([
+        "```mermaid", "xychart-beta",
+        f'  x-axis "step" {list(points)}', '  y-axis "held-out accuracy, %" 0 --> 100',
+        f"  line {[round(100 * value, 1) for value in points.values()]}", "```",
+    ])
+
+
+def ranges(results: dict) -> dict[str, str]:
+    """Metric -> its 5th and 95th percentile over steps and seeds, of gspo or the first that has it."""
+    found = {}
+    for variant in sorted(results, key=lambda variant: variant != "gspo"):
+        rows = [row for run in results[variant] for row in run["rows"]]
+        for name in {name for row in rows for name in row} - found.keys():
+            cuts = statistics.quantiles([row[name] for row in rows if name in row] * 2, n=20)
+            spread = f"{cuts[0]:.3g}" + (f" to {cuts[-1]:.3g}" if cuts[-1] > cuts[0] else "")
+            found[name] = spread + (f" ({variant})" if variant != "gspo" else "")
+    return found
+
+
+def write(study: str, results: dict) -> None:
+    """Puts tables into README.md between its markers, and ranges beside the metrics."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    pieces = {"table": results_table(results), "curves": curves_table(results)}
+    if "gspo" in results:
+        pieces["chart"] = chart(results["gspo"])
+    for name, piece in pieces.items():
+        pattern = rf"(<!-- bench {study}-{name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, lambda found: f"{found[1]}{piece}\n{found[2]}", text, flags=re.DOTALL)
+    for name, measured in ranges(results).items():
+        if study == "algorithms" or study == "moe" and name == "expert_flips":
+            cell = rf"(?m)^(\| `{re.escape(name)}` \|.*\|) [^|]+ \|$"  # an empty one stays empty
+            text = re.sub(cell, rf"\1 {measured} |", text)
+    path.write_text(text)
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    own, extra = sys.argv[1:at], sys.argv[at + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--study", choices=STUDIES, default="algorithms")
+    parser.add_argument("--algos", nargs="+", help="variants of the study; default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--steps", type=int, help="rollout steps; default: train.py's")
+    parser.add_argument("--out", type=Path, help="JSONL file of finished runs, read and appended")
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    arguments = parser.parse_args(own)
+    variants = STUDIES[arguments.study]
+    if unknown := set(arguments.algos or ()) - set(variants):
+        parser.error(f"--algos: {', '.join(unknown)}; expected some of {', '.join(variants)}")
+    extra += ["--steps", str(arguments.steps)] if arguments.steps else []
+    variants = {name: variants[name] + extra for name in arguments.algos or variants}
+
+    results = train_all(variants, arguments.seeds, arguments.jobs, arguments.out)
+    whole = {name: [run for run in runs if "error" not in run] for name, runs in results.items()}
+    whole = {name: runs for name, runs in whole.items() if runs}
+    if whole:
+        print(results_table(whole), curves_table(whole), sep="\n\n")
+    if arguments.write and whole:
+        write(arguments.study, whole)
+    sys.exit(any("error" in run for runs in results.values() for run in runs))
+
+
+if __name__ == "__main__":
+    main()
