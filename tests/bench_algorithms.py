@@ -187,14 +187,15 @@ def chart(runs: list[dict]) -> str:
 
 def ranges(results: dict) -> dict[str, str]:
     """Metric -> its 5th and 95th percentile over steps and seeds, of gspo or the first that has it."""
+    number = lambda value: f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     found = {}
     for variant in sorted(results, key=lambda variant: variant != "gspo"):
         rows = [row for run in results[variant] for row in run["rows"]]
         for name in {name for row in rows for name in row} - found.keys():
             cuts = statistics.quantiles([row[name] for row in rows if name in row] * 2, n=20)
-            spread = f"{cuts[0]:.3g}" + (f" to {cuts[-1]:.3g}" if cuts[-1] > cuts[0] else "")
+            spread = " to ".join(dict.fromkeys([number(cuts[0]), number(cuts[-1])]))
             found[name] = spread + (f" ({variant})" if variant != "gspo" else "")
-    return found
+    return {re.sub("^reward/.*", "reward/NAME", name): spread for name, spread in found.items()}
 
 
 def write(study: str, results: dict) -> None:
