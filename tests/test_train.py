@@ -50,6 +50,9 @@ def even(completion, answer):
 def always(completion, answer):
     return 0.7
 
+def never(completion, answer):
+    return 0.0
+
 def by_prompt(completion, answer, prompt):
     """1 for prompts that start with 1, 0 with 2, and something in between for the rest."""
     return {"1": 1.0, "2": 0.0}.get(prompt[0], even(completion, answer))
@@ -159,10 +162,14 @@ def moe(home):
     return built("tiny-moe", 8, home)
 
 
+SOURCE = functools.cache(inspect.getsource)  # the parser reads Config's, a quarter of a small run
+
+
 @pytest.fixture(autouse=True)
 def place(home, monkeypatch):
     """Tests stand in that folder, so that flags are short, and --model tiny is found at once."""
     monkeypatch.chdir(home)
+    monkeypatch.setattr(inspect, "getsource", SOURCE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     monkeypatch.setattr(train, "WARM_STEPS", 40)
 
@@ -745,8 +752,7 @@ def test_killed_twenty_times_and_resumed_each_time(tmp_path):
     kills, saved = 0, 0
     while kills < 20:
         die_at = (1 + kills // 2 if kills < 8 else rng.randrange(5, 70)) if kills % 2 == 0 else None
-        resume = (folder / "config.json").exists()
-        shutil.rmtree(folder, ignore_errors=True) if not resume else None
+        resume = (folder / "config.json").exists()  # else it died too early, and starts over
         process = fork(runs, "--resume --name run" if resume else flags, log, die_at,
                        small=not resume)
         process.join(60 if die_at else rng.uniform(0.3, 1.2))
@@ -767,3 +773,1059 @@ def test_killed_twenty_times_and_resumed_each_time(tmp_path):
     process.join(60)
     assert process.exitcode == 0, log.read_text()[-2000:]
     same_run(tmp_path / "whole" / "run", folder)
+
+
+# ------------------------------------------------------------------------------ the gradient
+
+
+def plain_logprobs(model, batch, i, temperature=1.0):
+    """Log-probs of row i by one ordinary forward of the row alone, without padding."""
+    rows = batch.rollout
+    n, p = int(rows.lengths[i]), int(rows.prompt_lengths[i])
+    ids = rows.tokens[i, rows.prompt_width - p:rows.prompt_width + n]
+    logits = model(ids[None], use_cache=False).logits[0, p - 1:-1].float() / temperature
+    return logits.log_softmax(-1).gather(1, ids[p:, None])[:, 0]
+
+
+def z_scores(values):
+    """(x - mean) / (std + 1e-6) in floats, ddof 1; equal values: 0."""
+    mean = math.fsum(values) / len(values)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+    return [0.0 if len(set(values)) == 1 else (x - mean) / (std + 1e-6) for x in values]
+
+
+def by_group(values, size, change):
+    return [x for i in range(0, len(values), size) for x in change(values[i:i + size])]
+
+
+def centred(values):
+    return [x - math.fsum(values) / len(values) for x in values]
+
+
+def whole_gradient(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def close(ours, theirs, tolerance=1e-4):
+    """Gradients agree up to a share of the largest entry."""
+    assert len(ours) == len(theirs)
+    scale = max(float(tensor.abs().max()) for tensor in theirs)
+    assert scale > 0
+    for one, other in zip(ours, theirs):
+        assert float((one - other).abs().max()) < tolerance * scale
+
+
+ONE_UPDATE = "--steps 1 --completions-per-update 16 --max-grad-norm 1e9 --max-new-tokens 20"
+
+
+@pytest.mark.parametrize("algorithm, unit, advantages", [
+    ("gspo", "completion", z_scores), ("gspo-token", "completion", z_scores),
+    ("grpo", "completion", z_scores), ("sapo", "completion", z_scores),
+    ("gmpo", "completion", z_scores), ("cispo", "token", z_scores), ("dapo", "token", z_scores),
+    ("dr-grpo", "constant", centred),
+    ("rloo", "token", lambda values: [4 / 3 * x for x in centred(values)])])
+def test_first_gradient_is_reinforce_by_plain_forwards(algorithm, unit, advantages, seen, tmp_path):
+    """At ratio 1 every loss has the gradient of -A log pi, in the mean of its own unit.
+
+    Sampling, rewards, advantages, scoring and accumulation at once, against one plain forward per
+    row: sum_i A_i / (N L_i) sum_t (completion), sum_i A_i sum_t / sum L (token), / (N T_max).
+    """
+    with gradients() as steps:
+        good(tmp_path, f"{BASE} --algo {algorithm} {ONE_UPDATE} --micro-batch-tokens 70 "
+             "--temperature 0.8 --overlong-cache 0 --no-dynamic-sampling")
+    batch = seen.batches[0]
+    lengths = batch.rollout.lengths.tolist()
+    assert len(set(lengths)) > 1  # ragged, or the units could not be told apart
+    policy = AutoModelForCausalLM.from_pretrained("./tiny", dtype=torch.float32)
+    pays = by_group([score.reward for score in batch.scores], 4, advantages)
+    loss = 0.0
+    for i, (advantage, n) in enumerate(zip(pays, lengths)):
+        divisor = {"completion": 16 * n, "token": sum(lengths), "constant": 16 * 20}[unit]
+        loss = loss - advantage * plain_logprobs(policy, batch, i, 0.8).sum() / divisor
+    close(steps[0], whole_gradient(loss, policy))
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
+@pytest.mark.parametrize("estimator", ["k3"])
+def test_kl_term_has_the_unit_and_weight_of_its_algorithm(algorithm, estimator, seen, monkeypatch,
+                                                          tmp_path):
+    """Equal rewards leave the KL term alone: c times the mean of e^x - x - 1, x = ref - new."""
+    start = train.start
+
+    def apart(config):
+        run = start(config)
+        with torch.no_grad():
+            for parameter in run.ref_policy.parameters():
+                parameter += 0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
+        return run
+
+    monkeypatch.setattr(train, "start", apart)
+    with gradients() as steps:
+        result = good(tmp_path, f"{BASE} --reward pay.py:always --algo {algorithm} {ONE_UPDATE} "
+                      "--kl-coef 0.3 --overlong-cache 0 --no-dynamic-sampling "
+                      "--micro-batch-tokens 70")
+    batch, reference = seen.batches[0], seen.run.ref_policy
+    policy = AutoModelForCausalLM.from_pretrained("./tiny", dtype=torch.float32)
+    lengths, kl = batch.rollout.lengths.tolist(), 0.0
+    for i, n in enumerate(lengths):
+        with torch.no_grad():
+            anchor = plain_logprobs(reference, batch, i)
+        x = anchor - plain_logprobs(policy, batch, i)
+        kl = kl + (x.exp() - x - 1).sum() / (sum(lengths) if algorithm == "dapo" else 16 * n)
+    close(steps[0], whole_gradient(0.3 * kl, policy), 1e-3)
+    assert metrics(result.folder)[0]["kl"] == pytest.approx(kl.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("flags", [
+    "--algo gspo", "--algo dapo", "--algo dr-grpo", "--algo grpo --kl-coef 0.1",
+    "--algo ppo --kl-coef 0.1", "--algo reinforce++ --entropy-coef 0.1",
+    "--algo gspo --overlong-filter --max-new-tokens 24", "--algo gspo --dtype bfloat16"])
+def test_many_micro_batches_have_the_gradient_of_one(flags, tmp_path):
+    """Pitfall 1: a mean of means. Also in the second update, where ratios are not 1."""
+    kept = []
+    for tokens in (30, 10**6):
+        with gradients() as steps:
+            good(tmp_path / str(tokens), f"{BASE} {ONE_UPDATE} --completions-per-update 8 --lr 1e-4 "
+                 f"--micro-batch-tokens {tokens} {flags}")
+        kept.append(steps)
+    assert len(kept[0]) == len(kept[1]) == 2
+    close(kept[0][0], kept[1][0], 0.02 if "bfloat16" in flags else 1e-4)
+    if "bfloat16" not in flags:  # there the first step, a sign for Adam, takes them apart
+        close(kept[0][1], kept[1][1], 1e-2)
+
+
+@pytest.mark.parametrize("algorithm, flags, expected", [
+    ("gspo", "", {}), ("gspo", "--clip-low 0.01 --clip-high 0.02", {"clip_low": 0.01, "clip_high": 0.02}),
+    ("cispo", '--loss-args {"ratio_max":4}', {"ratio_max": 4}), ("cispo", "", {}),
+    ("ppo", '--clip-high 0.3 --loss-args {"dual_clip":3}', {"clip_high": 0.3, "dual_clip": 3}),
+    ("dr-grpo", "", {"max_completion_length": 8}), ("rloo", "", {"per": "token"})])
+def test_the_loss_is_given_what_flags_say_and_else_its_own_defaults(algorithm, flags, expected,
+                                                                     losses, tmp_path):
+    calls = losses(algorithm)
+    good(tmp_path, f"{BASE} --steps 1 --algo {algorithm} {flags}")
+    numbers = {name: value for name, value in calls[0][1].items() if name != "denom"}
+    assert numbers == expected
+
+
+def test_gradients_are_clipped_to_the_norm(tmp_path):
+    with gradients() as steps:
+        result = good(tmp_path, f"{BASE} --steps 1 --completions-per-update 16 --max-grad-norm 1e-3")
+    norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in steps[0]))
+    assert norm == pytest.approx(1e-3, rel=1e-2)
+    assert metrics(result.folder)[0]["grad_norm"] > 0.01  # what it was before
+
+
+def test_the_learning_rate_warms_up(tmp_path):
+    result = good(tmp_path, f"{BASE} --warmup-steps 2 --steps 3")
+    assert [row["lr"] for row in metrics(result.folder)] == pytest.approx([5e-4, 1e-3, 1e-3])
+
+
+# ------------------------------------------------------------------------------ rollout to advantage
+
+
+def test_a_repeated_prompt_does_not_merge_groups(seen, tmp_path):
+    """Pitfall 11: 20 rows with one prompt still are groups by position, each with its own mean."""
+    write_rows(Path("same.jsonl"), [{"prompt": "1+1=", "answer": "2"}] * 20)
+    good(tmp_path, f"{BASE} --data same.jsonl --steps 1")
+    batch = seen.batches[0]
+    expected = by_group([score.reward for score in batch.scores], 4, z_scores)
+    assert batch.advantages.reshape(16, -1)[:, 0].tolist() == pytest.approx(expected, abs=1e-4)
+    groups = [round(sum(score.reward for score in batch.scores[i:i + 4]), 6) for i in (0, 4, 8, 12)]
+    assert len(set(groups)) > 1  # else merging would change nothing
+
+
+def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, tmp_path):
+    """Prompts on 1 are always right, on 2 always wrong: neither may be left in the batch."""
+    write_rows(Path("mixed.jsonl"), [{"prompt": f"{first}+{i}=", "answer": "0"}
+                                     for first in "123" for i in range(9)])
+    result = good(tmp_path, f"{BASE} --data mixed.jsonl --reward pay.py:by_prompt --algo dapo "
+                  "--max-refills 40 --eval-prompts 2")
+    for batch, row in zip(seen.batches, metrics(result.folder)):
+        assert len(batch.rows) == 16
+        assert {row["prompt"][0] for row in batch.rows} == {"3"}
+        for i in range(0, 16, 4):
+            correct = [score.correct for score in batch.scores[i:i + 4]]
+            assert min(correct) < max(correct)
+            assert len({row["prompt"] for row in batch.rows[i:i + 4]}) == 1
+        assert row["prompts_drawn"] >= 8  # refilled, and what was dropped is still counted
+    rows = metrics(result.folder)
+    assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
+    assert "warning" not in result.out
+
+
+def test_dynamic_sampling_is_bounded_and_warns_with_the_numbers(seen, tmp_path):
+    write_rows(Path("dead.jsonl"), [{"prompt": f"{1 + (i > 0)}+{i % 9}=", "answer": "0"}
+                                    for i in range(40)])
+    result = good(tmp_path, f"{BASE} --data dead.jsonl --reward pay.py:by_prompt --algo dapo "
+                  "--max-refills 3 --steps 3")
+    warnings = [line for line in result.out.splitlines() if "--max-refills" in line]
+    assert len(warnings) == 1  # once, not every step
+    # alive of wanted, and prompts drawn
+    assert re.search(r"\b0 of (the )?4\b", warnings[0]) and "16" in warnings[0]
+    assert [row["prompts_drawn"] for row in metrics(result.folder)] == [16] * 3
+    assert all(float(batch.advantages.abs().max()) == 0 for batch in seen.batches)
+
+
+def test_overlong_filtering_leaves_the_attention_alone(losses, seen, tmp_path):
+    """Pitfall 10: a truncated row has no weight in the loss, and is scored as before."""
+    calls = losses("gspo")
+    flags = f"{BASE} --steps 1 --completions-per-update 16 --max-new-tokens 12 --lr 1e-4"
+    good(tmp_path / "without", flags)
+    good(tmp_path / "with", f"{flags} --overlong-filter")
+    (before, _, _, all_tokens), _, _ = calls[0]
+    (after, _, _, left), numbers, _ = calls[1]
+    truncated = seen.batches[1].rollout.truncated
+    rows = torch.cat(list(seen.batches[1].plan[0]))
+    assert 0 < int(truncated.sum()) < 16
+    assert torch.equal(before, after)
+    assert not left[truncated[rows]].any()
+    assert torch.equal(left[~truncated[rows]], all_tokens[~truncated[rows]])
+    assert float(before[truncated[rows]].abs().sum()) > 0
+
+
+def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
+    """Length 12 of at most 12 with a cache of 5: -1; 8: -1/5; 7 and less: 0."""
+    good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
+    batch = seen.batches[0]
+    lengths = batch.rollout.lengths.tolist()
+    assert min(lengths) <= 7 < max(lengths)
+    for reward, score, n in zip(batch.rewards.tolist(), batch.scores, lengths):
+        assert reward == pytest.approx(score.reward - max(0, n - 7) / 5, abs=1e-6)
+
+
+def test_dapo_punishes_the_last_fifth_by_default(tmp_path):
+    result = good(tmp_path, f"{BASE} --algo dapo --steps 1 --max-new-tokens 10")
+    assert json.loads((result.folder / "config.json").read_text())["overlong_cache"] == 2
+
+
+def test_repetition_penalty_lowers_the_rewards(seen, tmp_path):
+    good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 16 --repetition-penalty 2")
+    batch = seen.batches[0]
+    expected = []
+    for ids, n, score in zip(batch.rollout.completions.tolist(), batch.rollout.lengths.tolist(),
+                             batch.scores):
+        grams = [tuple(ids[i:i + 4]) for i in range(n - 3)]
+        repeated = 1 - len(set(grams)) / len(grams) if grams else 0.0
+        expected.append(score.reward - 2 * repeated)
+    assert expected != [score.reward for score in batch.scores]
+    assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_reference_follows_every_ref_every_steps(tmp_path):
+    """One update a step: KL to the reference is 0 in the steps that begin at it, 1 and 3."""
+    result = good(tmp_path, f"{BASE} --kl-coef 0.1 --ref-every 2 --steps 4 "
+                  "--completions-per-update 16")
+    kl = [row["kl"] for row in metrics(result.folder)]
+    assert kl[0] == kl[2] == 0 and kl[1] > 0 and kl[3] > 0
+
+
+def test_the_reference_stays_without_ref_every(tmp_path):
+    result = good(tmp_path, f"{BASE} --kl-coef 0.1 --steps 3 --completions-per-update 16")
+    kl = [row["kl"] for row in metrics(result.folder)]
+    assert kl[0] == 0 and kl[1] > 0 and kl[2] > kl[1]
+
+
+def test_a_stale_sampler_is_one_step_behind(tmp_path):
+    """--stale-steps 2: fresh in steps 1 and 3, behind in 2 and 4; pi_old is the trainer's still."""
+    result = good(tmp_path, f"{BASE} --stale-steps 2 --steps 4")
+    drift = [row["sampler_kl"] for row in metrics(result.folder)]
+    assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < min(drift[1], drift[3])
+
+
+def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
+    """The trainer's float32 weights, autocast; the sampler's drift shows, the ratio is of the trainer."""
+    result = good(tmp_path, f"{BASE} --dtype bfloat16 --steps 1 --completions-per-update 16")
+    row = metrics(result.folder)[0]
+    assert row["sampler_kl"] > 1e-9 and row["sampler_sequence_std"] > 1e-5
+    assert row["sampler_outside_gspo_band"] > 0
+    assert row["policy_kl"] == 0 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    weights = AutoModelForCausalLM.from_pretrained(newest(result.folder))
+    assert weights.dtype == torch.float32
+
+
+def test_epochs_go_over_the_rollout_again(tmp_path):
+    counts = []
+    for epochs in (1, 3):
+        with gradients() as steps:
+            good(tmp_path / str(epochs), f"{BASE} --steps 1 --epochs {epochs}")
+        counts.append(len(steps))
+    assert counts == [4, 12]
+
+
+def test_the_entropy_bonus_raises_entropy(tmp_path):
+    """Equal rewards: without the bonus nothing moves, with it entropy rises."""
+    flags = f"{BASE} --reward pay.py:always --steps 4 --lr 3e-4"
+    still = [row["entropy"] for row in metrics(good(tmp_path / "0", flags).folder)]
+    rising = [row["entropy"] for row in
+              metrics(good(tmp_path / "1", f"{flags} --entropy-coef 0.5").folder)]
+    assert rising[0] == pytest.approx(still[0], abs=0.1)
+    assert rising[3] > still[3] + 0.2 and rising[3] > rising[0] + 0.2
+
+
+@pytest.mark.parametrize("level", ["token", "completion"])
+def test_tis_with_exact_logprobs_changes_nothing(level, monkeypatch, tmp_path):
+    """Every weight is min(exp(0), cap) = 1 where the sampler's log-probs are the trainer's."""
+    freeze = train.freeze
+
+    @functools.wraps(freeze)
+    def exact(run, batch):
+        freeze(run, batch)
+        batch.rollout.sampler_logprobs.copy_(batch.old_logprobs)
+
+    monkeypatch.setattr(train, "freeze", exact)
+    rows = []
+    for name, flags in (("off", ""), ("on", f"--tis-cap 2 --tis-level {level}")):
+        rows.append(timeless(good(tmp_path / name, f"{BASE} --algo grpo --lr 1e-5 {flags}").folder))
+    for one, other in zip(*rows):
+        for name in ("reward", "grad_norm", "ratio_mean", "entropy", "policy_kl"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-7), name
+
+
+@pytest.mark.parametrize("level", ["token", "completion"])
+def test_tis_weighs_the_advantages_by_the_mismatch(level, monkeypatch, losses, seen, tmp_path):
+    """Old minus sampler of +-log 1.5 by turns: weights 1.5 and 1/1.5 per token, capped at 1.2."""
+    freeze, calls = train.freeze, losses("grpo")
+
+    @functools.wraps(freeze)
+    def apart(run, batch):
+        freeze(run, batch)
+        turns = torch.where(torch.arange(batch.old_logprobs.shape[1]) % 2 == 0, 1.0, -1.0)
+        batch.rollout.sampler_logprobs.copy_(batch.old_logprobs - math.log(1.5) * turns)
+
+    monkeypatch.setattr(train, "freeze", apart)
+    good(tmp_path, f"{BASE} --algo grpo --steps 1 --tis-cap 1.2 --tis-level {level} "
+         "--completions-per-update 16")
+    batch = seen.batches[0]
+    plain = by_group([score.reward for score in batch.scores], 4, z_scores)
+    (_, _, advantages, mask), _, _ = calls[0]
+    rows = torch.cat(list(batch.plan[0])).tolist()
+    for i, row in enumerate(rows):
+        n = int(batch.rollout.lengths[row])
+        if level == "token":
+            weights = [1.2 if t % 2 == 0 else 1 / 1.5 for t in range(n)]
+        else:
+            weights = [min(1.2, 1.5 ** ((n % 2) / n))] * n
+        expected = [plain[row] * weight for weight in weights]
+        assert advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------ step rewards
+
+
+class Pieces:
+    """A tokenizer whose tokens are strings of several characters; 0 ends, and is special."""
+    pieces = ["<end>", "ab", "c", "", "def"]
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return "".join(self.pieces[i] for i in ids if i)
+
+
+def test_step_rewards_stand_at_the_token_that_completes_the_step():
+    """Row 0 is ab|c|def|end with ends 2, 3, 5, 6 in characters: a step that ends inside def (5) is
+    complete with def. Row 1 is c|ab: ends beyond the text go to the last token, values add up."""
+    tokens = torch.tensor([[9, 1, 2, 4, 0], [9, 2, 1, 3, 3]])
+    lengths = torch.tensor([4, 2])
+    samples = rollout.Rollout(tokens, torch.tensor([1, 1]), lengths, torch.zeros(2, 4),
+                              torch.tensor([False, True]), 2)
+    scores = [rewards.Score(0.0, 0.0, {}, steps) for steps in (
+        [(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)])]
+    batch = SimpleNamespace(rollout=samples, scores=scores, old_logprobs=torch.zeros(2, 4))
+    values, steps = train.step_rewards(SimpleNamespace(tokenizer=Pieces()), batch)
+    assert values.tolist() == [[1.0, 0, 0.75, 0], [2.0, 5.0, 0, 0]]
+    assert steps.tolist() == [[True, False, True, False], [True, True, False, False]]
+
+
+def test_gspo_token_takes_the_steps_of_a_verifier(losses, seen, tmp_path):
+    """`steps` pays 1 for an even first digit, then for all of it: the first token is a step."""
+    calls = losses("gspo-token")
+    good(tmp_path, f"{BASE} --algo gspo-token --reward pay.py:steps --steps 1 "
+         "--completions-per-update 16")
+    batch = seen.batches[0]
+    (_, _, advantages, _), _, _ = calls[0]
+    rows = torch.cat(list(batch.plan[0])).tolist()
+    first, rest = [], []
+    for score, n in zip(batch.scores, batch.rollout.lengths.tolist()):
+        to_go = [value for _, value in score.steps]
+        first.append(to_go[0] + to_go[1])
+        rest.append(to_go[1])
+    first, rest = by_group(first, 4, z_scores), by_group(rest, 4, z_scores)
+    checked = 0
+    for i, row in enumerate(rows):
+        group = range(row - row % 4, row - row % 4 + 4)
+        if min(int(batch.rollout.lengths[j]) for j in group) < 3:
+            continue  # both steps of a short completion end at one token
+        checked += 1
+        assert float(advantages[i, 0]) == pytest.approx(first[row], abs=1e-4)
+        assert float(advantages[i, 1]) == pytest.approx(rest[row], abs=1e-4)
+    assert checked >= 4
+
+
+def test_other_algorithms_take_the_sum_only(losses, tmp_path):
+    calls = losses("gspo")
+    good(tmp_path, f"{BASE} --reward pay.py:steps --steps 1")
+    (_, _, advantages, _), _, _ = calls[0]
+    assert advantages.reshape(len(advantages), -1).shape[1] == 1
+
+
+# ------------------------------------------------------------------------------ critic, reward model
+
+
+def test_the_critic_learns_a_constant_reward(tmp_path):
+    """Every completion pays 0.7: the value loss starts near 0.7^2 / 2 and falls to a tenth."""
+    result = good(tmp_path, f"{BASE} --algo ppo --reward pay.py:always --steps 10 --critic-lr 3e-3 "
+                  "--lr 1e-6 --gae-lambda 1")
+    rows = metrics(result.folder)
+    assert rows[0]["value_loss"] > 0.05
+    assert rows[-1]["value_loss"] < 0.1 * rows[0]["value_loss"]
+    assert all("explained_variance" in row for row in rows)
+
+
+def test_ppo_whitens_its_advantages(losses, tmp_path):
+    calls = losses("ppo")
+    good(tmp_path, f"{BASE} --algo ppo --steps 1 --completions-per-update 16")
+    (_, _, advantages, mask), _, _ = calls[0]
+    tokens = advantages[mask.bool()]
+    assert float(tokens.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(tokens.std()) == pytest.approx(1, abs=1e-4)
+
+
+def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
+    """Pitfall 13: V after the end token is 0, after a cut it is the critic's."""
+    calls = Calls(gspo.gae_advantages)
+    monkeypatch.setattr(gspo, "gae_advantages", calls.stand_in)
+    good(tmp_path, f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3")
+    _, keyword, _ = calls[1]  # the critic's value head starts at zero: the second step
+    truncated = seen.batches[1].rollout.truncated
+    assert 0 < int(truncated.sum()) < 16
+    assert (keyword["bootstrap"][truncated] != 0).all()
+    assert (keyword["bootstrap"][~truncated] == 0).all()
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
+def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path):
+    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
+    calls = Calls(gspo.gae_advantages)
+    monkeypatch.setattr(gspo, "gae_advantages", calls.stand_in)
+    good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
+    positional, _, _ = calls[1]
+    batch, lengths = seen.batches[1], seen.batches[1].rollout.lengths.tolist()
+    nonzero = 0
+    for i, n in enumerate(lengths):
+        expected = (-0.2 * (batch.old_logprobs[i, :n] - batch.ref_logprobs[i, :n])).tolist()
+        nonzero += sum(abs(x) > 1e-6 for x in expected)
+        expected[-1] += batch.scores[i].reward
+        assert positional[0][i, :n].tolist() == pytest.approx(expected, abs=1e-6)
+    assert nonzero > 16
+
+
+@pytest.mark.parametrize("algorithm", [name for name, row in gspo.ALGOS.items() if not row.critic])
+def test_the_critic_is_only_made_for_rows_that_ask(algorithm, monkeypatch, tmp_path):
+    monkeypatch.setattr(rollout, "make_critic", lambda *args: pytest.fail("a critic was made"))
+    good(tmp_path, f"{BASE} --algo {algorithm} --steps 1 --prompts-per-step 2 --eval-prompts 1")
+
+
+@pytest.fixture(scope="module")
+def judge(home):
+    """A reward model of the policy's vocabulary, random weights, one label."""
+    torch.manual_seed(1)
+    shape = transformers.Qwen3Config.from_pretrained(home / "tiny", num_labels=1)
+    model = AutoModelForSequenceClassification.from_config(shape)
+    with torch.no_grad():
+        model.score.weight.normal_(std=0.5)
+    model.save_pretrained(home / "judge")
+    AutoTokenizer.from_pretrained(home / "tiny").save_pretrained(home / "judge")
+    return model.eval()
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+def test_a_reward_model_scores_prompt_and_completion(weight, judge, seen, tmp_path):
+    """reward = (1 - w) verifier + w model, the model read by transformers' own forward."""
+    good(tmp_path, f"{BASE} --reward-model ./judge --reward-model-weight {weight} --steps 1")
+    batch, rows = seen.batches[0], seen.batches[0].rollout
+    for i, score in enumerate(batch.scores):
+        p, n = int(rows.prompt_lengths[i]), int(rows.lengths[i])
+        ids = rows.tokens[i, rows.prompt_width - p:rows.prompt_width + n]
+        with torch.no_grad():
+            judged = float(judge(ids[None], use_cache=False).logits[0, 0])
+        expected = (1 - weight) * score.reward + weight * judged
+        assert float(batch.rewards[i]) == pytest.approx(expected, abs=1e-4)
+    assert float(batch.rewards.std()) > 0
+
+
+def test_a_reward_model_with_another_vocabulary_is_not_fed_our_ids(judge, home, tmp_path):
+    """Ids mean nothing to a model whose tokenizer gives them to other texts: refused."""
+    folder = tmp_path / "foreign"
+    shutil.copytree(home / "judge", folder)
+    words = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    vocabulary["0"], vocabulary["9"] = vocabulary["9"], vocabulary["0"]
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    result = launch(tmp_path / "runs", f"{BASE} --reward-model {folder}")
+    assert result.status == 2 and result.err.count("\n") == 1
+    assert "--reward-model" in result.err and "tokenizer" in result.err
+
+
+# ------------------------------------------------------------------------------ mixture of experts
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("flags", ["", "--routing-replay", "--old-logprobs sampler",
+                                   "--gradient-checkpointing"])
+def test_expert_flips_are_a_share(flags, moe, tmp_path):
+    result = good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --lr 3e-3 {flags}")
+    flips = [row["expert_flips"] for row in metrics(result.folder)]
+    assert all(0 <= share <= 1 for share in flips)
+    assert max(flips) > 0  # the policy did move
+
+
+def test_expert_flips_are_0_while_nothing_moves(moe, tmp_path):
+    result = good(tmp_path, f"--model {moe} --reward pay.py:always --algo grpo")
+    assert [row["expert_flips"] for row in metrics(result.folder)] == [0, 0]
+
+
+def test_routing_replay_uses_the_experts_of_pi_old(moe, monkeypatch, tmp_path):
+    """Every forward of an update reports the experts that were recorded for those rows."""
+    calls = Calls(train.logprobs_of)
+    monkeypatch.setattr(train, "logprobs_of", calls.stand_in)
+    good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --lr 1e-2 --routing-replay "
+         "--steps 1")
+    replayed = [(positional, keyword, result) for positional, keyword, result in calls
+                if len(positional) > 4 and positional[4] is not None or keyword.get("replay")]
+    assert len(replayed) >= 4
+    for positional, keyword, result in replayed:
+        recorded = positional[4] if len(positional) > 4 else keyword["replay"]
+        assert len(recorded) > 0
+        for used, old in zip(result[2], recorded):
+            assert torch.equal(used, old)
+
+
+def test_routing_replay_leaves_the_model_untouched(moe, seen, tmp_path):
+    """After the run no hook is left: a forward is that of the saved model, loaded anew."""
+    result = good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --routing-replay")
+    policy = seen.run.policy
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules())
+    loaded = AutoModelForCausalLM.from_pretrained(newest(result.folder), dtype=torch.float32)
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(policy.eval()(ids).logits, loaded.eval()(ids).logits)
+
+
+# ------------------------------------------------------------------------------ what a run leaves
+
+
+@pytest.fixture(scope="module")
+def finished(home, tmp_path_factory):
+    """A run with everything in it; `policy` is the trained model as it was in memory."""
+    runs, kept = tmp_path_factory.mktemp("runs"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        start = train.start
+        patch.setattr(train, "start", lambda config: kept.append(start(config)) or kept[-1])
+        result = good(runs, "--model ./tiny --steps 4 --save-every 1 --keep 2 --eval-every 2 "
+                      "--eval-samples 2 --kl-coef 0.05 --max-new-tokens 16 --lr 2e-4",
+                      "--reward", "pay.py:even + 0.5*arithmetic")
+    result.policy, result.rows = kept[0].policy, metrics(result.folder)
+    return result
+
+
+METRICS = {
+    "reward": (0, 1.5), "reward_std": (0, 1), "reward/even": (0, 1), "reward/arithmetic": (0, 1),
+    "solved": (0, 1), "dead_right": (0, 1), "dead_wrong": (0, 1), "prompts_drawn": (4, 4),
+    "length_mean": (1, 16), "length_min": (1, 16), "length_max": (1, 16),
+    "length_finished": (0, 16), "truncated": (0, 1), "advantage_abs": (0.1, 2),
+    "ratio_mean": (0.8, 1.2), "policy_ratio_min": (0.5, 1), "policy_ratio_max": (1, 2),
+    "policy_outside_gspo_band": (0, 1), "policy_token_std": (0, 1), "policy_sequence_std": (0, 1),
+    "clip_fraction": (0, 1), "approx_kl": (0, 0.1), "kl": (0, 1), "entropy": (0, math.log(18)),
+    "grad_norm": (1e-3, 1e3), "lr": (2e-4, 2e-4), "sampler_kl": (0, 1e-6),
+    "sampler_ratio_mean": (0.999, 1.001), "sampler_ratio_min": (0.999, 1),
+    "sampler_ratio_max": (1, 1.001), "sampler_outside_gspo_band": (0, 0.1),
+    "bad_updates": (0, 0), "verifier_faults": (0, 0), "tokens_per_second": (1, 1e6),
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_metric_is_there_every_step_within_reason(name, finished):
+    low, high = METRICS[name]
+    for row in finished.rows:
+        assert low - 1e-6 <= row[name] <= high + 1e-6
+
+
+def test_metrics_are_numbers_one_row_a_step(finished):
+    assert [row["step"] for row in finished.rows] == [1, 2, 3, 4]
+    for row in finished.rows:
+        for name, value in row.items():
+            assert isinstance(value, (int, float)) and math.isfinite(value), name
+
+
+def test_metrics_agree_with_the_samples(finished, seen, tmp_path):
+    """reward, length and truncated are plain means over the rows of the step."""
+    result = good(tmp_path, f"{BASE} --max-new-tokens 16")
+    for row, batch in zip(metrics(result.folder), seen.batches):
+        lengths, truncated = batch.rollout.lengths.tolist(), batch.rollout.truncated.tolist()
+        pays = [score.reward for score in batch.scores]
+        ended = [n for n, cut in zip(lengths, truncated) if not cut]
+        assert row["reward"] == pytest.approx(sum(pays) / 16, abs=1e-5)
+        assert row["reward_std"] == pytest.approx(
+            math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15), abs=1e-5)
+        assert row["length_mean"] == pytest.approx(sum(lengths) / 16)
+        assert (row["length_min"], row["length_max"]) == (min(lengths), max(lengths))
+        assert row["truncated"] == pytest.approx(sum(truncated) / 16)
+        assert ended and row["length_finished"] == pytest.approx(sum(ended) / len(ended))
+        assert row["advantage_abs"] == pytest.approx(
+            sum(map(abs, by_group(pays, 4, z_scores))) / 16, abs=1e-4)
+
+
+@pytest.mark.parametrize("side", ["low", "high"])
+def test_the_clip_fraction_is_told_by_side(side, finished):
+    """Which bound holds the updates back: without it a --clip-high is chosen blindly."""
+    for row in finished.rows:
+        shares = [value for name, value in row.items() if "clip" in name and side in name]
+        assert len(shares) == 1 and 0 <= shares[0] <= row["clip_fraction"] + 1e-6
+
+
+@pytest.mark.parametrize("phase", ["sample", "score", "freeze", "update"])
+def test_seconds_are_told_by_phase(phase, finished):
+    """A slow verifier must not look like a slow sampler."""
+    for row in finished.rows:
+        assert 0 <= row[f"seconds_{phase}"] < 60
+
+
+@pytest.mark.parametrize("flags", [
+    "--completions-per-update 1", "--max-new-tokens 1", "--algo ppo --overlong-filter "
+    "--max-new-tokens 1", "--prompts-per-step 1 --group-size 2 --completions-per-update 1",
+    "--algo reinforce++ --reward pay.py:always", "--algo ppo --prompts-per-step 1 --group-size 2 "
+    "--max-new-tokens 1 --completions-per-update 1"])
+def test_metrics_stay_finite_in_small_and_empty_corners(flags, tmp_path):
+    """A std of one number, a mean over no rows: never NaN in the file."""
+    for row in metrics(good(tmp_path, f"{BASE} {flags}").folder):
+        assert all(math.isfinite(value) for value in row.values() if value is not None)
+
+
+def test_evaluation_before_during_and_after(finished):
+    """Greedy at 0, 2 and 4; pass@2 before and after; both ends in words, and the command to try."""
+    assert ["eval_solved" in row for row in finished.rows] == [False, True, False, True]
+    assert ["eval_pass@2" in row for row in finished.rows] == [False, False, False, True]
+    for row in finished.rows[1::2]:
+        assert 0 <= row["eval_solved"] <= 1
+    last = " ".join(finished.out.splitlines()[-3:])
+    assert "->" in last and "minutes" in last
+    assert f"python rollout.py --model {newest(finished.folder)} --prompt" in last
+    first = [line for line in finished.out.splitlines() if "held out" in line][0]
+    assert "solved" in first and "pass@2" in first
+
+
+def test_one_console_line_a_step_as_a_scientist_reads_it(finished):
+    lines = [line for line in finished.out.splitlines() if line.startswith("step ")]
+    assert len(lines) == 4
+    for line in lines:
+        for word in ("reward", "solved", "len", "truncated", "dead groups", "ratio", "clip", "kl",
+                     "entropy", "grad", "tok/s"):
+            assert f"| {word}" in line or word == "tok/s" and word in line
+        assert "loss" not in line
+
+
+def test_samples_are_readable_and_bounded(finished):
+    rows = [strict(line) for line in (finished.folder / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {1, 2, 3, 4}
+    assert len(rows) <= 4 * 8
+    for row in rows:
+        assert row["prompt"].endswith("=") and isinstance(row["completion"], str)
+        assert math.isfinite(row["reward"]) and "<eos>" not in row["completion"]
+
+
+def test_the_config_is_saved_resolved(finished):
+    config = strict((finished.folder / "config.json").read_text())
+    assert config.keys() == {field.name for field in dataclasses.fields(train.Config)}
+    assert config["completions_per_update"] == 4 and config["dtype"] == "float32"
+    assert config["device"] == "cpu" and config["advantage_scale"] == "group"
+    assert config["name"] == "run" and config["kl_coef"] == 0.05
+
+
+def test_the_model_loads_in_transformers_with_the_same_logits(finished):
+    folder = newest(finished.folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([tokenizer.encode("7+5*3=")])
+    with torch.no_grad():
+        torch.testing.assert_close(finished.policy.eval()(ids).logits, loaded(ids).logits)
+    before = AutoModelForCausalLM.from_pretrained("./tiny", dtype=torch.float32).eval()
+    assert not torch.allclose(before(ids).logits, loaded(ids).logits)  # it was trained
+    out = loaded.generate(ids, max_new_tokens=4, do_sample=False)
+    assert out.shape[1] > ids.shape[1]
+
+
+def test_the_last_keep_checkpoints_stay(finished):
+    names = sorted(path.name for path in (finished.folder / "checkpoints").iterdir())
+    assert names == ["step-3", "step-4"]
+
+
+def test_no_pickle_in_a_run(finished):
+    """Every file is JSON, text or safetensors: no pickle, and no zip, which torch.save writes."""
+    files = [path for path in finished.folder.rglob("*") if path.is_file()]
+    assert any(path.name == "optimizer.safetensors" for path in files)
+    for path in files:
+        assert path.suffix in (".json", ".jsonl", ".safetensors", ".jinja", ".txt"), path
+        start = path.read_bytes()[:2]
+        assert start != b"PK" and not start.startswith(b"\x80"), path
+
+
+def test_source_reads_no_pickle_and_trusts_no_code():
+    for name in ("train.py", "rollout.py"):
+        text = (ROOT / name).read_text()
+        assert "torch.load" not in text and "torch.save" not in text and "import pickle" not in text
+        assert "trust_remote_code=True" not in text
+
+
+def test_watch_draws_the_curves(finished):
+    result = launch("unused", f"--watch {finished.folder}", small=False)
+    assert result.status == 0 and result.err == ""
+    for name in ("reward", "solved", "entropy"):
+        line = next(line for line in result.out.splitlines() if name in line)
+        assert any(bar in line for bar in "▁▂▃▄▅▆▇█")
+
+
+def test_watch_takes_a_run_in_progress(finished, tmp_path):
+    """A line that is being written, no line yet, no config yet: a picture or a sentence."""
+    for text in ((finished.folder / "metrics.jsonl").read_text() + '{"step": 5, "rew', ""):
+        folder = tmp_path / str(len(text))
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(text)
+        shutil.copy(finished.folder / "config.json", folder)
+        assert launch("unused", f"--watch {folder}", small=False).status == 0
+        (folder / "config.json").unlink()
+        result = launch("unused", f"--watch {folder}", small=False)
+        assert result.status in (0, 2) and result.err.count("\n") <= 1
+
+
+def test_one_seed_gives_one_run_and_another_another(tmp_path):
+    flags = f"{BASE} --max-new-tokens 12 --eval-samples 2"
+    folders = [good(tmp_path / name, f"{flags} --seed {seed}").folder
+               for name, seed in (("a", 3), ("b", 3), ("c", 4))]
+    same_run(folders[0], folders[1])
+    assert (folders[0] / "samples.jsonl").read_text() == (folders[1] / "samples.jsonl").read_text()
+    assert timeless(folders[0]) != timeless(folders[2])
+
+
+def test_neither_slots_nor_micro_batches_change_what_is_sampled(seen, tmp_path):
+    """Both are a matter of memory: the completions of the first step stay what they were."""
+    good(tmp_path / "a", f"{BASE} --steps 1")
+    good(tmp_path / "b", f"{BASE} --steps 1 --max-slots 3 --micro-batch-tokens 30")
+    assert torch.equal(seen.batches[0].rollout.tokens, seen.batches[1].rollout.tokens)
+
+
+def test_runs_are_numbered_without_a_name(tmp_path):
+    flags = f"{SMALL.replace('--name run', '')} {BASE} --steps 1"
+    for _ in range(2):
+        assert launch(tmp_path, flags, small=False).status == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gspo-1", "gspo-2"]
+
+
+def test_nothing_but_the_algorithm_is_needed(home, monkeypatch):
+    """`train.py --algo gspo`, two steps of it: no model, no data, no reward, no name."""
+    monkeypatch.chdir(home / "cache")
+    result = launch("runs", "--algo gspo --steps 2 --prompts-per-step 4 --eval-prompts 4 "
+                    "--eval-samples 2", small=False)
+    assert result.status == 0, result.err
+    config = strict(Path("runs/gspo-1/config.json").read_text())
+    assert config["reward"] == "arithmetic" and config["completions_per_update"] == 8
+    assert config["lr"] == 1e-4 and len(metrics("runs/gspo-1")) == 2
+
+
+# ------------------------------------------------------------------------------ data and templates
+
+
+def decoded_prompts(batch, tokenizer):
+    rows = batch.rollout
+    for i in range(0, len(rows), 4):
+        p = int(rows.prompt_lengths[i])
+        yield tokenizer.decode(rows.tokens[i, rows.prompt_width - p:rows.prompt_width].tolist())
+
+
+def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
+    """question / answer, where the answer is a solution that ends in #### 42; `math` by default."""
+    write_rows(Path("gsm8k.jsonl"), [{"question": f"What is {i}+1?", "answer":
+               f"It is {i} and one more: <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}"} for i in range(12)])
+    result = good(tmp_path, "--model ./tiny --data gsm8k.jsonl --steps 1")
+    assert strict((result.folder / "config.json").read_text())["reward"] == "math"
+    assert seen.run.reward.faults == 0
+    assert all(row["prompt"].startswith("What is") for row in seen.batches[0].rows)
+
+
+def test_data_is_shuffled_and_a_tenth_is_held_out(seen, tmp_path):
+    """30 rows: 3 held out, none of them trained on; an epoch has each of the 27 others once."""
+    rows = [{"prompt": f"{i}+0=", "answer": "0"} for i in range(30)]
+    write_rows(Path("thirty.jsonl"), rows)
+    result = good(tmp_path, f"{BASE} --data thirty.jsonl --prompts-per-step 9 --group-size 2 "
+                  "--completions-per-update 18 --steps 6")
+    held_out = [row["prompt"] for row in seen.run.held_out]
+    trained = [row["prompt"] for batch in seen.batches for row in batch.rows[::2]]
+    assert len(held_out) == 3 and "3" in result.out
+    assert len(set(trained[:27])) == 27 and set(trained[:27]) == set(trained[27:])
+    assert trained[:27] != trained[27:]
+    assert not set(held_out) & set(trained)
+
+
+def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
+    write_rows(Path("left.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
+    write_rows(Path("right.jsonl"), [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
+    good(tmp_path, f"{BASE} --data left.jsonl --eval-data right.jsonl --steps 1")
+    assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
+    assert all("+" in row["prompt"] for row in seen.batches[0].rows)
+
+
+def test_the_built_in_task_holds_prompts_out(seen, tmp_path):
+    good(tmp_path, f"{BASE} --steps 2 --prompts-per-step 32 --group-size 2 --eval-prompts 64 "
+         "--max-new-tokens 2")
+    trained = {row["prompt"] for batch in seen.batches for row in batch.rows}
+    assert not trained & {row["prompt"] for row in seen.run.held_out}
+
+
+@pytest.fixture(scope="module")
+def chat(home):
+    """The tiny policy with a chat template in characters that it knows."""
+    return copied(home, "chat", chat_template__jinja=(
+        b"{% for m in messages %}{{ '#' if m.role == 'system' else ';' }}{{ m.content }}"
+        b"{% endfor %}{{ mark | default('') }}{% if add_generation_prompt %}={% endif %}"))
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ("", ";7+{}="), ("--system 12", "#12;7+{}="), ("--prompt-template 1+{prompt}*2", ";1+7+{}*2="),
+    ('--system 3 --chat-template-args {"mark":"**"}', "#3;7+{}**=")])
+def test_chat_template_system_and_prompt_template(flags, expected, chat, seen, tmp_path):
+    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
+    good(tmp_path, f"--model ./chat --reward pay.py:even --data chat.jsonl --steps 1 {flags}")
+    for prompt, row in zip(decoded_prompts(seen.batches[0], seen.run.tokenizer),
+                           seen.batches[0].rows[::4]):
+        assert prompt == expected.format(row["prompt"][2:])
+    assert len(seen.batches[0].rows) == 16
+
+
+def test_a_prompt_template_without_chat(seen, tmp_path):
+    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
+    good(tmp_path, f"{BASE} --data chat.jsonl --steps 1 --prompt-template {{prompt}}*1=")
+    for prompt in decoded_prompts(seen.batches[0], seen.run.tokenizer):
+        assert re.fullmatch(r"7\+\d\*1=", prompt)
+
+
+def test_long_prompts_are_skipped_with_a_count(seen, tmp_path):
+    write_rows(Path("long.jsonl"), [{"prompt": "1+" * n + "1=", "answer": "0"} for n in range(1, 21)])
+    result = good(tmp_path, f"{BASE} --data long.jsonl --eval-data thirty.jsonl "
+                  "--max-prompt-tokens 22") if Path("thirty.jsonl").exists() else good(
+        tmp_path, f"{BASE} --data long.jsonl --max-prompt-tokens 22 --seed 1")
+    assert all(len(row["prompt"]) <= 22 for batch in seen.batches for row in batch.rows)
+    line = next(line for line in result.out.splitlines() if "skipped" in line)
+    assert "22" in line and "--data" in line
+
+
+def test_long_prompts_of_a_built_in_task_are_skipped_too(seen, tmp_path):
+    """Chains of 4 operations have 10 characters: with room for 8 the others are trained on."""
+    good(tmp_path, f"{BASE} --max-prompt-tokens 8 --steps 3")
+    lengths = {len(row["prompt"]) for batch in seen.batches for row in batch.rows}
+    assert lengths == {6, 8}
+
+
+def test_every_end_token_of_the_generation_config_ends(home, seen, tmp_path):
+    """Here `#` ends too, as <|im_end|> does beside <|endoftext|>."""
+    folder = copied(home, "two-ends")
+    tokenizer = AutoTokenizer.from_pretrained("./tiny")
+    mark = tokenizer.encode("#")[0]
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(
+        settings | {"eos_token_id": [tokenizer.eos_token_id, mark]}))
+    good(tmp_path, "--model ./two-ends --reward pay.py:even --steps 1 --max-new-tokens 24")
+    rows = seen.batches[0].rollout
+    ended = 0
+    for ids, n in zip(rows.completions.tolist(), rows.lengths.tolist()):
+        assert mark not in ids[:n - 1]
+        ended += ids[n - 1] == mark
+    assert ended > 0
+
+
+# ------------------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_a_bad_update_is_skipped_and_counted(poison, where, losses, tmp_path):
+    """Update 2 of 4 in step 1: weights stay finite, three updates are done, the row says one."""
+    def spoil(number, result):
+        loss, extra = result
+        if number == 1:
+            loss = loss * poison if where == "loss" else loss + poison * (loss - loss.detach())
+        return loss, extra
+
+    losses("gspo", spoil)
+    with gradients() as steps:
+        folder = good(tmp_path, BASE).folder
+    assert len(steps) == 7  # of 8
+    assert all(torch.isfinite(tensor).all() for step in steps for tensor in step)
+    assert [row["bad_updates"] for row in metrics(folder)] == [1, 0]
+    for row in metrics(folder):
+        assert all(math.isfinite(value) for value in row.values())
+
+
+def test_bad_updates_in_a_row_stop_the_run(losses, tmp_path):
+    """Good ones reset the count: bad are 1, 2, and from 9 (the first of step 3) on all."""
+    def spoil(number, result):
+        bad = number in (0, 1) or number >= 8
+        return (result[0] * float("nan"), result[1]) if bad else result
+
+    losses("gspo", spoil)
+    result = launch(tmp_path, f"{BASE} --steps 6 --save-every 1 --max-bad-updates 3")
+    assert result.status not in (0, None)
+    assert result.err.count("\n") == 1 and "Traceback" not in result.err
+    assert "step 3" in result.err or "step 4" in result.err
+    assert "grad_norm" in result.err or "loss" in result.err or "gradient" in result.err
+    assert str(newest(result.folder)) in result.err
+    assert [row["bad_updates"] for row in metrics(result.folder)][:2] == [2, 0]
+    assert len(metrics(result.folder)) < 6
+    weights = AutoModelForCausalLM.from_pretrained(newest(result.folder), dtype=torch.float32)
+    assert all(torch.isfinite(p).all() for p in weights.parameters())
+
+
+def test_logprobs_that_are_not_finite_leave_no_nan_in_the_metrics(monkeypatch, tmp_path):
+    scores = rollout.completion_logprobs
+    calls = Calls(scores, lambda number, result: (result[0] * float("nan"), result[1])
+                  if number == 9 else result)  # 4 in freeze, 4 in updates, a step
+    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
+    for row in metrics(good(tmp_path, f"{BASE} --steps 3").folder):
+        assert all(math.isfinite(value) for value in row.values() if value is not None)
+
+
+def test_a_verifier_that_raises_is_told_once_scored_0_and_counted(tmp_path):
+    result = good(tmp_path, "--model ./tiny --steps 3", "--reward", "pay.py:even + pay.py:broken")
+    told = [line for line in result.out.splitlines() if "boom" in line]
+    assert len(told) == 1 and "broken" in told[0] and "ArithmeticError" in told[0]
+    assert "\x1b" not in result.out + result.err  # what it raised holds an escape sequence
+    rows = metrics(result.folder)
+    assert [row["reward/broken"] for row in rows] == [0, 0, 0]
+    assert rows[0]["verifier_faults"] >= 16
+    assert rows[2]["verifier_faults"] > 0
+    assert rows[0]["reward"] == pytest.approx(rows[0]["reward/even"])
+
+
+def test_prompts_are_printed_without_control_characters(tmp_path):
+    """The last line quotes a prompt of the user's data: it may not move the cursor or ring."""
+    write_rows(Path("escape.jsonl"), [{"prompt": f"{i}\x1b[2J\x07\r=", "answer": "0"}
+                                      for i in range(12)])
+    result = good(tmp_path, f"{BASE} --data escape.jsonl --steps 1")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.out)
+
+
+@pytest.mark.parametrize("reward", ["never", "always"])
+def test_dead_groups_for_many_steps_are_warned_about_once(reward, tmp_path):
+    """Dead is a group of equal rewards: all 0, and all 0.7 as well."""
+    result = good(tmp_path, f"{BASE} --reward pay.py:{reward} --steps 15 --prompts-per-step 2 "
+                  "--group-size 2 --max-new-tokens 24")
+    told = [line for line in result.out.splitlines() if "warning" in line]
+    assert len(told) == 1
+    assert "all right or all wrong" in told[0] or "equal" in told[0]
+    assert "--group-size" in told[0] or "--temperature" in told[0]
+
+
+def test_truncation_of_everything_is_warned_about_once(tmp_path):
+    result = good(tmp_path, f"{BASE} --steps 15 --prompts-per-step 1 --max-new-tokens 2")
+    told = [line for line in result.out.splitlines() if "warning" in line]
+    assert len(told) == 1 and "--max-new-tokens" in told[0]
+
+
+def test_a_live_run_is_not_warned_about(tmp_path):
+    result = good(tmp_path, f"{BASE} --steps 14 --prompts-per-step 2 --max-new-tokens 24")
+    assert "warning" not in result.out
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
+@pytest.mark.parametrize("limit", [600_000, 3_000])
+def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, tmp_path):
+    """A file-size limit stands for the disk: first the weights do not fit, then not even the rows."""
+    log, runs = tmp_path / "log", tmp_path / "full"
+    flags = f"{BASE} --steps 2 --save-every 1"
+    folder = good(runs, flags).folder
+    before, kept = newest(folder), digests(folder)
+    process = fork(runs, "--resume --name run --steps 9", log, limit=limit, small=False)
+    process.join(60)
+    text = log.read_text()
+    assert process.exitcode == 1, text
+    errors = [line for line in text.splitlines() if "error: " in line]
+    assert len(errors) == 1 and "Traceback" not in text, text
+    assert str(before) in errors[0]
+    assert newest(folder) == before and digests(folder) == kept
+    good(runs, "--resume --name run --steps 4", small=False)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
+    assert not list(folder.rglob("*tmp*"))
+
+
+def test_out_of_gpu_memory_names_the_flags_that_help(monkeypatch, tmp_path):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(train, "improve", full)
+    result = launch(tmp_path, f"{BASE} --micro-batch-tokens 4321 --max-slots 7")
+    assert result.status == 1 and result.err.count("\n") == 1
+    for fragment in ("--micro-batch-tokens", "4321", "--max-slots", "7", "--max-new-tokens", "8"):
+        assert fragment in result.err
+
+
+# ------------------------------------------------------------------------------ budgets
+
+
+BUDGETS = {"gspo.py": 350, "rollout.py": 450, "rewards.py": 450, "train.py": 600}
+
+
+def imports_of(path):
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_file_keeps_its_line_budget(name):
+    lines = (ROOT / name).read_text().splitlines()
+    assert len(lines) <= BUDGETS[name]
+    long = [number for number, line in enumerate(lines, 1) if len(line) > 100]
+    assert not long, f"over 100 columns: lines {long}"
+    assert not any(line.rstrip() != line for line in lines)
+
+
+def test_the_four_files_stay_under_1800_lines():
+    assert sum(len((ROOT / name).read_text().splitlines()) for name in BUDGETS) < 1800
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_one_statement_a_line(name):
+    """Lines are saved by simpler code, not by denser lines."""
+    source = (ROOT / name).read_text()
+    statements = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    assert len(statements) == len(set(statements))
+
+
+def test_the_loop_fits_on_a_page():
+    assert len(inspect.getsource(train.train).splitlines()) <= 90
+
+
+def test_imports_go_one_way():
+    own = {name.removesuffix(".py") for name in BUDGETS}
+    stdlib = sys.stdlib_module_names
+    found = {name: imports_of(ROOT / name) for name in BUDGETS}
+    assert found["gspo.py"] - stdlib == {"torch"}
+    assert not found["rewards.py"] - stdlib
+    assert not any("train" in names for names in found.values())
+    assert not found["rollout.py"] & {"gspo", "train"}
+    assert found["train.py"] & own == {"gspo", "rollout", "rewards"}
+
+
+def test_nothing_branches_on_an_algorithms_name():
+    """What an algorithm is stands in its row of ALGOS."""
+    for node in ast.walk(ast.parse((ROOT / "train.py").read_text())):
+        if isinstance(node, ast.Compare):
+            constants = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)
+                         and isinstance(n.value, str)}
+            assert not constants & set(gspo.ALGOS), f"line {node.lineno}"
