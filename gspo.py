@@ -251,26 +251,6 @@ def leave_one_out_advantages(rewards, group_size):
     return group_advantages(rewards, group_size, scale="none") * group_size / max(group_size - 1, 1)
 
 
-def step_advantages(rewards, steps, mask, group_size):
-    """Advantages (N, T) from step rewards; rewards, steps (N, T) are set at a step's last token.
-
-    Q_{i,k} = sum_{j >= k} r_{i,j}, the reward to go of completion i from its step k on;
-    A_{i,k} = (Q_{i,k} - mean) / (std + 1e-6) over the completions of the group with a step k.
-    All tokens of step k have A_{i,k}, those after the last step too. No step: advantage 0."""
-    steps = steps.bool() & mask.bool()
-    to_go = torch.where(steps, rewards, 0.0).flip(1).cumsum(1).flip(1)
-    ends = [row.nonzero().flatten().tolist() for row in steps]
-    advantages = torch.zeros_like(to_go)
-    for start in range(0, len(ends), group_size):
-        group = range(start, start + group_size)
-        for k in range(max(len(ends[i]) for i in group)):
-            members = [i for i in group if len(ends[i]) > k]
-            scores = torch.stack([to_go[i, ends[i][k]] for i in members])
-            for i, advantage in zip(members, group_advantages(scores, len(members))):
-                advantages[i, ends[i][k - 1] + 1 if k else 0:] = advantage  # later steps overwrite
-    return torch.where(mask.bool(), advantages, 0.0)
-
-
 def whiten(values, mask):
     """(x - mean) / (std + 1e-6) over all tokens of the mask, both (N, T); all equal: exactly 0."""
     mask = mask.bool()
@@ -303,15 +283,19 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
     return advantages, advantages + values
 
 
-def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.0, per="token"):
-    """Truncated importance sampling from the sampler to pi_old: weights (N, T) of the advantages.
+def drift(logprobs, old_logprobs, mask):
+    """How far two scorings (N, T) of the same completions are apart: a dict of 0-d tensors.
 
-    "token": min(pi_old / pi_sampler, cap). "completion": min(exp(mean_t log(...)), cap), on GSPO's
-    length-normalised ratio; the product over tokens, unbiased, has a spread that grows with T."""
-    mask = mask.bool()
-    log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
-    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
-    return mask * {"token": log_ratio, "completion": mean}[per].exp().clamp(max=cap)
+    kl (k3, over tokens), std of the log-ratio of tokens and of sequences (mean over tokens), mean,
+    min and max of the sequence ratio s_i, and the share of completions outside GSPO's clip.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    tokens, sequences = log_ratio[mask], log_ratio.sum(1) / mask.sum(1).clamp(min=1)
+    ratio = sequences.exp()
+    return {"kl": (tokens.exp() - 1 - tokens).mean(), "token_std": tokens.std(),
+            "sequence_std": sequences.std(), "ratio_mean": ratio.mean(), "ratio_min": ratio.min(),
+            "ratio_max": ratio.max(),
+            "outside_clip": ((ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)).float().mean()}
 
 
 @dataclass(frozen=True)
@@ -324,13 +308,12 @@ class Algorithm:
     kl: str = "k3"  # where --kl-coef goes: an estimator of kl_penalty, or "reward" (k1 per token)
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
     overlong_shaping: bool = False  # soft punishment of completions close to the token budget
-    step_rewards: bool = False  # takes the advantages of steps from verifiers that score them
     critic: bool = False
 
 
 ALGOS = {
     "gspo": Algorithm(gspo_loss),
-    "gspo-token": Algorithm(gspo_token_loss, step_rewards=True),
+    "gspo-token": Algorithm(gspo_token_loss),
     "grpo": Algorithm(grpo_loss),
     "dr-grpo": Algorithm(dr_grpo_loss, scale="none"),
     "dapo": Algorithm(dapo_loss, denom="token", dynamic_sampling=True, overlong_shaping=True),

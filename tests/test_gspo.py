@@ -479,11 +479,7 @@ SIGNATURES = {
     "reinforce_plus_plus_advantages": (["rewards", "mask"], dict(gamma=1.0)),
     "gae_advantages": (["rewards", "values", "mask"], dict(gamma=1.0, lam=0.95, bootstrap=None)),
     "whiten": (["values", "mask"], {}),
-    "step_advantages": (["rewards", "steps", "mask", "group_size"], {}),
-    "truncated_importance_weights": (
-        ["old_logprobs", "sampler_logprobs", "mask"],
-        dict(cap=2.0, per="token"),
-    ),
+    "drift": (["logprobs", "old_logprobs", "mask"], {}),
 }
 
 
@@ -1510,165 +1506,39 @@ def test_token_advantages_ignore_padding(junk, dtype):
 
 
 # ---------------------------------------------------------------------------------------------
-# step advantages
+# drift: how far two scorings are apart
 # ---------------------------------------------------------------------------------------------
 
 
-def step_loop(rewards, steps, mask, size):
-    """Reward-to-go per step, z-scored over the group's k-th steps, spread over the tokens."""
-    count, width = mask.shape
-    keep, marks, given = mask.tolist(), steps.tolist(), rewards.tolist()
-    ends = [[t for t in range(width) if keep[i][t] and marks[i][t]] for i in range(count)]
-    returns = [reward_to_go([given[i][t] for t in ends[i]], 1.0) for i in range(count)]
-    out = torch.zeros(count, width, dtype=torch.float64)
-    for i in range(count):
-        first = i - i % size
-        for k, end in enumerate(ends[i]):
-            peers = [returns[j][k] for j in range(first, first + size) if len(returns[j]) > k]
-            equal = max(peers) == min(peers)
-            score = 0.0 if equal else (returns[i][k] - mean_of(peers)) / (std_of(peers) + 1e-6)
-            start = ends[i][k - 1] + 1 if k else 0
-            stop = end + 1 if k + 1 < len(ends[i]) else width
-            for t in range(start, stop):
-                out[i, t] = score if keep[i][t] else 0.0
-    return out
+def test_drift_worked_example():
+    """Rows of 2 and 1 tokens with log-ratios (0.1, 0.3) and (-0.2): s = e^0.2 and e^-0.2, both outside
+    GSPO's clip; k3 of the tokens, e^d - 1 - d, is the mean of 0.0051709, 0.0498588 and 0.0187308."""
+    old = torch.zeros(2, 2, dtype=torch.float64)
+    new = torch.tensor([[0.1, 0.3], [-0.2, math.nan]], dtype=torch.float64)
+    found = gspo.drift(new, old, torch.tensor([[True, True], [True, False]]))
+    wanted = {
+        "kl": 0.0245868,
+        "token_std": math.sqrt((0.1 - 1 / 15) ** 2 / 2 + (0.3 - 1 / 15) ** 2 / 2 + (4 / 15) ** 2 / 2),
+        "sequence_std": 0.4 / math.sqrt(2),
+        "ratio_mean": (math.exp(0.2) + math.exp(-0.2)) / 2,
+        "ratio_min": math.exp(-0.2),
+        "ratio_max": math.exp(0.2),
+        "outside_clip": 1.0,
+    }
+    assert set(found) == set(wanted)
+    for name, value in wanted.items():
+        assert found[name].item() == pytest.approx(value, abs=2e-7), name
 
 
-def random_steps(seed):
-    generator = torch.Generator().manual_seed(seed)
-    lengths = [9, 7, 0, 4, 9, 1, 8, 6, 5, 5, 5, 3]
-    mask = positions(lengths, 9)
-    steps = torch.rand(mask.shape, generator=generator) < 0.35
-    steps[3] = False  # a completion that wrote no step
-    rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-    if seed % 2:
-        rewards = (rewards > 0).double()
-    return rewards, steps, mask
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("size", [4, 6, 12])
-def test_step_advantages_match_scalar_loop(seed, size):
-    rewards, steps, mask = random_steps(seed)
-    actual = gspo.step_advantages(rewards, steps, mask, size)
-    torch.testing.assert_close(actual, step_loop(rewards, steps, mask, size), **EXACT)
-
-
-def test_step_advantages_worked_example():
-    """A group of three completions of five tokens; | ends a step, its reward below.
-
-        a: t t| t t| t    rewards 1, 1    to go 2, 1
-        b: t| t t t t|    rewards 0, 1    to go 1, 1
-        c: t t t| t t     reward  0       to go 0
-
-    Step 1: 2, 1, 0: mean 1, std 1: +1, 0, -1 (over 1 + 1e-6). Step 2: only a and b have one, both
-    worth 1: exactly 0. a's last token belongs to no step and takes the last one's, 0; c's last
-    two take -1."""
-    steps = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 1], [0, 0, 1, 0, 0]], dtype=torch.bool)
-    rewards = torch.zeros(3, 5, dtype=torch.float64)
-    rewards[0, 1] = rewards[0, 3] = rewards[1, 4] = 1.0
-    mask = torch.ones(3, 5, dtype=torch.bool)
-    one = 1 / (1 + 1e-6)
-    wanted = [[one, one, 0, 0, 0], [0, 0, 0, 0, 0], [-one] * 5]
-    actual = gspo.step_advantages(rewards, steps, mask, 3)
-    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), **EXACT)
-
-
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -7.0])
-def test_step_advantages_read_only_step_ends(junk):
-    """Rewards anywhere but on a step's end token, and steps marked on padding, are ignored."""
-    rewards, steps, mask = random_steps(0)
-    dirty = torch.where(steps & mask, rewards, torch.full_like(rewards, junk))
-    actual = gspo.step_advantages(dirty, steps | ~mask, mask, 4)
-    assert torch.equal(actual, gspo.step_advantages(rewards, steps & mask, mask, 4))
-    assert torch.equal(actual[~mask], torch.zeros_like(actual[~mask]))
-
-
-@pytest.mark.parametrize("value", [0.1, 1 / 3, 1.0])
-def test_step_advantages_of_equal_steps_are_exactly_zero(value):
-    """Same steps, same rewards in every completion of the group, in float32: 0 everywhere."""
-    for size in (1, 2, 3, 7, 24):
-        mask = torch.ones(size, 6, dtype=torch.bool)
-        steps = torch.tensor([False, True, False, True, True, False]).expand(size, -1)
-        rewards = torch.full((size, 6), value)
-        actual = gspo.step_advantages(rewards, steps, mask, size)
-        assert torch.equal(actual, torch.zeros(size, 6))
-
-
-def test_step_advantages_of_one_final_step_are_the_group_advantages():
-    """One step per completion, ended by its last token, is outcome reward: A_{i,t} = A_i."""
-    lengths, outcome = [3, 5, 1, 4], torch.tensor([1.0, 0.0, 0.0, 2.0]).double()
-    mask = positions(lengths, 5)
-    steps = mask & ~positions([length - 1 for length in lengths], 5)
-    rewards = steps * outcome[:, None]
-    wanted = gspo.group_advantages(outcome, 4)[:, None] * mask
-    torch.testing.assert_close(gspo.step_advantages(rewards, steps, mask, 4), wanted, **EXACT)
-
-
-# ---------------------------------------------------------------------------------------------
-# truncated importance weights
-# ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("per", ["token", "completion"])
-@pytest.mark.parametrize("cap", [1.4, 1.1])
-@pytest.mark.parametrize("seed", range(2))
-def test_importance_weights_match_scalar_loop(per, cap, seed):
-    batch = make_batch(seed, 1.5)
-    old, sampler, mask = batch["logprobs"], batch["old_logprobs"], batch["mask"]
-    rows = []
-    for row in rows_of(batch):
-        gaps = [a - b for a, b in zip(row.logprobs, row.old_logprobs)]
-        gaps = [mean_of(gaps)] * len(gaps) if per == "completion" and gaps else gaps
-        rows.append([min(math.exp(gap), cap) for gap in gaps])
-    assert any(x == cap for row in rows for x in row)
-    actual = gspo.truncated_importance_weights(old, sampler, mask, cap=cap, per=per)
-    torch.testing.assert_close(actual, nested(mask, rows), **EXACT)
-
-
-def test_importance_weights_worked_example():
-    """Ratios 4 and 0.25: capped at 2 per token: 2, 0.25. Per completion the geometric mean,
-    sqrt(4 * 0.25) = 1, for both tokens; the product over a long completion would be useless."""
-    old = torch.tensor([[math.log(4), math.log(0.25), 0.0]], dtype=torch.float64)
-    sampler, mask = torch.zeros_like(old), positions([2], 3)
-    tokens = gspo.truncated_importance_weights(old, sampler, mask)
-    assert tokens.tolist()[0] == pytest.approx([2, 0.25, 0], rel=1e-12)
-    whole = gspo.truncated_importance_weights(old, sampler, mask, per="completion")
-    assert whole.tolist()[0] == pytest.approx([1, 1, 0], rel=1e-12)
-
-
-@pytest.mark.parametrize("per", ["token", "completion"])
-@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
-def test_importance_weights_ignore_padding_and_carry_no_gradient(per, junk):
-    batch = make_batch(0, 0.8)
-    old, sampler, mask = batch["logprobs"], batch["old_logprobs"], batch["mask"]
-    clean = gspo.truncated_importance_weights(old, sampler, mask, per=per)
-    old, sampler = (x.masked_fill(~mask, junk) for x in (old, sampler))
-    dirty = gspo.truncated_importance_weights(old.requires_grad_(), sampler, mask.long(), per=per)
-    assert torch.equal(dirty, clean) and not dirty.requires_grad
-    assert torch.equal(clean[~mask], torch.zeros_like(clean[~mask]))
-
-
-@pytest.mark.parametrize("per", ["token", "completion"])
-@pytest.mark.parametrize("function", ["gspo_token_loss", "dapo_loss", "reinforce_loss"])
-def test_importance_weights_of_exact_logprobs_change_nothing(per, function):
-    """Sampler and trainer agree: every weight is exactly 1, and the weighted advantages are the
-    advantages, bit for bit."""
-    batch = make_batch(0, 0.5)
-    logprobs, old, advantages, mask = (batch[key] for key in POLICY_INPUTS)
-    weights = gspo.truncated_importance_weights(old, old.clone(), mask, per=per)
-    assert torch.equal(weights, mask.double())
-    loss = getattr(gspo, function)
-    corrected, _ = loss(logprobs, old, advantages[:, None] * weights, mask)
-    assert torch.equal(corrected, loss(logprobs, old, advantages, mask)[0])
-
-
-def test_importance_weights_refuse_an_unknown_unit():
-    batch = make_batch(0, 0.5)
-    with pytest.raises(REFUSED):
-        gspo.truncated_importance_weights(
-            batch["logprobs"], batch["old_logprobs"], batch["mask"], per="tokens"
-        )
+def test_drift_uses_the_defaults_of_gspo():
+    """s = 1 + 2.9e-4 and 1 - 2.9e-4 are inside, 1 + 4.1e-4 and 1 - 3.1e-4 are outside."""
+    defaults = inspect.signature(gspo.gspo_loss).parameters
+    low, high = defaults["clip_low"].default, defaults["clip_high"].default
+    for ratio, outside in ((1 + high * 0.99, 0), (1 - low * 0.99, 0),
+                           (1 + high * 1.01, 1), (1 - low * 1.01, 1)):
+        new = torch.full((3, 4), math.log(ratio), dtype=torch.float64)
+        found = gspo.drift(new, torch.zeros_like(new), torch.ones_like(new).bool())
+        assert found["outside_clip"] == outside
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1679,7 +1549,7 @@ SHAPED = {"dynamic_sampling", "overlong_shaping"}
 ROWS = {
     # name: loss, advantages, scale, unit of the mean, where the KL goes, and what else it has
     "gspo": (gspo.gspo_loss, "group", "group", "completion", "k3", set()),
-    "gspo-token": (gspo.gspo_token_loss, "group", "group", "completion", "k3", {"step_rewards"}),
+    "gspo-token": (gspo.gspo_token_loss, "group", "group", "completion", "k3", set()),
     "grpo": (gspo.grpo_loss, "group", "group", "completion", "k3", set()),
     "dr-grpo": (gspo.dr_grpo_loss, "group", "none", "completion", "k3", set()),
     "dapo": (gspo.dapo_loss, "group", "group", "token", "k3", SHAPED),
