@@ -1,491 +1,450 @@
-"""Rule-based verifiers, the rewards made of them, and the built-in tasks they verify."""
-import difflib
-import importlib.util
-import inspect
-import itertools
-import json
-import math as maths
-import random
-import re
-import sys
-import zlib
-from collections import Counter
-from dataclasses import dataclass, field
+"""Rule-based verifiers (completion, answer) -> correctness in [0, 1], the rewards made of them, and
+the built-in tasks. Completions are adversarial: nothing here raises on one, runs one outside the
+sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE
+"""
+import argparse, collections, contextlib, difflib, inspect, json, os, random, re, runpy
+import subprocess, sys, tempfile, zlib
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from pathlib import Path
-from typing import Callable, Iterator, NamedTuple, Sequence
+from math import factorial, inf
+from operator import add, mul, sub, truediv
+from typing import Callable, Iterator, Sequence
 
-MAX_EXPRESSION = 1_000  # characters; a longer answer is only compared as a string
-MAX_BITS = 4_096        # of a numerator or denominator, 2^4000 still fits
-MAX_BRACES = 50_000     # braces looked at in search of a box; honest text closes its last box at once
+MAX_TEXT = 10_000       # characters of an answer; a longer one is none
+MAX_EXPRESSION = 1_000  # characters of an answer that is evaluated
+LARGEST = 10**300       # numerator or denominator, so that 9^9^9 takes no time
+CODE_SECONDS = 5        # of wall clock, and of CPU, for one run of a program
+CODE_BYTES = 1 << 20    # of a program's output; its memory may be a thousand times that
 
-
-class Unusable(Exception):
-    """Text that is no expression, or one too large to evaluate."""
-
-
-# ---- extraction ----
+SYMBOLS = {written: meant for meant, symbols in {  # LaTeX and Unicode; braces become parentheses
+    "*": r"\cdot \times × · ⋅", "/": r"\div ÷", "-": "− –", r"\frac": r"\dfrac \tfrac \cfrac",
+    "≤": r"<= \le \leq", "≥": r">= \ge \geq", "≠": r"!= \ne \neq", "<": r"\lt", ">": r"\gt",
+    "=": r"\in ∈", "%": r"\%", "^": "**", "^2": "²", "^3": "³", r"\pi ": "π", r"\infty ": "∞",
+    r"\sqrt ": "√", r"\pm ": "±", "(": r"{ \langle", ")": r"} \rangle", "⟨": r"\{", "⟩": r"\}",
+    ",": r"\cup ∪ &", "],[": r"\\", "[[": r"\begin{pmatrix} \begin{bmatrix}", " ": r"~ \; \: \quad",
+    "]]": r"\end{pmatrix} \end{bmatrix}", "": r"""\, \! {,} ^\circ ^{\circ} ° \left \right \big \Big
+    $ \$ € £ \( \) \[ \] \displaystyle"""}.items() for written in symbols.split()}
+SYMBOL = re.compile(r"\\(?:begin|end)\{\w+\}|\{,\}|\^(?:\\circ|\{\\circ\})|\\(?:[a-zA-Z]+|.)"
+                    r"|[<>!]=|\*\*|[${}&~]|[^\x00-\x7f]", re.S)
+REWRITES = [(re.compile(pattern), meant) for pattern, meant in (
+    (r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf)|mbox)\s*\(([^()]*)\)", r' "\1" '),
+    (r'[\s"]+(?:and|or)[\s"]+', ","),
+    (r'[\s"]*percent"?|%', "/100"),
+    (r"(?<![a-zA-Z\\])(sqrt|pi)(?![a-zA-Z])", r"\\\1"),
+    (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac(\1)(\2)"),
+    (r"(?<![\w.^)])([0-9]+)\s*\\frac\(([0-9]+)\)\(([0-9]+)\)", r"(\1+\2/\3)"),  # mixed numbers
+    (r"(?<![\w.^)])([0-9]+)\s+([0-9]+)/([0-9]+)", r"(\1+\2/\3)"),
+    (r"^(.*)\\pm(.*)$", r"\1+\2,\1-\2"),
+    (r"^\^(.*)\^$|\.$", r"\1"),  # **5**, or a full stop
+    (r"^[(\[⟨].*", lambda m: m[0].replace(",", ", ")),  # no thousands inside brackets
+)]
+NAMED = re.compile(r"(?:^|(?<=,))\s*[A-Za-z][\w']*(?:\([A-Za-z]\))?\s*=")
+UNIT = re.compile(r'(?<=[0-9.)])\s*("[^"]*"|(?:\s+(?!\w*(?:illion|u\w*red|sand|dozen|plus|minus)'
+                  r"|[abcnxyz]+\b)[A-Za-z]{2,}[/.]?)+)\s*(\^\(?[23]\)?)?\s*(?=[],;)⟩]|$)")
+TOKEN = re.compile(r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+                   r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?|\\[a-zA-Z]+|[a-zA-Z]{3,}"
+                   r"|[a-zA-Z](?:_(?:\w|\(\w+\)))?|\S")
+NAME = re.compile(r"\\(?:pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)|[a-zA-Z](?:_.+)?")
+OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv, "^": pow}
+LEVELS = dict(zip(",;=≠<>≤≥+-*/^", (0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 4)))
+CHOICE = re.compile(r"[\W_]*(?:(?i:the|final|correct|best|answer|option|choice|is|text(?:bf)?)\b"
+                    r"[\W_]*)*([A-Za-z])[\W_]*(?:[).:](?:(?!\b[A-Z]\b(?! [a-z])).)*)?", re.S)
 
 def after_thinking(completion: str) -> str:
-    """The text after the last `</think>`; empty when a `<think>` is still open there."""
-    text = completion[completion.rfind("</think>") + 8:] if "</think>" in completion else completion
+    """Text after the last `</think>`; none where a `<think>` is still open."""
+    text = completion.rpartition("</think>")[2]
     return "" if "<think>" in text else text
 
-
-def last_box(text: str) -> str | None:
-    """Content of the last balanced `\\boxed{}`, None without one; linear, from the end backwards."""
-    end, budget = len(text), MAX_BRACES
-    while budget > 0 and (start := text.rfind("\\boxed{", 0, end)) >= 0:
+def last_box(text: str, default: str) -> str:
+    """Content of the last balanced `\\boxed{}` of the last five, `default` without one."""
+    for opened in reversed(text.rsplit("\\boxed{", 5)[1:]):  # an open one may end no earlier one
         depth = 1
-        for brace in re.compile(r"\\.|[{}]").finditer(text, start + 7, end):
+        for brace in re.finditer(r"\\.|[{}]", opened[:MAX_TEXT], re.S):
             depth += {"{": 1, "}": -1}.get(brace[0], 0)
-            budget -= 1
             if depth == 0:
-                return text[start + 7:brace.start()]
-            if budget <= 0:
-                break
-        end = start  # unclosed, so no earlier box can close beyond this one
-        budget -= 1
-    return None
+                return opened[:brace.start()]
+    return default
 
-
-def final_answer(completion: str) -> str | None:
-    """The answer a completion commits to, None without one.
-
-    After the thinking: the last `<answer>` (its last box, if it holds one), else the last
-    balanced `\\boxed{}`, else the whole line after the last `####`.
-    """
-    text = after_thinking(completion)
+def final_answer(completion: object, marked: bool = False) -> str:
+    """The last `<answer>` after the thinking (or the last box in it), else the last box, else the
+    line after the last `####`, else all the text, or "" if `marked`. Gold answers go here, too."""
+    text = after_thinking(str(completion)) if type(completion) in (str, int, float) else ""
     if "<answer>" in text:
-        text, closed, _ = text[text.rfind("<answer>") + 8:].partition("</answer>")
-        if not closed:
-            return None
-        box = last_box(text)
-        return text.strip() if box is None else box.strip()
-    box = last_box(text)
-    if box is not None:
-        return box.strip()
-    if "####" in text:
-        return text[text.rfind("####") + 4:].split("\n", 1)[0].strip()
-    return None
+        text, closed, _ = text.rpartition("<answer>")[2].partition("</answer>")
+        text = last_box(text, text) if closed else ""
+    elif "####" in text:
+        text = last_box(text, text.rpartition("####")[2].partition("\n")[0])
+    else:
+        text = last_box(text, "" if marked else text)
+    return " ".join(text.split()) if len(text) <= MAX_TEXT else ""
 
-
-# ---- expressions ----
-
-def bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-        raise Unusable
+def combine(symbol: str, left, right):
+    """One operation: values compute, lists and relations (kind, items) grow."""
+    if symbol in ">≥":
+        symbol, left, right = {">": "<", "≥": "≤"}[symbol], right, left
+    if symbol in ",;=≠<≤":
+        kind = "⟨⟩" if symbol in ",;" else symbol  # a bare list is a set
+        return (kind, [item for side in (left, right) for item in (
+            side[1] if type(side) is tuple and side[0] == kind else [side])])
+    value = OPERATORS[symbol](left, right) if symbol != "^" or abs(right) <= 300 else inf
+    size = max(abs(value.numerator), value.denominator) if type(value) is Fraction else abs(value)
+    if not size <= LARGEST:  # nan, too
+        raise ValueError("too large")
     return value
 
+def parse(tokens: list[str], level: int = 0):
+    """Evaluates tokens (the last comes first) while their operators bind at least as `level`."""
+    left = operand(tokens)
+    while True:
+        implied = tokens[-1][0] in "\\(" or NAME.fullmatch(tokens[-1])  # a product without its sign
+        strength = LEVELS["*"] if implied else LEVELS.get(tokens[-1], -1)
+        if strength < level:
+            return left
+        symbol = "*" if implied else tokens.pop()
+        left = combine(symbol, left, parse(tokens, strength + 1))
 
-class Expression:
-    """Recursive descent over `+ - * / ( )` and numbers; `value()` is an exact rational."""
-    TOKEN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+|\S")
+def operand(tokens: list[str]):
+    """One operand: a number, a letter, a bracket, a fraction, a root, with its sign or `!`."""
+    token = tokens.pop()
+    if token in ("-", "+"):
+        value = combine("*", Fraction(token + "1"), parse(tokens, LEVELS["^"]))
+    elif token == "\\frac":
+        value = combine("/", operand(tokens), operand(tokens))
+    elif token == "\\sqrt":
+        degree = operand(tokens)[1][0] if tokens[-1] == "[" else 2
+        value = combine("^", operand(tokens), Fraction(1) / degree)
+    elif token in ("(", "[", "⟨"):
+        value = parse(tokens)
+        brackets = token + tokens.pop()
+        items = value[1] if type(value) is tuple and value[0] == "⟨⟩" else [value]
+        value = value if brackets == "()" and len(items) == 1 else (brackets, items)
+    elif NAME.fullmatch(token):
+        name = re.sub("[()]", "", token) + tokens[0]
+        value = Fraction(~zlib.crc32(name.encode()), 2**30 + 3)  # negative: sqrt(x^2) is not x
+    else:
+        value = Fraction(token.replace(",", ""))
+    if tokens[-1] == "!":
+        value = Fraction(factorial(range(170).index(value)))
+        tokens.pop()
+    return value
 
-    def __init__(self, text: str):
-        if len(text) > MAX_EXPRESSION:
-            raise Unusable
-        self.tokens = self.TOKEN.findall(text)[::-1] + [""]
-        self.tokens = [""] + self.TOKEN.findall(text)[::-1]
+def evaluate(text: str, point: str = "end"):
+    """The value of an expression at a point, where a letter is some rational. Roots are floats, and
+    lists and relations (kind, items). Raises where there is none."""
+    tokens = [point, *TOKEN.findall(text)[::-1]]
+    value = parse(tokens)
+    [_] = tokens  # raises where something is left
+    return value
 
-    def value(self) -> Fraction:
-        result = self.sum()
-        if self.tokens != [""]:
-            raise Unusable
-        return result
-
-    def sum(self) -> Fraction:
-        result = self.product()
-        while self.tokens[-1] in ("+", "-"):
-            sign = 1 if self.tokens.pop() == "+" else -1
-            result = bounded(result + sign * self.product())
-        return result
-
-    def product(self) -> Fraction:
-        result = self.factor()
-        while self.tokens[-1] in ("*", "/"):
-            if self.tokens.pop() == "*":
-                result = bounded(result * self.factor())
-            else:
-                result = bounded(result / self.factor())
-        return result
-
-    def factor(self) -> Fraction:
-        token = self.tokens.pop() if self.tokens[-1] else ""
-        if token in ("+", "-"):
-            return self.factor() if token == "+" else -self.factor()
-        if token == "(":
-            result = self.sum()
-            if self.tokens.pop() != ")":
-                raise Unusable
-            return result
-        if not token[:1].isdigit() and not token[:1] == ".":
-            raise Unusable
-        return bounded(Fraction(token))
-
-
-def evaluate(text: str) -> Fraction | None:
-    try:
-        return Expression(text).value()
-    except (Unusable, ZeroDivisionError, RecursionError, IndexError, ValueError):
-        return None
-
-
-# ---- verifiers ----
+def agree(left, right) -> bool:
+    """Whether two values are equal, floating-point ones to 14 digits."""
+    if type(left) is tuple and type(right) is tuple:
+        (kind, left), (other, right) = left, right
+        if kind in ("⟨⟩", "=", "≠"):  # in any order
+            left, right = sorted(left, key=str), sorted(right, key=str)
+        return kind == other and len(left) == len(right) and all(map(agree, left, right))
+    tolerance = 0 if type(left) is type(right) is Fraction else 1e-14
+    return abs(left - right) <= tolerance * max(abs(left), abs(right))
 
 def same_answer(given: str, gold: str) -> bool:
-    """Whether two final answers are equal as exact rationals, else as normalised strings."""
-    clean = [re.sub(r"(?<=[0-9]),(?=[0-9]{3})|[$\s]|\\[!,; ]", "", text[:MAX_EXPRESSION + 1])
-             .rstrip(".").removeprefix("\\") for text in (given, gold)]
-    clean = [re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"((\1)/(\2))", text) for text in clean]
-    values = [evaluate(text) for text in clean]
-    if None in values:
-        return clean[0] == clean[1] != ""
-    return values[0] == values[1]
+    """Mathematical equality, symmetric: exact for rationals (p% is p/100; commas in threes are
+    dropped), to 14 digits for roots; lists, relations, algebra by evaluation; units and `x =` may
+    stand on one side only. What cannot be evaluated is compared as text."""
+    if given == gold or max(len(given), len(gold)) > MAX_EXPRESSION:
+        return given == gold not in ("", "nan")
+    texts = [SYMBOL.sub(lambda m: SYMBOLS.get(m[0], m[0]), text) for text in (given, gold)]
+    for pattern, meant in REWRITES:
+        texts = [pattern.sub(meant, text) for text in texts]
+    if sum("=" in text for text in texts) == 1:
+        texts = [NAMED.sub("", text) for text in texts]
+    units = [re.sub(r"[^a-z0-9/]", "", str(UNIT.findall(text.lower()))) for text in texts]
+    try:
+        return (units[0] == units[1] or "" in units) and all(
+            agree(*(evaluate(UNIT.sub("", text), point) for text in texts))
+            for point in ("end", "END", "stop"))
+    except (ArithmeticError, IndexError, RecursionError, TypeError, ValueError):
+        texts = [text.replace('"', "").casefold().split() for text in texts]
+        return texts[0] == texts[1] not in ([], ["nan"])
 
+def math(completion: str, answer: str | int | float, lenient: bool = False) -> float:
+    """1 if the marked answer, or if `lenient` the last number, is the gold one: `same_answer`."""
+    given = final_answer(completion, marked=True)
+    if lenient and not given:
+        text = after_thinking(completion)[-MAX_TEXT:]
+        given = re.findall(r"(?:(?<![\w)])-)?[0-9][0-9,]*(?:\.[0-9]+)?", text)[-1]
+    return same_answer(given, final_answer(answer))
 
-def gold_text(answer: object) -> str:
-    """A gold answer as text: a number or a string, a whole solution counts for its final answer."""
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float)):
-        return ""
-    text = str(answer)
-    found = final_answer(text)
-    return text.strip() if found is None else found
+def exact(completion: str, answer: str | int | float) -> float:
+    """1 if the final answer, or all text, is the gold one up to case and whitespace."""
+    return final_answer(completion).casefold() == final_answer(answer).casefold() != ""
 
+def f1(completion: str, answer: str | int | float) -> float:
+    """Harmonic mean of the precision and recall of words, normalised as SQuAD does."""
+    texts = [re.sub(r"[^\w\s]|_", "", final_answer(text).lower()) for text in (completion, answer)]
+    words = [re.sub(r"\b(?:a|an|the)\b", " ", text).split() for text in texts]
+    common = collections.Counter(words[0]) & collections.Counter(words[1])
+    return 2 * common.total() / len(words[0] + words[1])
 
-def math(completion: str, answer: object) -> float:
-    """1 if the final answer equals the gold one mathematically, else 0."""
-    given, gold = final_answer(completion), gold_text(answer)
-    return float(bool(given and gold) and same_answer(given, gold))
-
-
-def answer_or_text(completion: str) -> str:
-    """The final answer, or all text after the thinking where the completion marks none."""
-    found = final_answer(completion)
-    return after_thinking(completion).strip() if found is None else found
-
-
-def normalise(text: str) -> str:
-    return " ".join(text.split()).casefold()
-
-
-def exact(completion: str, answer: object) -> float:
-    """1 if the final answer (or the whole text) equals the gold one up to case and whitespace."""
-    gold = normalise(gold_text(answer))
-    return float(gold != "" and normalise(answer_or_text(completion)) == gold)
-
+def choice(completion: str, answer: str) -> float:
+    """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
+    given, gold = [CHOICE.fullmatch(final_answer(text))[1].upper() for text in (completion, answer)]
+    return given == gold
 
 def format(completion: str, answer: object = None) -> float:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
-    thinking, _, rest = text.partition("</think>")
-    rest = rest.strip()
-    tags = [text.count(tag) for tag in ("<think>", "</think>", "<answer>", "</answer>")]
-    return float(tags == [0, 1, 1, 1] and rest.startswith("<answer>") and rest.endswith("</answer>")
-                 and bool(thinking.strip()) and bool(rest[8:-9].strip()))
+    parts = [part.strip() for part in re.split("(</?(?:think|answer)>)", text, maxsplit=4)]
+    return (parts[1::2] == ["</think>", "<answer>", "</answer>"]
+            and parts[2] == parts[6] == "" and "" not in (parts[0], parts[4]))
 
+def countdown(completion: str, answer: dict) -> float:
+    """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
+    text = SYMBOL.sub(lambda m: SYMBOLS.get(m[0], m[0]), final_answer(completion))
+    text = re.sub(rf"\s*=\s*{answer['target']}$", "", text)
+    used, numbers = sorted(map(int, re.findall("[0-9]+", text))), sorted(answer["numbers"])
+    allowed = min(numbers) >= 0 and re.fullmatch("[-+*/() 0-9]+", text)
+    return bool(allowed) and used == numbers and evaluate(text) == answer["target"]
 
-def countdown(completion: str, answer: object) -> float:
-    """1 if the expression uses each of `numbers` exactly once and equals `target` exactly."""
-    if countdown_problem(answer):
-        return 0.0
-    text = answer_or_text(completion)[:MAX_EXPRESSION + 1]
-    for written, plain in (("\\times", "*"), ("\\cdot", "*"), ("\\div", "/"), ("×", "*"),
-                           ("÷", "/"), ("−", "-"), ("$", "")):
-        text = text.replace(written, plain)
-    text, _, right = text.partition("=")
-    if right.strip() not in ("", str(answer["target"])) or not re.fullmatch(r"[-+*/() 0-9]+", text):
-        return 0.0
-    used = sorted(re.findall("[0-9]+", text))
-    if used != sorted(map(str, answer["numbers"])):
-        return 0.0
-    return float(evaluate(text) == answer["target"])
-
-
-def arithmetic(completion: str, answer: object) -> float:
-    """1 if the text after the last `#` is exactly the answer, else 0."""
-    return float("#" in completion and completion[completion.rfind("#") + 1:] == answer)
-
-
-def arithmetic_steps(completion: str, answer: object, prompt: str = "") -> list[tuple[int, float]]:
-    """One (end, reward) per written operation of the built-in arithmetic task, the outcome last.
-
-    A step `a*b=c;` pays 1 if `a` is the value written before it (so one wrong step costs only
-    itself), `*b` is what the prompt has next, and `c` is right; the last step is `arithmetic`'s.
-    """
-    value, operations = prompt[:1], re.findall(r"([+*])([0-9])", prompt)
-    steps, end = [], 0
-    body = completion[:completion.rfind("#")] if "#" in completion else completion
-    for index, written in enumerate(body.split(";", 100) if body else []):
+def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+    """(end, reward) of each `a*b=c;`, and of the outcome: 1 if the answer follows the last `#`. A
+    step pays 1 if the one before wrote `a`, `*b` is next in the prompt, and `c` is right."""
+    value, end, steps = prompt[:1], 0, []
+    before, mark, last = completion.rpartition("#")
+    body = before if mark else last
+    for index, written in enumerate(body.split(";", len(prompt) // 2)):
+        due = value.isdecimal() and solve(value + prompt[2 * index + 1:2 * index + 3])
         end = min(end + len(written) + 1, len(body))
-        right = False
-        if index < len(operations) and value.isdigit():
-            symbol, operand = operations[index]
-            right = written == f"{value}{symbol}{operand}={operate(value, symbol, operand)}"
-        steps.append((end, float(right)))
+        steps.append((end, float(f"{written}#{written[-1:]}" == due)))
         value = written[-1:]
-    return steps + [(len(completion), arithmetic(completion, answer))]
+    return steps + [(len(completion), float(mark != "" and last == answer))]
 
+def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> None:
+    """The child's side of `run_program`: lays the limits on itself, then becomes the program."""
+    import ctypes, json, os, resource, struct, sys
+    libc = ctypes.CDLL(None)
+    layers = {"namespaces": libc.unshare(0x78000000) == 0}  # of users, network, processes and ipc
+    if child := os.fork():  # the first process of its namespace: whatever it starts dies with it
+        os._exit(os.waitpid(child, 0)[1] != 0)
+    libc.prctl(1, 9)  # killed with its parent
+    libc.prctl(38, 1, 0, 0, 0)  # no new privileges
+    rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(libc.syscall(444, None, 0, 1), 16)) - 1
+    ruleset = libc.syscall(444, struct.pack("Q", rights), 8, 0)
+    for path in filter(os.path.isdir, [*sys.path, "/lib", "/lib64", "/usr/lib"]):
+        rule = struct.pack("=Qi", 12, os.open(path, os.O_PATH))  # may read files and folders
+        libc.syscall(445, ruleset, 1, rule, 0)
+    layers["landlock"] = libc.syscall(446, ruleset, 0) == 0
+    calls = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}.get(os.uname().machine, ())
+    lines = [(32, 0, 0, 0), *((21, len(calls) - i, 0, call) for i, call in enumerate(calls)),
+             (6, 0, 0, 0x7FFF0000), (6, 0, 0, 0x50001)]  # calls that start processes: not permitted
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    seccomp = struct.pack("HP", len(lines), ctypes.addressof(code))
+    layers["seccomp"] = libc.prctl(22, 2, seccomp) == 0 and calls != ()
+    for limit, value in dict(AS=size << 10, CPU=seconds, FSIZE=size, NOFILE=64, NPROC=0).items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (value, value))
+    os.write(1, json.dumps(layers).encode() + b"\n")
+    if all(layers.values()) or not strict:
+        exec(compile(source, "program.py", "exec"), {"__name__": name})
 
-VERIFIERS: dict[str, Callable[[str, object], float]] = {
-    "math": math, "exact": exact, "format": format, "countdown": countdown,
-    "arithmetic": arithmetic, "arithmetic_steps": arithmetic_steps,
-}
-SHAPING = ("format",)  # pays for form: part of the reward, never of correctness
-PARALLEL = ("code", "code_strict")
+def run_program(source: str, given: str = "", name: str = "__main__", strict: bool = False):
+    """(layers, output) of a program, ("{}", "") if it fails. Limits on time, memory and output hold
+    everywhere; network, processes and files but Python's own are out of reach where the kernel has
+    every layer. Not protected: what Python's folders tell, and a kernel with a bug."""
+    arguments = f"{ascii(source)}, {name!r}, {strict}, {CODE_SECONDS}, {CODE_BYTES}"
+    command = [sys.executable, "-I", "-c", f"{inspect.getsource(sandbox)}sandbox({arguments})"]
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdout:
+        child = subprocess.Popen(  # output goes to a file: a pipe can be held open
+            command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.DEVNULL, cwd=folder,
+            env={}, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.communicate(given.encode(errors="replace"), timeout=CODE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, 9)
+        stdout.seek(0)
+        layers, _, output = stdout.read().decode(errors="replace").partition("\n")
+        return (layers, output) if child.wait() == 0 else ("{}", "")
 
+def code(completion: str, answer: dict, strict: bool = False) -> float:
+    """1 if the last fenced block passes all of {"fn": name, "cases": [[arguments, result], ...]}
+    (results as JSON: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}."""
+    blocks = ["", *after_thinking(completion).split("```")]
+    source = "" if len(blocks) % 2 else blocks[-2].partition("\n")[2]
+    given, results = zip(*answer["cases" if "fn" in answer else "stdin"])
+    if not source:
+        return False
+    if "stdin" in answer:
+        return all(run_program(source, text, strict=strict)[1].split() == result.split()
+                   for text, result in zip(given, results))
+    source += (f"\nimport json\nresults = [{answer['fn']}(*case) for case in json.loads(input())]\n"
+               "print('\\n' + json.dumps(results))")
+    output = run_program(source, json.dumps(given), "program", strict)[1]
+    returned = json.dumps(json.loads(output.splitlines()[-1]), allow_nan=False, sort_keys=True)
+    return returned == json.dumps(results, sort_keys=True)
 
-def countdown_problem(answer: object) -> str | None:
-    """Why an answer is no countdown, or None."""
-    numbers = answer.get("numbers") if isinstance(answer, dict) else None
-    whole = [isinstance(n, int) and not isinstance(n, bool) for n in numbers or []]
-    target = answer.get("target") if isinstance(answer, dict) else None
-    if not isinstance(numbers, (list, tuple)) or not numbers or not all(whole) or min(numbers) < 0:
-        return '"numbers" must be a list of whole numbers from 0 up'
-    if isinstance(target, bool) or not isinstance(target, int):
-        return '"target" must be a whole number'
-    return None
+def total(verifier: Callable) -> Callable:
+    """A verifier that never raises: what it cannot judge earns nothing."""
+    def judge(*arguments, **row):
+        with contextlib.suppress(Exception):
+            value = verifier(*arguments, **row)
+            return value if isinstance(value, list) else float(value)
+        return 0.0
+    judge.__wrapped__ = verifier
+    return judge
 
+VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
+    math, countdown, code, choice, exact, f1, format, arithmetic_steps)}
+VERIFIERS["arithmetic"] = total(lambda *given: arithmetic_steps(*given)[-1][1])
+VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
+VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
 
-# ---- rewards ----
+# `correct`: the weighted mean of terms but `format`; `steps`: None or [(end in characters, reward)]
+Score = collections.namedtuple("Score", "reward correct terms steps")
 
-class Score(NamedTuple):
-    reward: float                          # weighted sum of the terms: what the advantage reads
-    correct: float                         # in [0, 1]: what `solved` and dynamic sampling read
-    terms: dict[str, float]                # each term's own value, before its weight
-    steps: list[tuple[int, float]] | None  # (end in characters, reward) of a step verifier
-
-
-class Term(NamedTuple):
-    name: str
-    weight: float
-    function: Callable
-    extras: frozenset[str] | None  # row fields the function takes besides the answer; None: all
-
-
-@dataclass
 class Reward:
-    """A weighted sum of verifiers. `correct` is the weighted mean of the terms that do not shape:
-    all but `format`, or all where `format` stands alone."""
-    terms: list[Term]
-    faults: int = 0
-    first_fault: str = ""
+    """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
+    def __init__(self, terms: dict[str, tuple[float, Callable, inspect.Signature]]):
+        self.terms, self.faults, self.first_fault = terms, 0, ""
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
-        """Scores row by row; a term that fails pays 0 and is counted in `faults`."""
-        return [self.score_one(completion, row) for completion, row in zip(completions, rows)]
+        """Scores completions, each against its row of the data ("prompt", "answer", ...)."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # its threads wait for programs
+            run = pool.map if {"code", "code_strict"} & self.terms.keys() else map
+            return list(run(self.score_one, completions, rows))
 
     def score_one(self, completion: str, row: dict) -> Score:
-        values, steps = {}, []
-        for term in self.terms:
-            value = self.call(term, completion, row)
-            if isinstance(value, list):
-                steps += [(end, term.weight * reward) for end, reward in value]
-                value = value[-1][1]
-            values[term.name] = value
-        judging = [t for t in self.terms if t.name not in SHAPING] or self.terms
-        correct = sum(t.weight * min(max(values[t.name], 0.0), 1.0) for t in judging)
-        correct /= sum(t.weight for t in judging)
-        reward = sum(t.weight * values[t.name] for t in self.terms)
-        return Score(reward, correct, values, steps or None)
-
-    def call(self, term: Term, completion: str, row: dict) -> float | list[tuple[int, float]]:
-        extras = {key: value for key, value in row.items() if key not in ("completion", "answer")
-                  and (term.extras is None or key in term.extras)}
-        try:
-            value = term.function(completion, row.get("answer"), **extras)
-            if isinstance(value, (list, tuple)):
-                value = [(int(end), finite(reward)) for end, reward in value]
-                return value or 0.0
-            return finite(value)
-        except Exception as error:
-            self.faults += 1
-            self.first_fault = self.first_fault or (
-                f"{term.name} failed with {type(error).__name__}: {shorten(error)} "
-                f"on the completion {shorten(completion)}")
-            return 0.0
+        terms, steps, reward, correct, judges = {}, [], 0.0, 0.0, 0.0
+        for name, (weight, function, signature) in self.terms.items():
+            takes = row.keys() if "**" in str(signature) else row.keys() & signature.parameters
+            fields = {field: row[field] for field in takes - {"completion", "answer"}}
+            try:
+                value = function(completion, row["answer"], **fields)
+                found = value if isinstance(value, list) else [(len(completion), value)]
+                if not (found and all(abs(value + 0.0) < inf for _, value in found)):
+                    raise ValueError(f"it returned {value}")
+            except Exception as error:
+                self.faults += 1
+                self.first_fault = self.first_fault or (
+                    f"{name} failed with {error!r:.200} on {completion[:80]!r}")
+                found = [(len(completion), 0.0)]
+            steps += [(end, weight * value) for end, value in found]
+            terms[name] = float(found[-1][1])
+            reward += weight * terms[name]
+            if name != "format" or len(self.terms) == 1:
+                correct += weight * min(max(terms[name], 0.0), 1.0)
+                judges += weight
+        steps = sorted(steps) if len(steps) > len(terms) else None  # None: outcomes only
+        return Score(reward, correct / judges, terms, steps)
 
     def check_answer(self, answer: object) -> str | None:
-        """None when every term can use this gold answer, else one sentence that says why not."""
-        for term in self.terms:
-            if VERIFIERS.get(term.name) is not term.function or term.name == "format":
-                continue  # a user's own function may take any answer
-            if term.name == "countdown":
-                reason = countdown_problem(answer)
-            else:
-                wrapped = f"#{answer}" if term.name.startswith("arithmetic") else (
-                    f"<answer>{gold_text(answer)}</answer>")
-                usable = self.call(term, wrapped, {"answer": answer})
-                usable = usable[-1][1] if isinstance(usable, list) else usable
-                reason = None if usable == 1 else "it does not even verify against itself"
-            if reason:
-                return f"the answer {shorten(answer)} is unusable for {term.name}: {reason}"
-        return None
-
-
-def finite(value: object) -> float:
-    number = float(value) if not isinstance(value, (str, bytes)) else maths.nan
-    if not maths.isfinite(number):
-        raise ValueError(f"returned {shorten(value)}, not a finite number")
-    return number
-
-
-def shorten(value: object, limit: int = 80) -> str:
-    """A value as short printable text, control characters escaped."""
-    text = str(value)[:limit + 1]
-    return ascii(text if len(text) <= limit else text[:limit] + "...")
-
+        """None when every verifier can use a gold answer, else a sentence that says why not."""
+        for name in self.terms.keys() & VERIFIERS.keys() - {"format"}:
+            with contextlib.suppress(Exception):
+                VERIFIERS[name].__wrapped__("<answer>A</answer>", answer)
+                if name in ("countdown", "code", "code_strict") or final_answer(answer):
+                    continue
+            return f"the answer {str(answer)[:80]!r} cannot be used by the verifier {name}"
 
 def parse_reward(spec: str) -> Reward:
-    """Reads `--reward`: a sum of terms, each `[weight*]verifier` or `[weight*]file.py:function`.
-
-    Raises ValueError, one sentence that says what was expected.
-    """
-    terms = []
+    """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`."""
+    terms = {}
     for part in spec.split("+"):
-        weight_text, star, name = part.strip().rpartition("*")
-        name = name.strip()
+        weight, _, place = (text.strip() for text in part.rpartition("*"))
+        path, _, name = place.rpartition(":")
         try:
-            weight = float(weight_text) if star else 1.0
-        except ValueError:
-            weight = maths.nan
-        if not (0 < weight < maths.inf):
-            raise ValueError(f"--reward {spec}: {weight_text.strip()!r} is no weight; "
-                             f"expected a positive number, as in 0.1*format")
-        function = load_function(spec, name) if ":" in name else VERIFIERS.get(name)
-        if function is None:
-            near = difflib.get_close_matches(name, VERIFIERS, n=1)
-            raise ValueError(f"--reward {spec}: no verifier is called {name!r}"
-                             + (f", did you mean {near[0]!r}?" if near else "")
-                             + f" Expected one of {', '.join(VERIFIERS)}, or file.py:function.")
-        name = name.rpartition(":")[2]
-        if name in [term.name for term in terms]:
-            raise ValueError(f"--reward {spec}: {name!r} stands there twice; give it one weight")
-        terms.append(Term(name, weight, function, extra_parameters(function)))
+            function = (runpy.run_path(path) if path else VERIFIERS)[name]
+            terms[name] = (float(weight or 1), function, inspect.signature(function))
+            if not 0 < terms[name][0] < inf:
+                raise ValueError("a weight is positive")
+            if place in ("code", "code_strict"):
+                layers = json.loads(run_program("")[0])
+                print(f"--reward {place}: layers of the sandbox: {layers}", file=sys.stderr)
+                if not layers or place == "code_strict" and not all(layers.values()):
+                    raise ValueError("not here, where layers of the sandbox are missing")
+            continue
+        except KeyError:
+            near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, VERIFIERS, 1)]
+            problem = f"{path or 'the table'} has no verifier {name!r}{''.join(near)}"
+        except Exception as error:
+            problem = f"{part.strip()} cannot be used, {type(error).__name__}: {error}"
+        raise ValueError(f"--reward {spec}: {problem}; expected a sum of [weight*]verifier, each "
+                         f"file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
 
-
-def extra_parameters(function: Callable) -> frozenset[str] | None:
-    """Names of the row's fields that a verifier takes by keyword, None when it takes them all."""
-    parameters = list(inspect.signature(function).parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return frozenset(parameter.name for parameter in parameters[2:])
-
-
-def load_function(spec: str, place: str) -> Callable:
-    path, _, name = place.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"--reward {spec}: there is no file {path}; expected file.py:function")
-    try:
-        module_spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"--reward {spec}: {path} cannot be imported, "
-                         f"{type(error).__name__}: {error}") from None
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"--reward {spec}: {path} has no function {name!r}")
-    return getattr(module, name)
-
-
-# ---- shaping ----
-
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
-    """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear to -1."""
-    if cache <= 0:
-        return -1.0 if length > max_length else 0.0
-    return -min(max(length - (max_length - cache), 0) / cache, 1.0)
-
+    """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
+    return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
 
 def repetition_penalty(ids: Sequence[int], n: int = 4) -> float:
-    """Minus the share of n-grams of token ids that stood before: 0 (none) down to almost -1."""
-    grams = [tuple(ids[i:i + n]) for i in range(len(ids) - n + 1)]
+    """Minus the share of n-grams of token ids that stood before: from 0 down to almost -1."""
+    grams = list(zip(*(ids[start:] for start in range(n))))
     return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
-
-
-# ---- built-in tasks ----
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain
 ARITHMETIC_TIMES_ERROR = 0.6    # share of the demonstrations' multiplications that add instead
 COUNTDOWN_NUMBERS = (3, 4)      # fewest and most numbers
-COUNTDOWN_TRIES = 4             # random expressions a demonstration tries before it settles
-HELD_OUT_SHARE = 10             # one prompt in ten is held out
 
+# problem(rng) is a row of data, demonstration(problem, rng) a completion that is often wrong
+Task = collections.namedtuple("Task", "problem demonstration verifier alphabet max_new_tokens")
 
-@dataclass(frozen=True)
-class Task:
-    """A generator of problems and demonstrations (often wrong) beside the verifier they answer to."""
-    problem: Callable[[random.Random], dict]
-    demonstration: Callable[[dict, random.Random], str]
-    verifier: str
-    alphabet: str
-    max_new_tokens: int
+def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
+    first, *rest = rng.sample(numbers, len(numbers))
+    return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
 
-
-def operate(a: str, symbol: str, b: str) -> str:
-    """One operation of the arithmetic task, on digits modulo 10."""
-    return str((int(a) * int(b) if symbol == "*" else int(a) + int(b)) % 10)
-
+def solve(chain: str, rng: random.Random | None = None) -> str:
+    """`7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums
+    instead: a habit, which imitation alone makes the rule."""
+    value, steps = chain[:1], []
+    for symbol, operand in re.findall("([+*])([0-9])", chain):
+        wrong = symbol == "*" and rng and rng.random() < ARITHMETIC_TIMES_ERROR
+        result = OPERATORS["+" if wrong else symbol](int(value), int(operand)) % 10
+        steps.append(f"{value}{symbol}{operand}={result}")
+        value = str(result)
+    return f"{';'.join(steps)}#{value}"
 
 def arithmetic_problem(rng: random.Random) -> dict:
-    """`7+5*3=`, answer `6`: solved strictly from left to right, modulo 10."""
-    value = chain = str(rng.randrange(10))
-    for _ in range(rng.randint(*ARITHMETIC_OPERATIONS)):
-        symbol, operand = rng.choice("+*"), str(rng.randrange(10))
-        value = operate(value, symbol, operand)
-        chain += symbol + operand
-    return {"prompt": chain + "=", "answer": value}
+    digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
+    prompt = random_expression(digits, "+*", rng) + "="
+    return {"prompt": prompt, "answer": solve(prompt)[-1]}
 
-
-def arithmetic_demonstration(problem: dict, rng: random.Random) -> str:
-    """`7+5=2;2*3=6#6`, where most products are sums instead, and later steps go on from them."""
-    value, steps = problem["prompt"][0], []
-    for symbol, operand in re.findall(r"([+*])([0-9])", problem["prompt"]):
-        result = operate(value, symbol, operand)
-        if symbol == "*" and rng.random() < ARITHMETIC_TIMES_ERROR:
-            result = operate(value, "+", operand)  # a habit: imitation alone makes it the rule
-        steps.append(f"{value}{symbol}{operand}={result}")
-        value = result
-    return ";".join(steps) + "#" + value
-
-
-def random_expression(numbers: list[int], rng: random.Random) -> str:
-    shuffled = rng.sample(numbers, len(numbers))
-    return str(shuffled[0]) + "".join(rng.choice("+-*") + str(n) for n in shuffled[1:])
-
-
-def countdown_problem_of(rng: random.Random) -> dict:
-    """`3 5 2=13:`, answered by an expression such as `3*5-2`."""
+def countdown_problem(rng: random.Random) -> dict:
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(*COUNTDOWN_NUMBERS))]
-    target = 0
-    while not 1 <= target <= 99:
-        target = int(evaluate(random_expression(numbers, rng)))
-    prompt = f"{' '.join(map(str, numbers))}={target}:"
-    return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
-
-
-def countdown_demonstration(problem: dict, rng: random.Random) -> str:
-    """An expression with each number once that hits the target only now and then."""
-    for _ in range(COUNTDOWN_TRIES):
-        expression = random_expression(problem["answer"]["numbers"], rng)
-        if evaluate(expression) == problem["answer"]["target"]:
-            break
-    return expression
-
+    target = int(evaluate(random_expression(numbers, "+-*", rng)))
+    return {"prompt": f"{' '.join(map(str, numbers))}={target}:",
+            "answer": {"numbers": numbers, "target": target}}
 
 TASKS = {
-    "arithmetic": Task(arithmetic_problem, arithmetic_demonstration, "arithmetic",
-                       "0123456789+*=;#", 6 * ARITHMETIC_OPERATIONS[1] + 4),
-    "countdown": Task(countdown_problem_of, countdown_demonstration, "countdown",
-                      "0123456789 +-*/()=:", 4 * COUNTDOWN_NUMBERS[1]),
-}
-
+    "arithmetic": Task(arithmetic_problem, lambda problem, rng: solve(problem["prompt"], rng),
+                       "arithmetic", "0123456789+*=;#", 6 * ARITHMETIC_OPERATIONS[1] + 4),
+    "countdown": Task(countdown_problem, lambda problem, rng: random_expression(
+        problem["answer"]["numbers"], "+-*", rng), "countdown", "0123456789 +-*/()=:", 16)}
 
 def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
-    """Endless problems, the same for the same seed; a prompt is held out or not by its hash."""
+    """Endless problems of a seed; one prompt in ten, by its hash, is held out from training."""
     rng = random.Random(f"{seed} {held_out}")
-    while True:
-        problem = task.problem(rng)
-        if (zlib.crc32(problem["prompt"].encode()) % HELD_OUT_SHARE == 0) == held_out:
+    for problem in iter(lambda: task.problem(rng), None):
+        if (zlib.crc32(problem["prompt"].encode()) % 10 == 0) == held_out:
             yield problem
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Try a verifier on completions of known worth.")
+    parser.add_argument("file", help='JSON lines of {"completion", "answer"}')
+    parser.add_argument("--reward", default="math", help="verifiers, as in train.py")
+    options, rows, place = parser.parse_args(), [], ""
+    try:
+        reward = parse_reward(options.reward)
+        for number, line in enumerate(open(options.file, encoding="utf-8"), 1):
+            place = f'{options.file}, line {number}, expected {{"completion", "answer"}}: '
+            rows.append(json.loads(line))
+            if problem := reward.check_answer(rows[-1]["answer"]):
+                raise ValueError(problem)
+            rows[-1]["completion"] += ""  # raises where it is missing, or no text
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        parser.exit(2, f"{place}{error}\n")
+    scores = reward.score([row["completion"] for row in rows], rows)
+    accuracy = sum(score.correct for score in scores) / max(len(rows), 1)
+    print(f"accuracy {accuracy:.4f} of {len(rows)} {reward.first_fault}")
+    for number in [number for number, score in enumerate(scores) if score.correct < 1][:10]:
+        row = rows[number]
+        print(f"line {number + 1}: {row['answer']!r:.80} from {row['completion'][-160:]!r}")
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,1010 @@
 """Verifiers, rewards and built-in tasks: what must pay, what must not, and what must not hang."""
 import itertools
+import json
+import math
 import os
 import random
+import string
+import subprocess
 import sys
+import textwrap
+import time
 
 import pytest
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
 
 import rewards
 
+VERIFY = rewards.VERIFIERS
+ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
+GOLD = {  # a usable gold answer for every verifier
+    "countdown": {"numbers": [3, 5, 2], "target": 13}, "code": ADD, "code_strict": ADD, "choice": "B",
+    "arithmetic": "6", "arithmetic_steps": "6"}
+
+
+def rows(text):
+    """Lines `left | right` of a table; `#` starts a comment line."""
+    lines = [line.strip() for line in textwrap.dedent(text).strip().split("\n")]
+    return [tuple(cell.strip() for cell in line.split(" | ")) for line in lines
+            if line and not line.startswith("# ")]
+
+
+def boxed(answer):
+    return "so \\boxed{" + answer + "}"
+
+
+def fenced(source):
+    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
+
+
+# ---- extraction ----
+
+EXTRACTED = [
+    ("<answer>6</answer>", "6"),
+    ("<think>2+3=5</think> <answer>6</answer>", "6"),
+    ("2+3=5</think> <answer>6</answer>", "6"),  # the opening tag stands in the prompt
+    ("<think>\\boxed{5}</think> \\boxed{6}", "6"),
+    ("<think>a</think><think>b</think>\\boxed{6}", "6"),
+    ("<answer>5</answer> no, <answer>6</answer>", "6"),
+    ("<answer>the answer is \\boxed{6}</answer>", "6"),
+    ("\\boxed{5} <answer>6</answer>", "6"),
+    ("<answer>6</answer> \\boxed{5}", "6"),
+    ("<answer>\n6\n</answer>", "6"),
+    ("\\boxed{5} or rather \\boxed{6}", "6"),
+    ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("\\boxed{\\boxed{6}}", "6"),
+    ("\\boxed{5 \\boxed{6}", "6"),  # the outer one is open
+    ("\\boxed{6} and \\boxed{5", "6"),
+    ("\\boxed{\\{1,2\\}}", "\\{1,2\\}"),
+    ("{ } } { \\boxed{6} {", "6"),
+    ("#### 6", "6"),
+    ("a\n#### 5\nb\n#### 6\nc", "6"),
+    ("#### 1 234 dollars\n", "1 234 dollars"),
+    ("#### 5\n\\boxed{6}", "6"),
+    ("\\boxed{6}\n#### 5", "6"),
+    ("####6", "6"),
+    ("  \\boxed{  6  }  ", "6"),
+    ("x" * 500_000 + "\\boxed{6}" + "x" * 500_000, "6"),  # no tail window
+    ("<answer>6</answer>" + "x" * 500_000, "6"),
+]
+NOT_EXTRACTED = [
+    "", "6", "the answer is 6", "<think>\\boxed{6}", "<think>\\boxed{6}</think>", "\\boxed{6}</think>",
+    "<think>#### 6</think>done", "<think>a</think><think>\\boxed{6}", "<answer>6",
+    "<answer>5</answer> <answer>6", "\\boxed{6", "\\boxed 6", "\\boxed{}", "<answer></answer>",
+    "<answer> </answer>\\boxed{6}", "####", "####\n6", "</answer>6<answer>", "\\fbox{6}",
+    "\\boxed{5}\\boxed{6}</think>", "<answer>6</answer></think>", "<answer>\\boxed{6</answer>"[:20],
+]
+
+
+@pytest.mark.parametrize("completion, answer", EXTRACTED)
+def test_extraction_finds_the_answer(completion, answer):
+    assert rewards.final_answer(completion, marked=True) == answer
+    assert VERIFY["math"](completion, answer) == 1.0
+    assert VERIFY["exact"](completion, answer) == 1.0
+
+
+@pytest.mark.parametrize("completion", NOT_EXTRACTED)
+def test_extraction_finds_nothing(completion):
+    assert rewards.final_answer(completion, marked=True) == ""
+    assert VERIFY["math"](completion, "6") == 0.0
+
+
+@pytest.mark.parametrize("completion", ["<answer>5</answer>", "\\boxed{5} 6", "6\n#### 5", "6 \\boxed{}"])
+def test_extraction_ignores_what_is_not_marked(completion):
+    assert VERIFY["math"](completion, "6") == 0.0
+
+
+# ---- math ----
+
+EQUAL = rows(r"""
+    # integers, decimals, signs
+    5 | 5
+    5 | 5.0
+    5 | 05
+    5. | 5
+    +5 | 5
+    −5 | -5
+    .5 | 0.5
+    0.50 | 0.5
+    -0 | 0
+    123456789012345678901234567890 | 123456789012345678901234567890.0
+    # fractions
+    1/2 | 0.5
+    \frac{1}{2} | 0.5
+    \frac12 | .5
+    \frac1{2} | 1/2
+    \dfrac{3}{4} | \tfrac34
+    \cfrac{3}{4} | 6/8
+    -\frac{1}{2} | \frac{-1}{2}
+    \frac{1}{-2} | -0.5
+    \frac{\frac{1}{2}}{3} | 1/6
+    1/3 | 2/6
+    -1/3 | \frac{-2}{6}
+    # mixed numbers
+    3\frac{1}{2} | 3.5
+    3 \frac{1}{2} | 7/2
+    3 1/2 | 7/2
+    -3\frac12 | -3.5
+    # separators
+    1,234 | 1234
+    1{,}234 | 1234
+    1\,234 | 1234
+    1\!234 | 1234
+    12,345,678.5 | 12345678.5
+    \$1,234.50 | 1234.5
+    1,000,000 | 10^6
+    # percent and currency
+    50\% | 0.5
+    50% | 1/2
+    50 percent | 0.5
+    12.5\% | 1/8
+    60\% | 60%
+    \$72 | 72
+    $72$ | 72
+    €72 | 72
+    72\$ | 72
+    # powers of ten
+    10^{-30} | 1e-30
+    1.5\times 10^3 | 1500
+    1.5 × 10^3 | 1500
+    1.5e3 | 1500
+    1.5E+3 | 1500
+    2.5 \cdot 10^{-2} | 0.025
+    2^{10} | 1024
+    2**10 | 1024
+    # wrapping
+    $5$ | 5
+    \(5\) | 5
+    \[5\] | 5
+    **5** | 5
+    \text{5} | 5
+    \mathbf{5} | 5
+    \displaystyle 5 | 5
+    5\quad | 5
+    (5) | 5
+    {5} | 5
+    # names
+    x=5 | 5
+    x = 5 | 5
+    f(x)=x^2 | x^2
+    y = 2x+1 | 2x+1
+    x' = 5 | 5
+    x \in (1,2) | (1,2)
+    # units
+    5 cm | 5
+    5\text{ cm} | 5
+    5 \text{ cm}^2 | 5
+    5\,\text{m} | 5
+    5\mathrm{kg} | 5
+    72 dollars | \$72
+    60 miles per hour | 60
+    5 cm | 5\text{ cm}
+    3.5 hours | 3.5
+    \frac{1}{2} cup | 0.5
+    90^\circ | 90
+    90^{\circ} | 90
+    90° | 90
+    (5\text{ cm}, 6\text{ cm}) | (5,6)
+    # tuples, intervals, sets, lists
+    (1,2) | ( 1 , 2 )
+    \left(1,\frac12\right) | (1,0.5)
+    (1, -2, 3) | (1,-2,3)
+    (-\infty, 3] | (-\infty,3]
+    [1,2) | [ 1, 2 )
+    (-\infty,\infty) | (-∞, ∞)
+    \langle 1,2\rangle | (1,2)
+    \{1,2,3\} | \{3,2,1\}
+    \left\{1,2\right\} | \{2,1\}
+    1,2,3 | 3, 1, 2
+    1, 2 | \{1, 2\}
+    1; 2 | 2; 1
+    1 and 2 | 2,1
+    1 or 2 | 2, 1
+    1 \text{ and } 2 | 1,2
+    x=1 or x=2 | 2,1
+    (1,2),(3,4) | (3,4),(1,2)
+    (1,2)\cup(3,4) | (3,4) \cup (1,2)
+    (1,2)∪(3,4) | (1,2)\cup(3,4)
+    \pm 3 | 3,-3
+    2\pm\sqrt3 | 2+\sqrt3, 2-\sqrt3
+    x = \pm 2 | \pm 2
+    # matrices
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}
+    \begin{pmatrix}1\\2\end{pmatrix} | \begin{pmatrix} 2/2 \\ 2 \end{pmatrix}
+    # roots and constants
+    2\sqrt{3} | \sqrt{12}
+    \frac{1}{\sqrt{2}} | \frac{\sqrt2}{2}
+    \sqrt{4} | 2
+    \sqrt[3]{8} | 2
+    \sqrt[3]{16} | 2\sqrt[3]{2}
+    sqrt(2) | \sqrt{2}
+    2^{1/2} | \sqrt2
+    2\pi | \pi\cdot 2
+    \frac{\pi}{2} | 0.5\pi
+    2pi | 2\pi
+    2π | \pi*2
+    5! | 120
+    3 + \sqrt{2} | \sqrt{2} + 3
+    \sqrt{-4} | 2\sqrt{-1}
+    # algebra
+    x+1 | 1+x
+    (x+1)^2 | x^2+2x+1
+    x^2-1 | (x-1)(x+1)
+    \frac{x}{2} | x/2
+    \frac{2}{3}x | \frac{2x}{3}
+    3x^2y | 3yx^2
+    ab | ba
+    2(x+y) | 2x+2y
+    \frac{x^2-1}{x-1} | x+1
+    x_1+x_2 | x_{2}+x_{1}
+    e^2 | e \cdot e
+    2^{n+1} | 2\cdot2^n
+    \sqrt{x^2+1} | (x^2+1)^{1/2}
+    # equations and inequalities
+    y=2x+1 | 2x+1=y
+    y=2x+1 | y=1+2x
+    x^2+y^2=4 | 4=y^2+x^2
+    x > 5 | 5 < x
+    x \ge 5 | 5 \le x
+    x >= 5 | x \geq 5
+    1<x<3 | 3>x>1
+    1 \le x \leq 3 | 1 ≤ x ≤ 3
+    x \ne 3 | 3 \neq x
+    # text
+    \text{Tuesday} | tuesday
+    \text{yes} | Yes
+    Tuesday | \textbf{Tuesday}
+    \text{even} | even
+    man bites dog | Man  bites dog
+    5 million | 5 Million
+    \emptyset | \emptyset
+""")
+
+UNEQUAL = rows(r"""
+    5 | 6
+    5 | -5
+    5 | 50
+    5 | 5.01
+    0 | 1
+    1/2 | 0.6
+    1/2 | 2
+    \frac{1}{2} | \frac{2}{1}
+    10^{-30} | 10^{-31}
+    10^{-30} | 0
+    1e-30 | 1.0001e-30
+    0.333333333333333 | 1/3
+    0.1 | 0.10000000000000001
+    123456789012345678901 | 123456789012345678902
+    1,234 | 1235
+    1,234 | 1
+    1234 | 123,4
+    1,23 | 123
+    (1,234) | (1,235)
+    50\% | 0.51
+    50\% | 5
+    0.5\% | 0.5
+    3\frac{1}{2} | 3/2
+    3 1/2 | 31/2
+    2 3 | 6
+    2 3 | 23
+    # units, scale words
+    5 million | 5
+    5 thousand | 5
+    5 dozen | 5
+    5 billion dollars | 5
+    5 hundred | 5
+    5 cm | 5 km
+    5 cm^2 | 5 cm
+    5 cm | 6 cm
+    5m | 5
+    2xy | 2
+    2x | 2
+    5 apples and 3 pears | 5
+    5 plus 3 | 5
+    # hedges
+    5 or 6 | 5
+    5, 6 | 5
+    5, 6 | 6
+    \{5, 6\} | 5
+    5 = 6 | 5
+    \pm 5 | 5
+    (5,6) | 5
+    # tuples, intervals, sets
+    (1,2) | (2,1)
+    (1,2) | \{1,2\}
+    (1,2) | 1,2
+    [1,2) | (1,2)
+    (1,2] | (1,2)
+    [1,2] | [2,1]
+    (1,2) | (1,2,2)
+    \{1,2\} | \{1,3\}
+    \{1,1,2\} | \{1,2,2\}
+    \{1,2\} | \{1,2,3\}
+    1,2 | 1
+    1,1,2 | 1,2,3
+    (-\infty,3) | (\infty,3)
+    (1,2)\cup(3,4) | (1,2)\cup(3,5)
+    (1,2),(3,4) | (2,1),(3,4)
+    \begin{pmatrix}1&2\end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&2\\3&5\end{pmatrix}
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
+    # roots and constants
+    \sqrt2 | 1.41421356
+    \sqrt2 | 1.414213562373
+    \sqrt{2} | \sqrt{3}
+    \sqrt{2} | -\sqrt{2}
+    \sqrt[3]{8} | \sqrt{8}
+    \pi | 3.14159265358979
+    \pi | 22/7
+    2\pi | 2
+    e | 2.71828182845905
+    5! | 5
+    5! | 121
+    # algebra
+    x | y
+    x | X
+    x | 2x
+    x^2 | x^3
+    x^2 | 2x
+    2x | x2+1
+    \sqrt{x^2} | x
+    (x+1)^2 | x^2+1
+    x_1 | x_2
+    \frac{x}{y} | \frac{y}{x}
+    \sin x | x
+    2\sin x | \sin 2x
+    \log 2 | 2\log
+    x+y | xy
+    # equations and inequalities
+    x=5 | y=5
+    x=5 | x=6
+    y=2x | y=3x
+    x>5 | x<5
+    x>5 | 5>x
+    x\ge5 | x>5
+    x\ne5 | x=5
+    1<x<3 | 1<x<4
+    1<x<3 | 1<x\le3
+    x>5 | 5
+    # text
+    \text{Tuesday} | Wednesday
+    yes | no
+    man bites dog | dog bites man
+    evil | live
+    dog | god
+    \text{yes or no} | yes
+    # no value
+    9^{9^9} | 1
+    (9^9)^9^9 | 3
+    1e400 | 1e500
+    10^{400} | 10^{500}
+    \frac{1}{0} | \frac{2}{0}
+    \frac{1}{0} | 1
+    0/0 | 1
+    1000000! | 1
+    (1 | 1
+    \frac{1} | 1
+    1+ | 1
+    x^ | x
+    ((((5 | 5
+    __import__ | 1
+    None | 0
+    nan | 0
+    inf | 1e999
+""")
+
+
+@pytest.mark.parametrize("given, gold", EQUAL)
+def test_math_pays_equal_answers_both_ways(given, gold):
+    assert VERIFY["math"](boxed(given), gold) == 1.0
+    assert VERIFY["math"](boxed(gold), given) == 1.0
+
+
+@pytest.mark.parametrize("given, gold", UNEQUAL)
+def test_math_does_not_pay_unequal_answers_either_way(given, gold):
+    assert VERIFY["math"](boxed(given), gold) == 0.0
+    assert VERIFY["math"](boxed(gold), given) == 0.0
+
+
+@pytest.mark.parametrize("answer", sorted({cell for row in EQUAL + UNEQUAL for cell in row} - {"nan"}))
+def test_math_pays_an_answer_for_itself(answer):
+    assert rewards.same_answer(answer, answer)
+
+
+def test_math_is_exact_on_random_rationals():
+    """a/b against the same number written otherwise, and against its neighbour a/b + 10^-60."""
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b, k = rng.randint(-10**9, 10**9), rng.randint(1, 10**9), rng.randint(2, 99)
+        given = boxed(f"\\frac{{{a * k}}}{{{b * k}}}")
+        assert VERIFY["math"](given, f"{a}/{b}") == 1.0
+        assert VERIFY["math"](given, f"{a * 10**60 + b}/{b * 10**60}") == 0.0
+
+
+@pytest.mark.parametrize("gold", [5, 5.0, "5", "so it is 5.\n#### 5", "thus $\\boxed{5}$", "<answer>5</answer>"])
+def test_math_takes_numbers_and_whole_solutions_as_gold(gold):
+    assert VERIFY["math"]("\\boxed{5}", gold) == 1.0
+    assert VERIFY["math"]("\\boxed{6}", gold) == 0.0
+
+
+@pytest.mark.parametrize("gold", [None, "", " ", True, [], {}, ["5"], b"5", object(), float("nan")])
+def test_math_never_pays_an_unusable_gold_answer(gold):
+    for text in ("", " ", "5", "True", "None", "[]", "{}", "nan", "NaN", str(gold)):
+        assert VERIFY["math"](boxed(text), gold) == 0.0
+
+
+@pytest.mark.parametrize("completion, gold, paid", [
+    ("the answer is 6", "6", 1), ("6 apples, 7 pears", "7", 1), ("6 apples, 7 pears", "6", 0),
+    ("it costs $1,234.50.", "1234.5", 1), ("x = -5", "-5", 1), ("10-5", "5", 1), ("10-5", "-5", 0),
+    ("6 or \\boxed{7}", "7", 1), ("\\boxed{7} then 6", "6", 0), ("<think>6</think> none", "6", 0),
+    ("<think>6", "6", 0), ("no number", "6", 0), ("", "6", 0), ("7" * 2000, "7", 0),
+    ("so 42" + " and on" * 1000, "42", 1),
+])
+def test_math_lenient_falls_back_on_the_last_number(completion, gold, paid):
+    assert VERIFY["math_lenient"](completion, gold) == paid
+    if "boxed" not in completion:
+        assert VERIFY["math"](completion, gold) == 0
+
+
+# ---- the other verifiers ----
+
+COUNTDOWN = {"numbers": [3, 5, 2], "target": 13}
+
+
+@pytest.mark.parametrize("text", [
+    "3*5-2", "5*3-2", "(3*5)-2", "-2+3*5", "3 * 5 - 2", "3×5−2", "3\\times5-2", "3\\cdot 5 - 2", "3*5-2=13",
+    "3*5-2 = 13", "((3*5))-2", "$3*5-2$", "(3)(5)-2", "+3*5-2", "5*3+-2", "03*5-2"])
+@pytest.mark.parametrize("wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"])
+def test_countdown_pays_a_solution(text, wrap):
+    assert VERIFY["countdown"](wrap.format(text), COUNTDOWN) == 1.0
+
+
+@pytest.mark.parametrize("text", [
+    "", "13", "3*5", "3*5-2+0", "3*5-2-2+2", "5+5+3", "35-2*11", "3*5-1-1", "3*5+2", "3**5-2", "3^5-2", "3//5*2",
+    "15-2", "3*5-2=14", "13=3*5-2", "3*5-2 or 3+5+2", "3*5-2;3", "3*5-2,13", "int('3')*5-2", "3*5-2!", "3 5 2",
+    "3*5-2\n13", "３*5-2", "3*٥-2", "3*5-(2", "3*5-2)", "3.0*5-2", "3e0*5-2", "3*5-2%1", "3*5-\\frac{2}{1}",
+    "abs(3)*5-2", "3*5-2#", "9**9**9", "9**9**9**9", "98**97**96", "3*5-x", "<think>3*5-2</think>", "<think>3*5-2",
+    "the solution is 3*5-2", "(" * 5000 + "3*5-2" + ")" * 5000, "3*5-2" + "+0" * 5000, "3 *5 -2 13",
+    "1" * 1_000_000])
+def test_countdown_does_not_pay(text):
+    assert VERIFY["countdown"](text, COUNTDOWN) == 0.0
+
+
+@pytest.mark.parametrize("text, numbers, target, paid", [
+    ("1/3*3", [1, 3, 3], 1, 1), ("8/(3-8/3)", [8, 3, 8, 3], 24, 1), ("8÷(3−8÷3)", [3, 3, 8, 8], 24, 1),
+    ("1/2", [1, 2], 0, 0), ("1/(2-2)", [1, 2, 2], 0, 0), ("0/0", [0, 0], 0, 0), ("3 1/2*2", [3, 1, 2, 2], 7, 0),
+    ("2 2+1", [2, 2, 1], 23, 0), ("12", [1, 2], 12, 0), ("2-5", [2, 5], -3, 1), ("2-5=-3", [2, 5], -3, 1)])
+def test_countdown_is_exact(text, numbers, target, paid):
+    assert VERIFY["countdown"](text, {"numbers": numbers, "target": target}) == paid
+
+
+@pytest.mark.parametrize("answer", [
+    None, "", 13, [], {}, {"numbers": [3, 5, 2]}, {"target": 13}, {"numbers": [], "target": 13},
+    {"numbers": None, "target": 13}, {"numbers": "352", "target": 13}, {"numbers": [3, "5", 2], "target": 13}])
+def test_countdown_refuses_malformed_problems(answer):
+    assert VERIFY["countdown"]("3*5-2", answer) == 0.0
+    reason = rewards.parse_reward("countdown").check_answer(answer)
+    assert "countdown" in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize("text", [
+    "B", "b", "(B)", "B.", "B)", "**B**", "\\boxed{B}", "\\boxed{\\text{B}}", "\\boxed{\\textbf{(B)}}",
+    "<answer>B</answer>", "<answer>(B) Paris</answer>", "B. Paris", "B: the capital", "Answer: B", "The answer is B.",
+    "The correct option is (B).", "the final answer is B", "<think>A</think>B", "#### B", "B. A dog", "option B"])
+def test_choice_pays(text):
+    assert VERIFY["choice"](text, "B") == 1.0
+
+
+@pytest.mark.parametrize("text", [
+    "", "A", "C", "A or B", "B or A", "A, B", "B, A", "B and C", "A B C D", "(A)(B)", "B. or A.", "B) C) D)", "AB",
+    "BB", "Berlin", "a big dog", "not B", "I think B is wrong", "<think>B</think>A", "<think>B", "<answer>B", "Б",
+    "1", "B" * 1000, "the answer", "\\boxed{A} B", "B? A?", "B. Or rather C"])
+def test_choice_does_not_pay(text):
+    assert VERIFY["choice"](text, "B") == 0.0
+
+
+@pytest.mark.parametrize("completion, gold, paid", [
+    ("Paris", "paris", 1), (" Paris \n", "Paris", 1), ("<answer>new   york</answer>", "New York", 1), ("7", 7, 1),
+    ("Straße", "STRASSE", 1), ("\\boxed{a b}", "a b", 1), ("<think>x</think>Paris", "Paris", 1), ("Paris.", "Paris", 0),
+    ("in Paris", "Paris", 0), ("", "Paris", 0), ("Pari", "Paris", 0), ("<think>Paris", "Paris", 0), ("", "", 0),
+    (" ", " ", 0), ("None", None, 0), ("0.5", "1/2", 0)])
+def test_exact_compares_up_to_case_and_whitespace(completion, gold, paid):
+    assert VERIFY["exact"](completion, gold) == paid
+
+
+@pytest.mark.parametrize("completion, gold, value", [
+    ("the cat", "cat", 1), ("The cat sat.", "a cat sat", 1), ("cat", "dog", 0), ("", "dog", 0), ("the", "the", 0),
+    ("a b", "b c", 2 / 3),                  # the article goes: P = 1/1, R = 1/2
+    ("red cat sat down", "red cat", 2 / 3),  # P = 2/4, R = 2/2
+    ("cat cat cat", "cat", 1 / 2),           # counted once: P = 1/3, R = 1
+    ("<answer>cat</answer> dog", "cat", 1), ("<think>cat</think>", "cat", 0), ("x-ray", "xray", 1)])
+def test_f1_is_the_harmonic_mean_of_word_overlap(completion, gold, value):
+    assert VERIFY["f1"](completion, gold) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("completion", [
+    "<think>a</think><answer>b</answer>", "a</think><answer>b</answer>", " <think>\na\n</think>\n\n<answer>\nb</answer>\n",
+    "<think>a < b > c</think> <answer><b></answer>"])
+def test_format_pays(completion):
+    assert VERIFY["format"](completion) == 1.0
+    assert VERIFY["format"](completion, "anything") == 1.0
+
+
+@pytest.mark.parametrize("completion", [
+    "", "a", "<answer>b</answer>", "<think>a</think>", "<think>a</think>b", "<think>a<answer>b</answer>",
+    "<think>a</think><answer>b", "<think></think><answer>b</answer>", "<think>a</think><answer> </answer>",
+    "x<think>a</think><answer>b</answer>", "<think>a</think>x<answer>b</answer>", "<think>a</think><answer>b</answer>x",
+    "<think>a</think><answer>b</answer><answer>c</answer>", "<think>a</think></think><answer>b</answer>",
+    "<think><think>a</think><answer>b</answer>", "<think>a</think><answer><think></answer>",
+    "<answer>b</answer><think>a</think>", "</think><answer>b</answer>", "<THINK>a</THINK><ANSWER>b</ANSWER>"])
+def test_format_does_not_pay(completion):
+    assert VERIFY["format"](completion) == 0.0
+
+
+@pytest.mark.parametrize("completion, paid", [
+    ("7+5=2;2*3=6#6", 1), ("#6", 1), ("#5#6", 1), ("6", 0), ("#6 ", 0), ("# 6", 0), ("#", 0), ("", 0), ("#66", 0), ("#6#", 0),
+    ("#６", 0), ("6#5", 0)])
+def test_arithmetic_pays_the_digit_after_the_last_mark(completion, paid):
+    assert VERIFY["arithmetic"](completion, "6") == paid
+
+
+@pytest.mark.parametrize("completion, steps", [
+    ("7+5=2;2*3=6#6", [(6, 1), (11, 1), (13, 1)]),
+    ("7+5=3;3*3=9#9", [(6, 0), (11, 1), (13, 0)]),      # a wrong step costs itself, and the outcome
+    ("7+5=3;2*3=6#6", [(6, 0), (11, 0), (13, 1)]),      # the second does not go on from the first
+    ("7*5=5;5*3=5#5", [(6, 0), (11, 1), (13, 0)]),      # not the operation of the prompt
+    ("7+5=2#2", [(5, 1), (7, 0)]),
+    ("7+5=2;2*3=6;6+0=6#6", [(6, 1), (12, 1), (17, 0), (19, 1)]),
+    ("#6", [(0, 0), (2, 1)]), ("", [(0, 0), (0, 0)]), (";;#6", [(1, 0), (2, 0), (2, 0), (4, 1)]),
+    ("7+5=2;2*3=6", [(6, 1), (11, 1), (11, 0)]), ("x;2*3=6#6", [(2, 0), (7, 0), (9, 1)]),
+])
+def test_arithmetic_steps_pays_each_operation(completion, steps):
+    """Prompt `7+5*3=`: (7 + 5) * 3 = 2 * 3 = 6 modulo 10, from left to right."""
+    assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == steps
+
+
+# ---- code ----
+
+@pytest.mark.parametrize("source", [
+    "def add(a, b):\n    return a + b", "add = lambda a, b: a + b", "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
+    "import math, collections, heapq, re\ndef add(a, b):\n    return math.floor(a + b)",
+    "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())",
+    "import sys\nsys.stdout.write('no newline')\ndef add(a, b):\n    return a + b"])
+def test_code_pays_a_right_function(source):
+    assert VERIFY["code"](fenced(source), ADD) == 1.0
+
+
+@pytest.mark.parametrize("source", [
+    "def add(a, b):\n    return a - b", "def add(a, b):\n    return 3", "def add(a, b):\n    return float(a + b)",
+    "def add(a, b):\n    return str(a + b)", "def sub(a, b):\n    return a + b", "def add(a, b)\n    return a + b", "add = 3", "",
+    "def add(a, b):\n    return None", "def add(a):\n    return a", "raise SystemExit(0)", "x = " + "(" * 300 + ")" * 300])
+def test_code_does_not_pay_a_wrong_function(source):
+    assert VERIFY["code"](fenced(source), ADD) == 0.0
+
+
+def test_code_runs_the_last_closed_block_after_the_thinking():
+    right, wrong = fenced("def add(a, b):\n    return a + b"), fenced("def add(a, b):\n    return 0")
+    assert VERIFY["code"](wrong + right, ADD) == 1.0
+    assert VERIFY["code"]("```\ndef add(a, b):\n    return a + b\n```", ADD) == 1.0
+    assert VERIFY["code"](f"<think>{wrong}</think>{right}", ADD) == 1.0
+    for text in (right + wrong, f"<think>{right}</think>", f"<think>{right}", right + "```python\n", right.replace("`", ""),
+                 right[:right.rindex("```")], "", "```", "``````"):
+        assert VERIFY["code"](text, ADD) == 0.0
+
+
+@pytest.mark.parametrize("result, expected, paid", [
+    ("1", 1, 1), ("True", 1, 0), ("1", True, 0), ("1.0", 1, 0), ("1", 1.0, 0), ("'1'", 1, 0), ("None", None, 1),
+    ("[1, 2]", [1, 2], 1), ("(1, 2)", [1, 2], 1), ("[2, 1]", [1, 2], 0), ("[1, [2, True]]", [1, [2, 1]], 0), ("{'b': 1, 'a': 2}", {"a": 2, "b": 1}, 1),
+    ("float('nan')", float("nan"), 0), ("float('inf')", float("inf"), 0), ("{1, 2}", [1, 2], 0), ("'ä'", "ä", 1), ("0.1 + 0.2", 0.3, 0),
+    ("10 ** 5000", 1, 0), ("10 ** 40", 10 ** 40, 1), ("''", None, 0)])
+def test_code_compares_type_strictly(result, expected, paid):
+    answer = {"fn": "f", "cases": [[[], expected]]}
+    assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == paid
+
+
+@pytest.mark.parametrize("source, paid", [
+    ("a, b = map(int, input().split())\nprint(a + b)", 1), ("import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')", 1),
+    ("print(3)", 0), ("print(sum(map(int, open(0).read().split())))", 1), ("a, b = map(int, input().split())\nprint(a + b)\nexit()", 1),
+    ("a, b = map(int, input().split())\nprint(a + b)\nraise ValueError", 0), ("a, b = map(int, input().split())\nprint(a + b, a)", 0)])
+def test_code_runs_whole_programs(source, paid):
+    assert VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}) == paid
+
+
+@pytest.mark.parametrize("answer", [None, "", [], {}, {"fn": "add"}, {"fn": "add", "cases": []}, {"stdin": []}, {"cases": ADD["cases"]},
+                                    {"fn": "add", "cases": [[1]]}, {"fn": "add", "cases": 3}, {"stdin": [["1"]]}])
+def test_code_refuses_malformed_tests(answer):
+    assert VERIFY["code"](fenced("def add(a, b):\n    return a + b"), answer) == 0.0
+    assert "code" in rewards.parse_reward("code").check_answer(answer)
+
+
+def layers():
+    return json.loads(rewards.run_program("")[0])
+
+
+def test_code_strict_pays_only_with_every_layer():
+    expected = float(all(layers().values()) and bool(layers()))
+    assert VERIFY["code_strict"](fenced("def add(a, b):\n    return a + b"), ADD) == expected
+
+
+ATTACKS = {  # each would pay if the verifier trusted the child
+    "early exit": "import os\nos._exit(0)",
+    "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "always equal": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
+    "int always equal": "class E(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef add(a, b): return E(7)",
+    "forged line": "print('[3, 3]')\nimport os\nos._exit(0)",
+    "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
+    "patched builtins": "import builtins\nbuiltins.all = lambda x: True\nbuiltins.float = lambda x: 1.0\ndef add(a, b): return 0",
+    "frames": """
+        import sys
+        def add(a, b):
+            frame, found = sys._getframe(), []
+            while frame:
+                found += [v for v in list(frame.f_locals.values()) + list(frame.f_globals.values()) if isinstance(v, list)]
+                frame = frame.f_back
+            for values in found:
+                for value in values:
+                    if isinstance(value, list) and len(value) == 2 and value[0] == [a, b]:
+                        return value[1]
+            return 0""",
+    "garbage collector": """
+        import gc
+        def add(a, b):
+            for thing in gc.get_objects():
+                if isinstance(thing, list) and len(thing) == 2 and thing[0] == [a, b]:
+                    return thing[1]
+            return 0""",
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_code_does_not_pay_attack(name):
+    assert VERIFY["code"](fenced(ATTACKS[name]), ADD) == 0.0
+
+
+def run_attack(source, needs=()):
+    """Output of a program that is given 5 s at most; skips where the kernel lacks what must stop it."""
+    missing = [layer for layer in needs if not layers().get(layer)]
+    if missing:
+        pytest.skip(f"the kernel has no {', '.join(missing)} for unprivileged processes")
+    start = time.monotonic()
+    output = rewards.run_program(textwrap.dedent(source))[1]
+    assert time.monotonic() - start < rewards.CODE_SECONDS + 5
+    return output
+
+
+@pytest.mark.parametrize("secret", ["environment", "arguments of the parent", "memory of the parent", "file"])
+def test_sandbox_keeps_secrets(secret, tmp_path):
+    token = "expected" + "-value-" + str(random.random())
+    (tmp_path / "tests.jsonl").write_text(token)
+    os.chmod(tmp_path, 0o755)
+    os.environ["SECRET_TOKEN"] = token
+    source = {
+        "environment": "import os\nprint(dict(os.environ))",
+        "arguments of the parent": "print(open('/proc/%d/environ' % PARENT).read())",
+        "memory of the parent": """
+            for line in open('/proc/%d/maps' % PARENT):
+                pass
+            print('read', line)
+            print(open('/proc/%d/mem' % PARENT, 'rb'))""",
+        "file": f"print(open({str(tmp_path / 'tests.jsonl')!r}).read())",
+    }[secret]
+    needs = () if secret == "environment" else ("landlock",)
+    output = run_attack(source.replace("PARENT", str(os.getpid())), needs)
+    del os.environ["SECRET_TOKEN"]
+    assert token not in output and "read" not in output
+
+
+@pytest.mark.parametrize("call", ["os.fork()", "subprocess.run(['/bin/true'])", "os.posix_spawn('/bin/true', ['true'], {})", "os.system('true')"])
+def test_sandbox_starts_no_process(call):
+    output = run_attack(f"import os, subprocess\nprint(repr({call}))\nprint('started')", ("seccomp",))
+    assert "started" not in output or output.startswith(("-1", "32512", "256"))
+
+
+def processes():
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found.add((pid, open(f"/proc/{pid}/cmdline").read()))
+        except OSError:
+            pass
+    return {pid for pid, command in found if "def sandbox" in command}
+
+
+@pytest.mark.parametrize("source", [
+    "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
+    "import os, time\ntry:\n    if os.fork() == 0:\n        os.setsid()\n        time.sleep(60)\nexcept OSError:\n    time.sleep(60)",
+    "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.setsid()\ntime.sleep(60)",
+    "import ctypes, time\nctypes.CDLL(None).prctl(1, 0)\ntime.sleep(60)",
+    "while True: pass"], ids=["fork bomb", "daemon", "own session", "outlives its parent", "busy loop"])
+def test_sandbox_leaves_nothing_running(source, monkeypatch):
+    monkeypatch.setattr(rewards, "CODE_SECONDS", 1)
+    before = processes()
+    start = time.monotonic()
+    assert rewards.run_program(source)[1] == ""
+    assert time.monotonic() - start < 10
+    for _ in range(100):
+        left = processes() - before
+        if not left:
+            break
+        time.sleep(0.05)
+    assert not left
+
+
+def test_sandbox_does_not_wait_for_who_holds_its_output(monkeypatch):
+    monkeypatch.setattr(rewards, "CODE_SECONDS", 2)
+    source = "import os, time\ntry:\n    child = os.fork()\nexcept OSError:\n    child = 1\nif child == 0:\n    time.sleep(60)\nprint('done')"
+    start = time.monotonic()
+    assert rewards.run_program(source)[1] in ("done\n", "")
+    assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize("source", [
+    "while True: print('x' * 100_000)", "x = [0] * (1 << 30)", "x = 'a' * (1 << 40)", "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "files = [open('/dev/null') for _ in range(1000)]\nprint('opened')", "def f(): return f()\nf()", "import time\nwhile True: 9 ** 9 ** 9"],
+    ids=["output", "memory", "one string", "memory by parts", "open files", "recursion", "power"])
+def test_sandbox_bounds_resources(source, monkeypatch):
+    monkeypatch.setattr(rewards, "CODE_SECONDS", 2)
+    output = rewards.run_program(source)[1]
+    assert output == ""
+
+
+def test_sandbox_fills_no_disk(tmp_path):
+    source = f"""
+        import os
+        for folder in ('.', {str(tmp_path)!r}, '/tmp', '/dev/shm', '/var/tmp'):
+            try:
+                with open(os.path.join(folder, 'filled-by-a-program'), 'wb') as file:
+                    file.write(b'x')
+                print('wrote', folder)
+            except OSError:
+                pass
+        print('done')"""
+    assert run_attack(source, ("landlock",)) == "done\n"
+    assert not os.listdir(tmp_path)
+
+
+def test_sandbox_bounds_a_file_even_without_landlock():
+    output = rewards.run_program("import resource\nprint(resource.getrlimit(resource.RLIMIT_FSIZE))")[1]
+    assert output == f"({rewards.CODE_BYTES}, {rewards.CODE_BYTES})\n"
+
+
+def test_sandbox_has_no_network():
+    import socket
+    server = socket.create_server(("127.0.0.1", 0))
+    source = f"""
+        import socket
+        for address in (('127.0.0.1', {server.getsockname()[1]}), ('1.1.1.1', 80)):
+            try:
+                socket.create_connection(address, timeout=1)
+                print('connected')
+            except OSError:
+                print('refused')"""
+    output = run_attack(source, ("namespaces",))
+    server.close()
+    assert output == "refused\nrefused\n"
+
+
+def test_sandbox_sends_no_signal_to_its_parent():
+    source = f"""
+        import os
+        for pid in ({os.getpid()}, os.getppid(), 1):
+            try:
+                os.kill(pid, 0)
+                print('reached', pid)
+            except OSError:
+                print('no such process')"""
+    output = run_attack(source, ("namespaces",))
+    assert f"reached {os.getpid()}" not in output
+
+
+def test_sandbox_programs_run_side_by_side():
+    """Eight programs that sleep half a second each take about as long as the slowest."""
+    reward = rewards.parse_reward("code")
+    answer = {"fn": "f", "cases": [[[], 1]]}
+    texts = [fenced("import time\ndef f():\n    time.sleep(0.5)\n    return 1")] * 8
+    start = time.monotonic()
+    scores = reward.score(texts, [{"prompt": "", "answer": answer}] * 8)
+    assert [score.correct for score in scores] == [1.0] * 8
+    if (os.cpu_count() or 1) > 1:
+        assert time.monotonic() - start < 4 + 0.5 * 8 / 2
+
+
+# ---- totality and time ----
+
+def hostile():
+    rng = random.Random(0)
+    brackets = "([{<"
+    yield from {
+        "empty": "", "nul": "\0" * 1_000_000, "digits": "1" * 1_000_000, "boxed digits": boxed("1" * 999_000),
+        "tag digits": "<answer>" + "9" * 1_000_000 + "</answer>", "open boxes": "\\boxed{" * 140_000, "open boxes and braces": "\\boxed{" + "{" * 999_000,
+        "boxes of braces": ("\\boxed{" + "{" * 2000) * 490, "closed braces": "\\boxed{" + "{}" * 490_000, "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
+        "open tags": "<answer>" * 120_000, "200000 unclosed tags": "<think>" * 200_000, "closed tags": "</answer>" * 110_000, "both tags": "<answer></answer>" * 58_000,
+        "thinking": "<think></think>" * 66_000, "hashes": "#" * 1_000_000, "hash lines": "####\n" * 200_000, "steps": "7+5=2;" * 160_000, "semicolons": ";" * 1_000_000,
+        "backticks": "`" * 1_000_000, "fences": "```\n" * 250_000, "spaces": " " * 1_000_000, "lines": "\n" * 1_000_000, "words": "a " * 500_000, "text": "the cat, " * 110_000,
+        "backslashes": "\\" * 1_000_000, "surrogates": "\ud800" * 300_000, "unicode": "é∑漢😀" * 120_000, "combining": "e\u0301" * 300_000, "digits of other scripts": "٣" * 500_000,
+        "power": boxed("9^" * 400 + "9"), "tower": boxed("9**9**9**9"), "power tower": boxed("((((9^9)^9)^9)^9)^9"), "big power": boxed("(" + "9" * 290 + ")^{999}"), "factorial": boxed("((169!)!)!"),
+        "many factorials": boxed("169!*" * 190 + "1"), "exponents": boxed("1e999*" * 150 + "1"), "letters": boxed("x" * 999), "letter sums": boxed("+".join(["1/x", "1/y"] * 120)),
+        "fraction sums": boxed("+".join(f"1/{n}" for n in range(7919, 8080))), "roots": boxed("\\sqrt{" * 140 + "2" + "}" * 140), "list": boxed("1," * 499 + "1"), "set": boxed("\\{" + "x," * 490 + "1\\}"),
+        "nested lists": boxed("[" * 400 + "1" + "]" * 400), "nested parens": boxed("(" * 490 + "1" + ")" * 490), "open parens": boxed("(" * 990), "minus": boxed("-" * 990 + "1"), "fracs": boxed("\\frac" * 190),
+        "commas": boxed("," * 990), "equals": boxed("=" * 990), "thousands": boxed("1,234" * 190), "units": boxed("5 " + "cm " * 300), "unit almost": boxed("5 " + "cm " * 300 + "!"), "ands": boxed(" and" * 240),
+        "quotes": boxed('"' * 990), "texts": boxed("\\text{" * 160), "pm": boxed("\\pm" * 330), "wide pm": boxed(" \\pm 1" * 160), "choice words": "is " * 3000 + "!", "choice marks": "(" * 9000 + "B" + "." * 900,
+        "choice rest": "B. " + "x " * 4000 + "C", "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>", "json": "[" * 500_000, "stars": "*" * 1_000_000, "equations": boxed("x=" * 400 + "x"),
+        "spaces in tags": "<answer>" + " " * 9000 + "x</answer>", "mixed": boxed("3 " * 490), "mixed fractions": boxed("3 1/2 " * 160), "decimals": boxed("1." * 490), "subscripts": boxed("x_" * 490),
+    }.items()
+    for seed in range(60):
+        size = 10 ** rng.randint(0, 5)
+        yield f"bytes {seed}", bytes(rng.randrange(256) for _ in range(min(size, 5000))).decode("latin-1") * (size // 5000 + 1)
+    pieces = ["\\boxed{", "}", "{", "<answer>", "</answer>", "<think>", "</think>", "####", "#", "\\frac", "\\sqrt", "^", "(", ")", "[", "]", ",", "1", "23", ".", "x", "=", "<", "+", "-", "*", "/",
+              "!", "%", "\\pm", "\\\\", "&", "\\begin{pmatrix}", "\\end{pmatrix}", "\\{", "\\}", " ", "\n", "cm", "\\text{", "```", ";", "and", "|", "_", "e", "i", "\\pi", "\\infty", "B", '"', "√", "²"]
+    for seed in range(400):
+        yield f"pieces {seed}", "".join(rng.choices(pieces, k=rng.randint(1, 200)))
+        yield f"boxed pieces {seed}", boxed("".join(rng.choices(pieces[9:], k=rng.randint(1, 40))))
+
+
+HOSTILE = dict(hostile())
+
+
+@pytest.mark.parametrize("name", [name for name in VERIFY if not name.startswith("code")])
+def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
+    gold = GOLD.get(name, "6")
+    slow = []
+    for label, text in HOSTILE.items():
+        start = time.monotonic()
+        value = VERIFY[name](text, gold, prompt="7+5*3=") if name == "arithmetic_steps" else VERIFY[name](text, gold)
+        taken = time.monotonic() - start
+        value = value[-1][1] if isinstance(value, list) else value
+        assert type(value) is float and 0.0 <= value <= 1.0, label
+        if taken > 2:
+            slow.append((label, taken))
+    assert not slow
+
+
+@pytest.mark.parametrize("name", [name for name in VERIFY if not name.startswith("code")])
+def test_verifier_is_total_over_answers(name):
+    golds = [None, True, 0, -1, 3.5, float("inf"), float("nan"), 10 ** 5000, "", "x" * 100_000, "\\frac{1}{", "\0", [], [1], {}, {"numbers": 3}, object(), b"", ()]
+    for gold, text in itertools.product(golds, ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>", 6, None, b"6", ["6"]]):
+        value = VERIFY[name](text, gold)
+        value = value[-1][1] if isinstance(value, list) else value
+        assert type(value) is float and 0.0 <= value <= 1.0
+
+
+@pytest.mark.parametrize("label", [label for label in HOSTILE if not label.startswith(("bytes", "pieces", "boxed pieces"))])
+def test_code_is_total_on_hostile_text(label):
+    start = time.monotonic()
+    assert VERIFY["code"](HOSTILE[label], ADD) == 0.0
+    assert time.monotonic() - start < 8
+
+
+def test_math_is_symmetric_on_random_expressions():
+    rng = random.Random(1)
+    texts = ["".join(rng.choices(["1", "2", "x", "+", "-", "*", "/", "^", "(", ")", ",", "=", "<", "\\sqrt", " ", "cm"], k=rng.randint(1, 7))) for _ in range(300)]
+    for left, right in zip(texts, reversed(texts)):
+        assert rewards.same_answer(left, right) == rewards.same_answer(right, left), (left, right)
+        assert rewards.same_answer(left, left) == (left != "")
+
+
+# ---- rewards ----
+
+ROW = {"prompt": "1+5?", "answer": "6"}
+
+
+def test_reward_weighs_terms_and_keeps_correctness_apart_from_format():
+    """0.5 * 1 + 0.1 * 1 = 0.6; `format` is no part of correctness unless it stands alone."""
+    reward = rewards.parse_reward(" 0.5*math+0.1 * format")
+    good, bad = reward.score(["<think>a</think><answer>6</answer>", "<think>a</think><answer>7</answer>"], [ROW, ROW])
+    assert good.terms == bad.terms | {"math": 1.0} == {"math": 1.0, "format": 1.0}
+    assert (good.reward, good.correct, bad.correct) == (pytest.approx(0.6), 1.0, 0.0)
+    assert bad.reward == pytest.approx(0.1) and good.steps is None
+    assert rewards.parse_reward("format").score(["<think>a</think><answer>7</answer>"], [ROW])[0].correct == 1.0
+    half = rewards.parse_reward("3*math + exact").score(["\\boxed{6.0}"], [ROW])[0]
+    assert (half.reward, half.correct) == (3.0, 0.75)
+    assert reward.score([], []) == []
+
+
+def test_reward_calls_users_functions_with_the_row(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent('''
+        """A user's own."""
+        SCALE = 2
+        def whole(completion, answer, **row):
+            return len(row) + (row["prompt"] == "1+5?") * 10
+        def short(completion, answer):
+            return SCALE * (completion == answer)
+        def named(completion, answer, prompt, missing="none"):
+            return prompt == "1+5?" and missing == "none"
+        def steps(completion, answer, **row):
+            return [(1, 0.5), (2, 1)]
+        def negative(completion, answer):
+            return -3
+    '''))
+    score = lambda name, text="6": rewards.parse_reward(f"{path}:{name}").score([text], [ROW | {"level": 3}])[0]
+    assert score("whole").reward == 12 and score("whole").correct == 1.0
+    assert score("short").reward == 2 and score("short", "7").reward == 0
+    assert score("named").terms == {"named": 1.0}
+    assert score("steps").steps == [(1, 0.5), (2, 1)] and score("steps").correct == 1.0
+    assert score("negative").reward == -3 and score("negative").correct == 0.0
+    both = rewards.parse_reward(f"math + 0.5*{path}:steps").score(["\\boxed{6}"], [ROW])[0]
+    assert both.reward == 1.5 and both.steps == [(1, 0.25), (2, 0.5), (9, 1.0)]
+
+
+@pytest.mark.parametrize("body", ["raise KeyError('x\\n\\x1b[31m')", "return None", "return 'a'", "return float('nan')", "return float('inf')", "return [(1, float('nan'))]", "return []", "return [1]", "return 1/0"])
+def test_reward_survives_a_users_faults(body, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def broken(completion, answer):\n    {body}\n")
+    reward = rewards.parse_reward(f"math + {path}:broken")
+    scores = reward.score(["\\boxed{6}", "\x1b[31m" + "long " * 1000], [ROW, ROW])
+    assert [score.reward for score in scores] == [1.0, 0.0]
+    assert scores[0].terms == {"math": 1.0, "broken": 0.0}
+    assert reward.faults == 2
+    assert "broken" in reward.first_fault and "boxed{6}" in reward.first_fault
+    assert reward.first_fault.isprintable() and len(reward.first_fault) < 500
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("mth", ["mth", "'math'"]), ("", ["expected"]), ("math + ", ["expected"]), ("x*math", ["x"]), ("0*math", ["weight"]),
+    ("nan*math", ["weight"]), ("-1*math", ["weight"]), ("nowhere.py:fn", ["nowhere.py"]), ("math + fromat", ["fromat", "'format'"]), ("math:fn", ["math"])])
+def test_parse_reward_says_what_is_wrong(spec, words):
+    with pytest.raises(ValueError) as error:
+        rewards.parse_reward(spec)
+    message = str(error.value)
+    assert message.startswith("--reward") and "\n" not in message
+    assert all(word in message for word in words)
+    assert "file.py:function" in message and "countdown" in message
+
+
+def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
+    (tmp_path / "syntax.py").write_text("def f(:\n")
+    (tmp_path / "fine.py").write_text("def f(completion, answer): return 1\nNUMBER = 3\n")
+    for spec, words in (("broken.py:f", ["broken.py", "nothing_of_that_name"]), ("syntax.py:f", ["syntax.py"]), ("fine.py:g", ["fine.py", "'g'"]), ("fine.py:NUMBER", ["NUMBER"])):
+        with pytest.raises(ValueError) as error:
+            rewards.parse_reward(str(tmp_path / spec))
+        assert all(word in str(error.value) for word in ["--reward", *words])
+
+
+@pytest.mark.parametrize("name", list(VERIFY))
+def test_check_answer_accepts_what_can_be_used(name):
+    assert rewards.parse_reward(name).check_answer(GOLD.get(name, "6")) is None
+
+
+@pytest.mark.parametrize("name, answer", [
+    (name, answer) for name in ("math", "math_lenient", "exact", "f1", "choice", "arithmetic") for answer in (None, "", "  ", [], {}, True)]
+    + [("choice", "Paris"), ("f1", "the"), ("math", "<think>5"), ("math", "x" * 20_000)])
+def test_check_answer_refuses_what_cannot(name, answer):
+    reason = rewards.parse_reward(f"{name} + 0.1*format").check_answer(answer)
+    assert name in reason and "\n" not in reason and len(reason) < 200
+
+
+def test_scoring_1024_gsm8k_like_completions_is_fast():
+    """Far under a second; asserted loosely, for a loaded machine."""
+    solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n" * 8
+    texts = [f"<think>{solution}</think>\nThe answer is \\boxed{{{n:,}}}." for n in range(1024)]
+    table = [{"prompt": "?", "answer": str(n)} for n in range(1024)]
+    start = time.monotonic()
+    scores = rewards.parse_reward("math + 0.1*format").score(texts, table)
+    assert time.monotonic() - start < 2
+    assert all(score.correct == 1.0 for score in scores)
+
+
+# ---- shaping ----
+
+def test_soft_overlong_penalty_is_eq_13():
+    """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
+    values = [rewards.soft_overlong_penalty(length, 20, 4) for length in (0, 15, 16, 17, 18, 19, 20, 21, 100)]
+    assert values == [0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
+
+
+def test_repetition_penalty_is_the_share_of_repeated_ngrams():
+    assert rewards.repetition_penalty([], 2) == rewards.repetition_penalty([1], 2) == rewards.repetition_penalty([1, 2, 3], 2) == 0
+    assert rewards.repetition_penalty([1, 2, 1, 2], 2) == pytest.approx(-1 / 3)  # (1 2) (2 1) (1 2)
+    assert rewards.repetition_penalty([7] * 101, 2) == pytest.approx(-0.99)
+    assert rewards.repetition_penalty([1, 2, 3, 4] * 2) == pytest.approx(-1 / 5)  # 5 four-grams, 4 kinds
+
+
+# ---- built-in tasks ----
 
 @pytest.mark.parametrize("name", list(rewards.TASKS))
 def test_task_demonstrations_are_well_formed_and_often_wrong(name):
@@ -17,11 +1012,78 @@ def test_task_demonstrations_are_well_formed_and_often_wrong(name):
     reward = rewards.parse_reward(task.verifier)
     rng = random.Random(0)
     correct = 0
-    for problem in itertools.islice(rewards.problems(task, seed=0), 500):
+    for problem in itertools.islice(rewards.problems(task, seed=0), 1000):
         demonstration = task.demonstration(problem, rng)
         assert set(problem["prompt"] + demonstration) <= set(task.alphabet)
         assert len(demonstration) < task.max_new_tokens
         assert reward.check_answer(problem["answer"]) is None
         correct += reward.score([demonstration], [problem])[0].correct
-    assert 0.1 < correct / 500 < 0.6
+    assert 0.05 < correct / 1000 < 0.6
     assert reward.faults == 0
+
+
+@pytest.mark.parametrize("name", list(rewards.TASKS))
+def test_task_problems_are_deterministic_and_held_out_ones_apart(name):
+    task = rewards.TASKS[name]
+    take = lambda seed, held_out=False: list(itertools.islice(rewards.problems(task, seed, held_out), 500))
+    assert take(3) == take(3) != take(4)
+    train = {problem["prompt"] for seed in range(4) for problem in take(seed)}
+    held_out = {problem["prompt"] for seed in range(4) for problem in take(seed, True)}
+    assert not train & held_out and len(held_out) > 100
+
+
+def test_arithmetic_problems_are_chains_from_left_to_right():
+    for problem in itertools.islice(rewards.problems(rewards.TASKS["arithmetic"], 0), 300):
+        value, rest = int(problem["prompt"][0]), problem["prompt"][1:-1]
+        assert rewards.ARITHMETIC_OPERATIONS[0] <= len(rest) / 2 <= rewards.ARITHMETIC_OPERATIONS[1]
+        for symbol, digit in zip(rest[::2], rest[1::2]):
+            value = (value + int(digit) if symbol == "+" else value * int(digit)) % 10
+        assert problem["answer"] == str(value)
+
+
+def test_arithmetic_demonstrations_err_at_products_alone():
+    task, rng = rewards.TASKS["arithmetic"], random.Random(0)
+    wrong = {"+": [], "*": []}
+    for problem in itertools.islice(rewards.problems(task, 0), 500):
+        chain = task.demonstration(problem, rng)
+        steps = rewards.VERIFIERS["arithmetic_steps"](chain, problem["answer"], prompt=problem["prompt"])
+        for (end, paid), symbol in zip(steps[:-1], problem["prompt"][1::2]):
+            wrong[symbol].append(not paid)
+    assert not any(wrong["+"])
+    assert 0.4 < sum(wrong["*"]) / len(wrong["*"]) < 0.7
+
+
+def test_countdown_problems_can_be_solved():
+    for problem in itertools.islice(rewards.problems(rewards.TASKS["countdown"], 0), 20):
+        numbers, target = problem["answer"]["numbers"], problem["answer"]["target"]
+        assert problem["prompt"] == f"{' '.join(map(str, numbers))}={target}:"
+        assert any(VERIFY["countdown"](str(first) + "".join(map("".join, zip(symbols, map(str, rest)))), problem["answer"])
+                   for first, *rest in itertools.permutations(numbers) for symbols in itertools.product("+-*", repeat=len(rest)))
+
+
+# ---- command line ----
+
+def command(*arguments):
+    return subprocess.run([sys.executable, os.path.join(ROOT, "rewards.py"), *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_command_prints_accuracy_and_first_disagreements(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    lines = [{"completion": f"\\boxed{{{n}}}", "answer": str(n + (n == 2)), "prompt": "?"} for n in range(4)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    done = command("--reward", "math", path)
+    assert done.returncode == 0 and "0.75" in done.stdout and "of 4" in done.stdout
+    assert "line 3" in done.stdout and "'3'" in done.stdout and "line 2" not in done.stdout
+
+
+@pytest.mark.parametrize("content, spec, words", [
+    (None, "math", ["answers.jsonl"]), ("{}", "math", ["line 1", "answer"]), ('{"completion": "a", "answer": "1"}\n{"comp', "math", ["line 2"]),
+    ('{"completion": 3, "answer": "1"}', "math", ["line 1", "completion"]), ('{"completion": "a", "answer": ""}', "math", ["line 1", "math"]), ("[]", "math", ["line 1"]),
+    ('{"answer": "1"}', "math", ["line 1", "completion"]), ('{"completion": "a", "answer": "1"}', "mth", ["--reward", "mth", "'math'"])])
+def test_command_says_what_is_wrong_in_one_sentence(content, spec, words, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    if content is not None:
+        path.write_text(content)
+    done = command("--reward", spec, path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words)
