@@ -1,12 +1,11 @@
-"""Trains with several settings and seeds, a process each, and prints what came out as Markdown.
+"""Trains with every algorithm and several seeds, a process each, and prints what came out.
 
-    python tests/bench_algorithms.py --out results.jsonl                 # every row of gspo.ALGOS
-    python tests/bench_algorithms.py --study steps --out results.jsonl   # rewards of single steps
-    python tests/bench_algorithms.py --study moe --out results.jsonl     # mixture of experts
-    python tests/bench_algorithms.py --algos gspo ppo --seeds 0 1 -- --lr 2e-4
+    python tests/bench_algorithms.py --out results.jsonl --write
+    python tests/bench_algorithms.py --algos gspo grpo --seeds 0 1 -- --lr 2e-4
 
 A run that is in --out already is not done again, so an interrupted benchmark goes on where it
-stopped (delete the file when train.py has changed). --write puts the tables of the study into README.md, between its bench markers.
+stopped; delete the file when train.py has changed. --write puts the table and the chart into
+README.md, between its bench markers, and the ranges of the metrics beside their names.
 """
 
 import argparse
@@ -27,18 +26,8 @@ sys.path.insert(0, str(ROOT))
 import gspo  # noqa: E402
 
 GOAL = 0.9  # held-out accuracy whose first step is reported
-STUDIES = {  # name of the study -> name of the variant -> flags of train.py
-    "algorithms": {name: ["--algo", name] for name in gspo.ALGOS},
-    "steps": {
-        "gspo-token, outcome reward": ["--algo", "gspo-token"],
-        "gspo-token, step rewards": ["--algo", "gspo-token", "--reward", "arithmetic_steps"],
-    },
-    "moe": {
-        "grpo": ["--model", "tiny-moe", "--algo", "grpo"],
-        "grpo + routing replay": ["--model", "tiny-moe", "--algo", "grpo", "--routing-replay"],
-        "gspo": ["--model", "tiny-moe", "--algo", "gspo"],
-    },
-}
+# name of a variant -> its flags of train.py, which has no critic yet
+VARIANTS = {name: ["--algo", name] for name, row in gspo.ALGOS.items() if not row.critic}
 
 
 # ---------------------------------------------------------------- one run
@@ -88,15 +77,15 @@ def train_all(variants: dict, seeds: list[int], jobs: int, out: Path | None) -> 
             with open(out, "a") as file:
                 file.write(json.dumps(result) + "\n")
         print(
-            f"{name}, seed {seed}: {result['before']:.1%} -> {after(result):.1%} in "
-            f"{training_seconds(result):.0f} s of training, {result['process_seconds']:.0f} s in all",
+            f"{name}, seed {seed}: {result['before']:.1%} -> {after(result):.1%}, "
+            f"{training_seconds(result):.0f} s of {result['process_seconds']:.0f} s in training",
             file=sys.stderr,
         )
         return result
 
     results = {name: [] for name in variants}
     with ThreadPoolExecutor(jobs) as pool:
-        for (name, _, _), result in zip(wanted, pool.map(lambda item: one(*item), wanted)):
+        for (name, *_), result in zip(wanted, pool.map(one, *zip(*wanted))):
             results[name].append(result)
     return results
 
@@ -137,15 +126,14 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def results_table(results: dict) -> str:
     """One row a variant: mean ± std over seeds, and the seed that did worst."""
-    routed = all("expert_flips" in run["rows"][-1] for runs in results.values() for run in runs)
     head = ["", "before", "after", "worst seed", f"first step at {GOAL:.0%}", "clip fraction"]
-    head += ["token std", "sequence std", "expert flips"] if routed else ["dead groups"]
+    head += ["dead groups", "training s", "peak MB"]
     lines = []
     for name, runs in results.items():
         accuracies = [100 * after(run) for run in runs]
         reached = [step for run in runs if (step := first_step(run)) is not None]
         mean = lambda *metrics: statistics.mean(mean_over_steps(run, *metrics) for run in runs)
-        line = [f"`{name}`" if name in gspo.ALGOS else name]
+        line = [f"`{name}`"]
         line.append(f"{100 * statistics.mean(run['before'] for run in runs):.1f}%")
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
         line.append(f"{statistics.mean(accuracies):.1f} ± {spread:.1f}%")
@@ -153,15 +141,11 @@ def results_table(results: dict) -> str:
         missed = f" ({len(reached)} of {len(runs)} seeds)" if len(reached) < len(runs) else ""
         line.append(f"{statistics.mean(reached):.0f}{missed}" if reached else "never")
         line.append(f"{mean('clip_fraction'):.2%}")
-        if routed:
-            line += [f"{mean('policy_token_std'):.4f}", f"{mean('policy_sequence_std'):.4f}"]
-            line.append(f"{mean('expert_flips'):.1%}")
-        else:
-            line.append(f"{mean('dead_right', 'dead_wrong'):.0%}")
+        line.append(f"{mean('dead_right', 'dead_wrong'):.0%}")
         line.append(f"{statistics.mean(map(training_seconds, runs)):.0f}")
         line.append(f"{statistics.mean(run['peak_mb'] for run in runs):.0f}")
         lines.append(line)
-    return table(head + ["training s", "peak MB"], lines)
+    return table(head, lines)
 
 
 def mean_curve(runs: list[dict]) -> dict[int, float]:
@@ -186,32 +170,32 @@ def chart(runs: list[dict]) -> str:
 
 
 def ranges(results: dict) -> dict[str, str]:
-    """Metric -> its 5th and 95th percentile over steps and seeds, of gspo or the first that has it."""
+    """Metric -> 5th and 95th percentile over steps and seeds, of gspo or the first that has it."""
     number = lambda value: f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     found = {}
     for variant in sorted(results, key=lambda variant: variant != "gspo"):
         rows = [row for run in results[variant] for row in run["rows"]]
         for name in {name for row in rows for name in row} - found.keys():
-            cuts = statistics.quantiles([row[name] for row in rows if name in row] * 2, n=20)
+            values = [row[name] for row in rows if name in row] * 2  # quantiles need two or more
+            cuts = statistics.quantiles(values, n=20, method="inclusive")
             spread = " to ".join(dict.fromkeys([number(cuts[0]), number(cuts[-1])]))
             found[name] = spread + (f" ({variant})" if variant != "gspo" else "")
     return {re.sub("^reward/.*", "reward/NAME", name): spread for name, spread in found.items()}
 
 
-def write(study: str, results: dict) -> None:
-    """Puts tables into README.md between its markers, and ranges beside the metrics."""
+def write(results: dict) -> None:
+    """Puts table and chart into README.md between their markers, and ranges beside the metrics."""
     path = ROOT / "README.md"
     text = path.read_text()
-    pieces = {"table": results_table(results), "curves": curves_table(results)}
+    pieces = {"table": results_table(results)}
     if "gspo" in results:
         pieces["chart"] = chart(results["gspo"])
     for name, piece in pieces.items():
-        pattern = rf"(<!-- bench {study}-{name} -->\n).*?(<!-- end -->)"
-        text = re.sub(pattern, lambda found: f"{found[1]}{piece}\n{found[2]}", text, flags=re.DOTALL)
+        pattern = rf"(<!-- bench {name} -->\n).*?(<!-- end -->)"
+        text = re.sub(pattern, rf"\1{piece}\n\2", text, flags=re.DOTALL)
     for name, measured in ranges(results).items():
-        if study == "algorithms" or study == "moe" and name == "expert_flips":
-            cell = rf"(?m)^(\| `{re.escape(name)}` \|.*\|) [^|]+ \|$"  # an empty one stays empty
-            text = re.sub(cell, rf"\1 {measured} |", text)
+        cell = rf"(?m)^(\| `{re.escape(name)}` \|.*\|) [^|]+ \|$"  # an empty cell stays empty
+        text = re.sub(cell, rf"\1 {measured} |", text)
     path.write_text(text)
 
 
@@ -221,19 +205,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--study", choices=STUDIES, default="algorithms")
-    parser.add_argument("--algos", nargs="+", help="variants of the study; default: all")
+    parser.add_argument("--algos", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--steps", type=int, help="rollout steps; default: train.py's")
     parser.add_argument("--out", type=Path, help="JSONL file of finished runs, read and appended")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     arguments = parser.parse_args(own)
-    variants = STUDIES[arguments.study]
-    if unknown := set(arguments.algos or ()) - set(variants):
-        parser.error(f"--algos: {', '.join(unknown)}; expected some of {', '.join(variants)}")
     extra += ["--steps", str(arguments.steps)] if arguments.steps else []
-    variants = {name: variants[name] + extra for name in arguments.algos or variants}
+    variants = {name: VARIANTS[name] + extra for name in arguments.algos}
 
     results = train_all(variants, arguments.seeds, arguments.jobs, arguments.out)
     whole = {name: [run for run in runs if "error" not in run] for name, runs in results.items()}
@@ -241,7 +221,7 @@ def main() -> None:
     if whole:
         print(results_table(whole), curves_table(whole), sep="\n\n")
     if arguments.write and whole:
-        write(arguments.study, whole)
+        write(whole)
     sys.exit(any("error" in run for runs in results.values() for run in runs))
 
 

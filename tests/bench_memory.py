@@ -2,7 +2,7 @@
 
     python tests/bench_memory.py                        # the README's table, computed
     python tests/bench_memory.py --write                # the same, put into README.md
-    python tests/bench_memory.py --measure small        # gspo beside ppo, peak of the process
+    python tests/bench_memory.py --measure small        # 25 M random weights, on this machine
     python tests/bench_memory.py --measure 0.6B         # random weights of that shape: a large GPU
 """
 
@@ -43,16 +43,15 @@ def parameters(config: Qwen3Config) -> int:
         return AutoModelForCausalLM.from_config(config).num_parameters()
 
 
-def weights_bytes(count: int, *, kl: bool = False, critic: bool = False) -> dict[str, int]:
+def weights_bytes(count: int, *, kl: bool = False) -> dict[str, int]:
     """Bytes of everything that grows with the number of parameters, mixed precision on a GPU."""
-    trained = count * (1 + critic)  # a critic has the policy's body
     return {
-        "policy": 4 * trained,  # float32 master weights
-        "moments": 8 * trained,  # AdamW's two, float32
-        "gradients": 4 * trained,  # float32
+        "policy": 4 * count,  # float32 master weights
+        "moments": 8 * count,  # AdamW's two, float32
+        "gradients": 4 * count,  # float32
         "sampler": 2 * count,  # bfloat16
         "reference": 2 * count * kl,  # bfloat16, only with --kl-coef
-        "autocast": 2 * trained,  # bfloat16 copies of the weights, during an update only
+        "autocast": 2 * count,  # bfloat16 copies of the weights, during an update only
     }
 
 
@@ -90,7 +89,7 @@ def measure(name: str, algo: str) -> str:
     import train
 
     transformers.utils.logging.disable_progress_bar()
-    built_in = train.tiny_model("tiny", rewards.TASKS["arithmetic"])
+    built_in = train.tiny_model(rewards.TASKS["arithmetic"])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(built_in)
         ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
@@ -119,7 +118,7 @@ def measure(name: str, algo: str) -> str:
         seconds = {key[8:]: row[key] for key in row if key.startswith("seconds_")}
         return (
             f"{algo}, {count / 1e6:.0f} M parameters: peak of the process "
-            f"{float(done.stdout.splitlines()[-1]):.2f} GB, of the GPU {row.get('memory_gb', 0)} GB, "
+            f"{float(done.stdout.splitlines()[-1]):.2f} GB, of the GPU {row.get('memory_gb', 0)}, "
             f"seconds of a step {seconds}, {row['tokens_per_second']:.0f} tokens a second"
         )
 
@@ -128,8 +127,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--measure", choices=["small", *SHAPES], help="train this shape, twice")
-    parser.add_argument("--algos", nargs="+", default=["gspo", "ppo"])
+    parser.add_argument("--measure", choices=["small", *SHAPES], help="train this shape")
+    parser.add_argument("--algos", nargs="+", default=["gspo"])
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args()
     if arguments.measure:

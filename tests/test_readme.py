@@ -5,7 +5,6 @@ import inspect
 import json
 import re
 import shlex
-import signal
 import sys
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def flags_table() -> str:
             field, kind, default, text = found.groups()
             for key, choices in names.items():
                 text = text.replace(key, "{" + ", ".join(choices) + "}")
-            flag = "--" + field.replace("_", "-") + {"bool": "", "dict": " JSON"}.get(kind, f" {kind.upper()}")
+            flag = "--" + field.replace("_", "-") + ("" if kind == "bool" else f" {kind.upper()}")
             default = {"None": "", "False": "off", "True": "on"}.get(default, default.strip('"'))
             rows.append(f"| `{flag}` | {default} | {text} |")
     return "\n".join(rows)
@@ -62,7 +61,7 @@ def test_flags_are_those_of_config():
 
 def test_objectives_are_those_of_algos():
     for name, algorithm in gspo.ALGOS.items():
-        row = re.search(rf"\| `--algo {re.escape(name)}` \|.*", README)[0]
+        row = re.search(rf"\| `--algo {re.escape(name)}`.*", README)[0]
         assert f"`{algorithm.loss.__name__}`" in row
 
 
@@ -80,9 +79,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_accepted(command):
-    given = train.parse_flags(shlex.split(command))
-    if not {"resume", "watch"} & given.keys():
-        train.resolve(given)
+    train.resolve(train.parse_flags(shlex.split(command)))
 
 
 def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
@@ -95,14 +92,10 @@ def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
 
 @pytest.fixture
 def short_warm_start(monkeypatch, tmp_path):
-    """Built-in policies after two steps of their warm start, in a cache folder of their own."""
+    """The built-in policy after two steps of its warm start, in a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(train, "WARM_STEPS", 2)
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 SHORT = ["--steps", "1", "--prompts-per-step", "2", "--group-size", "2", "--eval-prompts", "2"]
@@ -122,9 +115,8 @@ def test_reward_example_pays_and_trains(short_warm_start):
     assert "reward/last_digit" in Path("runs/run/metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("flags", ["--algo ppo --kl-coef 0.1", "--algo gspo --model tiny-moe"])
-def test_every_metric_is_explained(short_warm_start, flags):
-    assert train.main(flags.split() + SHORT) == 0
+def test_every_metric_is_explained(short_warm_start):
+    assert train.main(["--algo", "grpo", *SHORT]) == 0  # with a reference: its KL is a metric
     for name in json.loads(Path("runs/run/metrics.jsonl").read_text()):
         name = re.sub(r"^reward/.*", "reward/NAME", re.sub(r"@\d+", "@K", name))
         assert f"\n| `{name}` | " in README, name
@@ -144,7 +136,8 @@ def test_memory_formula_is_what_tensors_take():
     optimizer = torch.optim.AdamW(policy.parameters())
     policy(torch.zeros(3, 5, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
-    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    states = optimizer.state.values()
+    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
     sampler = train.rollout.sampler_copy(policy, torch.bfloat16)
     cache = sampler(torch.zeros(3, 5, dtype=torch.long), use_cache=True).past_key_values
 
