@@ -67,7 +67,7 @@ def test_objectives_are_those_of_algos():
 
 def test_verifiers_are_those_of_rewards():
     section = README.split("\n## Your own data and reward\n")[1].split("\n## ")[0]
-    assert [name for name in rewards.VERIFIERS if f"`{name}`" not in section] == []
+    assert [name for name in rewards.VERIFIERS if f"\n| `{name}` | " not in section] == []
 
 
 def commands() -> list[str]:
