@@ -26,12 +26,12 @@ SHAPES = {  # name -> (shape of a Qwen3, MiB of activations a token, measured el
     "1.7B": (dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28), 3.0),
     "4B": (dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
                 num_attention_heads=32), 5.9),
-}  # fmt: skip
+}
 COMMON = dict(vocab_size=151936, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
-              tie_word_embeddings=True, max_position_embeddings=40960)  # fmt: skip
+              tie_word_embeddings=True, max_position_embeddings=40960)
 SMALL = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=64,
              num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512,
-             tie_word_embeddings=True)  # fmt: skip
+             tie_word_embeddings=True)
 
 
 def shape(name: str) -> Qwen3Config:
@@ -63,7 +63,7 @@ def cache_bytes_per_token(config: Qwen3Config) -> int:
 def memory_table(cache_gb: float = 8, micro_batch_tokens: int = 4096) -> str:
     """Markdown rows: the weights, what sampling and an update add to them, and the larger sum."""
     head = ["", "parameters", "policy", "AdamW", "gradients", "sampler", "KV cache per 1k tokens",
-            "activations per 1k tokens", "peak", "with a reference"]  # fmt: skip
+            "activations per 1k tokens", "peak", "with a reference"]
     lines = [head, ["---"] * len(head)]
     for name, (_, mib_per_token) in SHAPES.items():
         count, config = parameters(shape(name)), shape(name)

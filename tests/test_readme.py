@@ -131,7 +131,7 @@ def test_memory_formula_is_what_tensors_take():
     size = lambda tensors: sum(tensor.nbytes for tensor in tensors)
     config = transformers.Qwen3Config(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=8,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)  # fmt: skip
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
     policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     optimizer = torch.optim.AdamW(policy.parameters())
     policy(torch.zeros(3, 5, dtype=torch.long)).logits.sum().backward()
