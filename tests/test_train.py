@@ -1,8 +1,9 @@
 """The specification of train.py: what it refuses, the loop, runs, resuming, faults, the budgets.
 
-Every run here is a real one, of a policy with 0.3 M parameters that was warm-started for a moment,
-mostly by train.main in this process. Its reward is `even`, the share of even digits in a
-completion: it pays differently for almost every sample, so hardly any group is dead.
+Every run here is a real one, mostly by train.main in this process, of a random policy with 18
+characters and 0.04 M parameters: its completions end after 1 to some 30 tokens, by chance. Its
+reward is `even`, the share of even digits in a completion: it pays differently for almost every
+sample, so hardly any group is dead.
 """
 
 import ast
@@ -30,6 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -50,7 +52,7 @@ LATER_FLAGS = {
     "--loss-args", "--chat-template-args", "--routing-replay", "--gradient-checkpointing",
 }
 LATER_WORDS = {"ppo": "make_critic", "tiny-moe": "tiny-moe", "steps": "step_rewards",
-               "warnings": "quiet", "memory": "OutOfMemoryError", "band": "outside"}
+               "warnings": "quiet", "memory": "OutOfMemoryError", "band": "_band"}
 LATER = LATER_FLAGS | LATER_WORDS.keys()
 SMALL = ("--lr 1e-3 --steps 2 --prompts-per-step 4 --group-size 4 "
          "--max-new-tokens 8 --eval-prompts 8 --eval-samples 0 --eval-every 0 --name run")
@@ -164,27 +166,51 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A folder with the built-in policies, warm-started for a moment, and the rewards above."""
-    folder = tmp_path_factory.mktemp("home")
-    (folder / "pay.py").write_text(REWARDS)
-    (folder / "tiny").symlink_to(built("tiny", 40, folder), target_is_directory=True)
+CHARACTERS = "0123456789+*=;#"
+
+
+def character_tokenizer():
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *CHARACTERS])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+SHAPE = dict(vocab_size=18, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+             tie_word_embeddings=True, pad_token_id=0, eos_token_id=1)
+
+
+def random_policy(folder, config):
+    """A policy in Hugging Face layout, its weights larger than at initialisation: it has opinions."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 
-def built(name, steps, home):
-    """Folder of a built-in policy, made as a first run of --model NAME makes it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-        patch.setattr(train, "WARM_STEPS", steps)
-        good(home / "first", f"--model {name} --steps 1 --name {name}")
-    return next((home / "cache" / "gspo").glob(f"{name}-[0-9a-f]*"))
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """The folder that tests stand in: a policy, and the rewards above."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "pay.py").write_text(REWARDS)
+    random_policy(folder / "tiny", transformers.Qwen3Config(**SHAPE))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def moe(home):
-    return "tiny-moe" if "tiny-moe" in LATER else built("tiny-moe", 8, home)
+    """A mixture of 8 experts, 2 of them active, in 2 layers."""
+    later("tiny-moe")
+    return random_policy(home / "moe", transformers.Qwen3MoeConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, **SHAPE))
 
 
 SOURCE = functools.cache(inspect.getsource)  # the parser reads Config's, a quarter of a small run
@@ -192,14 +218,21 @@ SOURCE = functools.cache(inspect.getsource)  # the parser reads Config's, a quar
 
 @pytest.fixture(autouse=True)
 def place(home, monkeypatch):
-    """Tests stand in that folder, so that flags are short, and --model tiny is found at once."""
+    """Tests stand in that folder, so that flags are short; --model tiny warms up for a moment."""
     monkeypatch.chdir(home)
     monkeypatch.setattr(inspect, "getsource", SOURCE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    monkeypatch.setattr(train, "WARM_STEPS", 40)
+    monkeypatch.setattr(train, "WARM_STEPS", 8)
 
 
 BASE = "--model ./tiny --reward pay.py:even"
+
+
+def with_experts(flags, request):
+    """MOE in a row of a table stands for the policy with experts, made when it is wanted."""
+    if "MOE" in flags:
+        flags = flags.replace("MOE", f"--model {request.getfixturevalue('moe')}")
+    return flags
 
 
 @pytest.fixture
@@ -579,7 +612,7 @@ def dropout_model(home):
                                     bos_token_id=1, eos_token_id=1, pad_token_id=0)
     folder = home / "dropout"
     AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(home / "tiny").save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -589,11 +622,11 @@ def dropout_model(home):
     ("gspo", "--dtype bfloat16"), ("grpo", "--gradient-checkpointing"), ("gspo", "--stale-steps 2"),
     ("gspo", "--temperature 0.7"), ("grpo", "--model ./dropout"), ("grpo", "MOE"),
     ("grpo", "MOE --routing-replay"), ("gspo", "--overlong-filter --max-new-tokens 16")])
-def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, dropout_model, moe, tmp_path):
+def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, dropout_model, request, tmp_path):
     """Old and new log-probs of the first update of each step are the same bits, row for row."""
+    flags = with_experts(flags, request)
     calls = losses(algorithm)
-    good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 {flags}"
-         .replace("MOE", f"--model {moe}"))
+    good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 {flags}")
     epochs = 2 if "--epochs" in flags else 1
     seen, moved = 0, False
     micro_batches = 0
@@ -648,13 +681,13 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_resuming_changes_nothing(case, moe, tmp_path, monkeypatch):
+def test_resuming_changes_nothing(case, request, tmp_path, monkeypatch):
     """Interrupted and resumed: the rows of every step and all final tensors are the same bits."""
     later("--resume")
     flags, at = RESUMED[case]
     write_rows(Path("rows.jsonl"), [{"prompt": f"{i}+{j}=", "answer": "0"}
                                     for i in range(3) for j in range(5)])
-    flags = f"{BASE} --steps 4 {flags}".replace("MOE", f"--model {moe}")
+    flags = f"{BASE} --steps 4 {with_experts(flags, request)}"
     whole = good(tmp_path / "whole", flags)
     stopped = interrupted(tmp_path / "stopped", flags, monkeypatch, at)
     assert stopped.status == 128 + signal.SIGTERM
@@ -1282,7 +1315,7 @@ def judge(home):
     with torch.no_grad():
         model.score.weight.normal_(std=0.5)
     model.save_pretrained(home / "judge")
-    AutoTokenizer.from_pretrained(home / "tiny").save_pretrained(home / "judge")
+    character_tokenizer().save_pretrained(home / "judge")
     return model.eval()
 
 
@@ -1577,13 +1610,23 @@ def test_runs_are_numbered_without_a_name(tmp_path):
 
 def test_nothing_but_the_algorithm_is_needed(home, monkeypatch):
     """`train.py --algo gspo`, two steps of it: no model, no data, no reward, no name."""
-    monkeypatch.chdir(home / "cache")
+    (home / "empty").mkdir()
+    monkeypatch.chdir(home / "empty")
     result = launch("runs", "--algo gspo --steps 2 --prompts-per-step 4 --eval-prompts 4 "
                     "--eval-samples 2", small=False)
     assert result.status == 0, result.err
     config = strict(Path("runs/gspo-1/config.json").read_text())
     assert config["reward"] == "arithmetic" and config["completions_per_update"] == 8
-    assert config["lr"] == 1e-4 and len(metrics("runs/gspo-1")) == 2
+    assert 0 < config["lr"] < 1 and len(metrics("runs/gspo-1")) == 2
+    assert len(list((home / "cache" / "gspo").iterdir())) == 1
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", None)  # the second run starts at once
+    again = launch("runs", "--algo gspo --steps 1 --prompts-per-step 4 --eval-prompts 4 "
+                   "--eval-samples 0 --name again", small=False)
+    assert again.status == 0, again.err
+
+
+def test_the_built_in_mixture_of_experts_runs(tmp_path, moe):
+    good(tmp_path, "--model tiny-moe --steps 1")
 
 
 # ------------------------------------------------------------------------------ data and templates
@@ -1591,7 +1634,7 @@ def test_nothing_but_the_algorithm_is_needed(home, monkeypatch):
 
 def decoded_prompts(batch, tokenizer):
     rows = batch.rollout
-    for i in range(0, len(rows), 4):
+    for i in range(0, len(rows.lengths), 4):
         p = int(rows.prompt_lengths[i])
         yield tokenizer.decode(rows.tokens[i, rows.prompt_width - p:rows.prompt_width].tolist())
 
