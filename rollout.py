@@ -2,824 +2,449 @@
 
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
-Sampling (`generate`). A completion lives in a slot: one row of the key/value cache, with its own
-write position. Prompts are prefilled once and copied to the slots of their group; a slot whose
-completion ends takes the next sample, and when none is left the live slots move together so that
-the batch shrinks. Random numbers are a hash of (seed, sample, step): a completion depends neither
-on the slot it lived in nor on its neighbours.
-
-Scoring (`completion_logprobs`). Each prompt runs once per group, forward and backward; its keys
-and values are expanded to the completions, whose logits exist for one chunk of tokens at a time.
+Attention is ours, over a layout: Slots, where a finished completion makes room for the next sample,
+or Packed, prompts and completions to be scored in one sequence, each prompt once. Models with more
+state than keys and values read all their text again for each token: slow, but right.
 """
-
 import argparse
 import contextlib
 import copy
 import sys
-import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
-from transformers import AutoTokenizer, Cache
-from transformers.masking_utils import causal_mask_function
-
-FAR = 2**30  # the position of a key that no query may see: causality hides it
-CHUNK = 2**25  # logits that exist at once while scoring: 128 MB in float32
-PREFILL_TOKENS = 8192
-
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
+                          AutoTokenizer, DynamicCache)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 @dataclass
 class Rollout:
     """N completions of N / group_size prompts; the rows of a group are contiguous.
-
-        |<------- S: prompt_width ------>|<------------- T ------------->|
-        pad pad pad  p  p  p  p  p  p  p  c  c  c  c  c  eos pad pad pad pad
-                    |<- prompt_lengths ->|<--- lengths ---->|
-
-    tokens (N, S + T); prompt_lengths (N,) and lengths (N,) tokens, lengths up to and including the
-    first end token; sampler_logprobs (N, T) float32, 0 on padding; truncated (N,) no end token.
+    |<-------- S: prompt_width --------->|<-------------- T ------------->|
+    pad pad pad  p   p   p   p   p   p   p   c   c   c   c  eos  pad pad pad
+                |<--- prompt_lengths --->|<---- lengths ---->|
     """
-
-    tokens: torch.Tensor
-    prompt_lengths: torch.Tensor
-    lengths: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    truncated: torch.Tensor
+    tokens: torch.Tensor            # (N, S + T)
+    prompt_lengths: torch.Tensor    # (N,) tokens
+    lengths: torch.Tensor           # (N,) completion tokens, the first end token included
+    sampler_logprobs: torch.Tensor  # (N, T) float32, 0 on padding
+    truncated: torch.Tensor         # (N,) no end token within max_new_tokens
     group_size: int
 
-    @property
-    def prompt_width(self) -> int:
-        return self.tokens.shape[1] - self.sampler_logprobs.shape[1]
+    prompt_width = property(lambda self: self.tokens.shape[1] - self.sampler_logprobs.shape[1])
+    completions = property(lambda self: self.tokens[:, self.prompt_width:])  # (N, T)
 
-    @property
-    def completions(self) -> torch.Tensor:
-        return self.tokens[:, self.prompt_width :]
-
-    @property
-    def completion_mask(self) -> torch.Tensor:
-        # from positions: comparing ids with the pad id loses the end token when pad == eos
-        steps = torch.arange(self.sampler_logprobs.shape[1], device=self.lengths.device)
-        return steps < self.lengths[:, None]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def map(self, change) -> "Rollout":
-        """The rollout whose five tensors are change(tensor)."""
-        tensors = (self.tokens, self.prompt_lengths, self.lengths, self.sampler_logprobs)
-        return Rollout(*map(change, tensors), change(self.truncated), self.group_size)
+    # (N, T) from positions: comparing ids with the pad id loses the end token when pad == eos
+    completion_mask = property(lambda self: torch.arange(
+        self.sampler_logprobs.shape[1], device=self.lengths.device) < self.lengths[:, None])
 
     def __getitem__(self, rows) -> "Rollout":
         """The given rows (list, slice or LongTensor); the widths S and T stay."""
-        return self.map(lambda tensor: tensor[rows])
-
-    def to(self, device) -> "Rollout":
-        return self.map(lambda tensor: tensor.to(device))
+        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)[:-1]})
 
     @staticmethod
-    def cat(rollouts: "list[Rollout]", pad_id: int) -> "Rollout":
-        """All rows in order; prompts and completions are padded to the widest S and T."""
-        left = max(r.prompt_width for r in rollouts)
-        right = max(r.sampler_logprobs.shape[1] for r in rollouts)
-        tokens, logprobs = [], []
+    def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":
+        """All rows in order, padded to the widest prompt and the widest completion."""
+        columns = []
         for r in rollouts:
-            pad = (left - r.prompt_width, right - r.sampler_logprobs.shape[1])
-            tokens.append(F.pad(r.tokens, pad, value=pad_id))
-            logprobs.append(F.pad(r.sampler_logprobs, (0, pad[1])))
-        return Rollout(
-            torch.cat(tokens),
-            torch.cat([r.prompt_lengths for r in rollouts]),
-            torch.cat([r.lengths for r in rollouts]),
-            torch.cat(logprobs),
-            torch.cat([r.truncated for r in rollouts]),
-            rollouts[0].group_size,
-        )
+            left = max(other.prompt_width for other in rollouts) - r.prompt_width
+            right = max(len(other.completions[0]) for other in rollouts) - len(r.completions[0])
+            columns.append([F.pad(r.tokens, (left, right), value=pad_id), r.prompt_lengths,
+                            r.lengths, F.pad(r.sampler_logprobs, (0, right)), r.truncated])
+        return Rollout(*map(torch.cat, zip(*columns)), rollouts[0].group_size)
 
-
-# ---------------------------------------------------------------- attention over our own caches
-
-
-def slot_mask(
-    batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, dtype, device, **kwargs
-):
-    """Additive mask (rows, 1, queries, keys) from per-row positions, or None where causal is all.
-
-    Our caches return positions as the offsets, (rows, queries) and (rows, keys), so the
-    architecture's own mask function (causal, sliding, chunked) is asked about true positions.
-    """
-    if not torch.is_tensor(q_offset):
-        if mask_function is causal_mask_function:
-            return None
-        q_offset = torch.arange(q_length, device=device)[None]
-        kv_offset = torch.arange(kv_length, device=device)[None]
-    rows = torch.arange(batch_size, device=device)[:, None, None, None]
-    head = torch.zeros_like(rows[:1])
-    seen = mask_function(rows, head, q_offset[:, None, :, None], kv_offset[:, None, None, :])
-    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
-
-
-def slot_attention(
-    module, query, key, value, attention_mask, scaling=None, softcap=None, s_aux=None, **kwargs
-):
-    """Attention (rows, heads, queries, dim) x (rows, kv_heads, keys, dim); returns (output, None).
-
-    With one query the heads that share a key head are folded into the query length, so keys and
-    values are never repeated. Soft-caps and sinks take the explicit path.
-    """
+def attention(module, query, key, value, seen, scaling=None, **kwargs):
+    """query (rows, heads, queries, dim) on key and value (rows, kv_heads, keys, dim) where `seen`:
+    (rows, queries, heads, dim). One query: heads that share a key head fold into the length."""
     rows, heads, queries, _ = query.shape
-    kv_heads, keys = key.shape[1:3]
-    if attention_mask is not None:
-        attention_mask = attention_mask.to(query.dtype)  # autocast
+    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        added = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+        return eager(module, query, key, value, added, scaling=scaling, **kwargs)[0]
     if queries == 1:
-        query = query.reshape(rows, kv_heads, heads // kv_heads, -1)
-    if softcap is None and s_aux is None:
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            is_causal=attention_mask is None and queries > 1,
-            scale=scaling,
-            enable_gqa=query.shape[1] != kv_heads,
-        )
-    else:
-        repeats = query.shape[1] // kv_heads
-        key = key.repeat_interleave(repeats, dim=1)
-        value = value.repeat_interleave(repeats, dim=1)
-        scores = query @ key.transpose(2, 3) * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if attention_mask is None:
-            attention_mask = scores.new_full((queries, keys), -torch.inf).triu(1)
-        scores = (scores + attention_mask).float()
-        if s_aux is not None:  # one learned logit per head that takes mass and gives no value
-            sink = s_aux.float().view(1, kv_heads, -1, 1)
-            sink = sink if queries == 1 else sink.reshape(1, heads, 1, 1)
-            scores = torch.cat([scores, sink.expand(rows, -1, scores.shape[2], 1)], dim=-1)
-        output = scores.softmax(-1)[..., :keys].to(value.dtype) @ value
-    output = output.reshape(rows, heads, queries, -1).transpose(1, 2).contiguous()
-    return output, None
+        query = query.reshape(rows, key.shape[1], heads // key.shape[1], -1)
+    output = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+    return output.reshape(rows, heads, queries, -1).transpose(1, 2)
 
+def visible(mask_function, queries, keys):
+    """The architecture's mask at positions (rows, queries) and (rows or 1, keys): bool, 4-d."""
+    row = torch.zeros(len(queries), 1, 1, 1, dtype=torch.long, device=queries.device)
+    return mask_function(row, row[:1], queries[:, None, :, None], keys[:, None, None, :])
 
-AttentionInterface.register("slots", slot_attention)
-AttentionMaskInterface.register("slots", slot_mask)
+class Packed:
+    """A layout: the distinct consecutive prompts of a rollout, and then its completions, in one
+    sequence without padding. Attention unpacks it; a completion sees its prompt and itself.
+    A prompt's last token counts as a completion's first, whose own last is never read."""
+    def __init__(self, rollout: Rollout):
+        width, before = rollout.prompt_width, rollout.prompt_lengths[:, None] - 1
+        mask = rollout.completion_mask[:, :rollout.lengths.max()]
+        prompts = torch.cat([before, rollout.tokens[:, width - 1 - before.max():width - 1]], dim=1)
+        prompts, self.owner, counts = torch.unique_consecutive(
+            prompts, dim=0, return_inverse=True, return_counts=True)
+        sizes, at = prompts[:, :1], torch.arange(prompts.shape[1] - 1, device=mask.device)
+        ids = (prompts[:, 1:][at >= len(at) - sizes],
+               rollout.tokens[:, width - 1:][:, :mask.shape[1]][mask])
+        self.ids, self.memory, self.counts = torch.cat(ids)[None], [], counts.tolist()
+        self.valid = at < sizes, mask
+        self.places = [valid.flatten().nonzero()[:, 0] for valid in self.valid]
+        self.sizes = [len(places) for places in self.places]
+        self.prompts, prefix = at.expand(len(sizes), -1), at.expand(len(mask), -1)
+        self.queries = before + torch.arange(mask.shape[1], device=mask.device)
+        # a prompt's padding is put far ahead, where causality hides it
+        self.keys = torch.cat([prefix.masked_fill(prefix >= before, 2**30), self.queries], dim=1)
+        self.positions = torch.cat([self.prompts[self.valid[0]], self.queries[mask]])[None]
 
+    def run(self, body) -> torch.Tensor:
+        """Hidden states (M, H) that predict the completion tokens, row by row."""
+        body.config.layout = self
+        hidden = body(self.ids, position_ids=self.positions, use_cache=False,
+                      attention_mask=torch.ones_like(self.ids)).last_hidden_state
+        if len(self.memory) != 2 * body.config.num_hidden_layers:
+            raise ValueError(f"{body.config.model_type}: expected one attention in each layer")
+        return hidden[0, self.sizes[0]:]
 
-def has_slots(model) -> bool:
-    """Whether keys and values are all the state that the architecture keeps, and we may hold it."""
-    config = model.config.get_text_config()
-    ordinary = {"full_attention", "sliding_attention", "chunked_attention"}
-    kinds = set(getattr(config, "layer_types", None) or ordinary)
-    shared = getattr(config, "num_kv_shared_layers", 0)
-    return model._supports_attention_backend and kinds <= ordinary and not shared
+    def mask(self, mask_function):
+        pairs = (self.prompts[:1], self.prompts[:1]), (self.queries, self.keys)
+        return [visible(mask_function, *pair) for pair in pairs]
 
+    def attend(self, module, query, key, value, masks, **kwargs):
+        """query, key and value (1, heads, tokens, dim); returns (1, tokens, heads, dim)."""
+        parts = [[], []]
+        for tensor in (query, key, value):
+            for i, tokens in enumerate(tensor[0].transpose(0, 1).split(self.sizes)):
+                rows = tokens.new_zeros(self.valid[i].numel(), *tokens.shape[1:])
+                rows = rows.index_copy(0, self.places[i], tokens)
+                parts[i].append(rows.view(*self.valid[i].shape, *tokens.shape[1:]).transpose(1, 2))
+        self.memory += parts[0][1:]
+        for i in (1, 2):  # expand: the backward pass of indexing is many times slower
+            prefix = [t.expand(n, -1, -1, -1) for t, n in zip(parts[0][i].split(1), self.counts)]
+            parts[1][i] = torch.cat([torch.cat(prefix), parts[1][i]], dim=2)
+        outputs = []
+        for i, mask in enumerate(masks):
+            if self.sizes[i]:
+                output = attention(module, *parts[i], mask, **kwargs).flatten(0, 1)
+                outputs.append(output.index_select(0, self.places[i]))
+        return torch.cat(outputs)[None], None
 
-def checkpoints(model) -> bool:
-    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-
+AttentionInterface.register("slots", lambda m, *args, **kw: m.config.layout.attend(m, *args, **kw))
+AttentionMaskInterface.register("slots", lambda **k: k["config"].layout.mask(k["mask_function"]))
 
 @contextlib.contextmanager
-def exact(model):
-    """Dropout off and, where the architecture allows it, our attention; restored on the way out."""
-    if model.config.is_encoder_decoder:
-        name = model.config.model_type
-        raise ValueError(f"{name} is an encoder-decoder; only decoder-only models are supported")
-    modes = [(module, module.training) for module in model.modules()]
-    config, before = model.config, model.config._attn_implementation
-    model.eval()
-    if has_slots(model):
-        config._attn_implementation = "slots"
-    if checkpoints(model) and torch.is_grad_enabled():
+def exact(model, ours=True):
+    """Dropout off, and our attention where keys and values are all the state and it fits in."""
+    if (config := model.config).is_encoder_decoder:
+        raise ValueError(f"{config.model_type} is an encoder-decoder: only decoders are supported")
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    ours = ours and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    with contextlib.ExitStack() as undo:
         for module in model.modules():
-            # the layer itself, not what is in it: it checkpoints only while training
-            module.training = getattr(module, "gradient_checkpointing", False)
-    try:
+            undo.callback(setattr, module, "training", module.training)
+            checkpoints = getattr(module, "gradient_checkpointing", False)  # it, not what is in it
+            module.training = checkpoints and torch.is_grad_enabled()
+        undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
+        undo.callback(vars(config).pop, "layout", None)
+        if ours and model._supports_attention_backend:
+            config._attn_implementation = "slots"
         yield
-    finally:
-        config._attn_implementation = before
-        for module, training in modes:
-            module.training = training
 
-
-class PrefixCache(Cache):
-    """Keys and values of prompts, (prompts, kv_heads, width, dim) per layer, in the graph."""
-
-    def __init__(self):
-        super().__init__(layers=[])
-        self.keys, self.values = [], []
-        self.rows = None
-
-    def expand(self, rows, lengths, queries):
-        """From now on row i sees the first lengths[i] tokens of prompt rows[i], and itself."""
-        self.rows = rows
-        self.queries = queries
-        width = self.keys[0].shape[2] if self.keys else 0
-        prefix = torch.arange(width, device=queries.device).expand(len(queries), width)
-        prefix = prefix.masked_fill(prefix >= lengths[:, None], FAR)
-        self.positions = torch.cat([prefix, queries], dim=1)
-
-    def update(self, key, value, layer, *args, **kwargs):
-        if self.rows is None:
-            self.keys.append(key)
-            self.values.append(value)
-        elif self.keys:
-            key = torch.cat([self.keys[layer][self.rows], key], dim=2)
-            value = torch.cat([self.values[layer][self.rows], value], dim=2)
-        return key, value
-
-    def get_seq_length(self, layer_idx=0):
-        return 0 if self.rows is None else self.queries
-
-    def get_mask_sizes(self, queries, layer_idx=0):
-        return (queries, 0) if self.rows is None else (self.positions.shape[1], self.positions)
-
-
-# ---------------------------------------------------------------- sampling
-
-
-def mix(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser: a bijection of 64-bit integers (int64 multiplication wraps)."""
-    x = (x ^ (x >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31 & 0x1FFFFFFFF)
-
-
-def uniforms(seed: int, samples: torch.Tensor, steps: int) -> torch.Tensor:
-    """Two numbers in [0, 1) per sample and step, (len(samples), steps, 2) float32."""
-    step = torch.arange(steps, device=samples.device)
-    bits = mix(mix(seed + samples * -0x61C8864680B583EB)[:, None] + step * -0x61C8864680B583EB)
+def uniforms(seed: int, samples: int, steps: int, device) -> torch.Tensor:
+    """Two numbers in [0, 1) for each sample and step, (samples, steps, 2): a hash, splitmix64."""
+    bits = seed
+    for shape in ((samples, 1), (steps,)):  # int64 products wrap; & makes of >> a logical shift
+        bits = bits + torch.arange(shape[0], device=device).view(shape) * -0x61C8864680B583EB
+        bits = (bits ^ (bits >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+        bits = (bits ^ (bits >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+        bits = bits ^ (bits >> 31 & 0x1FFFFFFFF)
     return torch.stack([bits >> 40 & 0xFFFFFF, bits >> 16 & 0xFFFFFF], -1).float() * 2.0**-24
 
-
-def draw(logits: torch.Tensor, uniform: torch.Tensor, block: int = 256):
-    """Exact inverse-CDF draw of one token a row: first a block of the vocabulary, then inside it.
-
-    logits (rows, V) float32, uniform (rows, 2); returns tokens (rows,) and log-probs (rows,).
-    """
-    rows, vocabulary = logits.shape
-    block = min(block, vocabulary)
-    peak = logits.amax(-1, keepdim=True)
-    mass = F.pad((logits - peak).exp_(), (0, -vocabulary % block)).view(rows, -1, block)
+def draw(logits: torch.Tensor, uniform: torch.Tensor):
+    """Exact inverse-CDF draw: first a block of the vocabulary by its mass, then a token inside it.
+    logits (rows, V) float32, uniform (rows, 2); returns tokens (rows,) and log-probs (rows,)."""
+    rows, size = logits.shape
+    block, peak = min(256, size), logits.amax(-1, keepdim=True)
+    mass = F.pad(logits - peak, (0, -size % block), value=-torch.inf).exp_().view(rows, -1, block)
     blocks = mass.sum(-1).cumsum(-1)
-    total = blocks[:, -1:]
-    chosen = torch.searchsorted(blocks, uniform[:, :1] * total, right=True)
-    chosen = chosen.clamp_(max=blocks.shape[1] - 1)
+    chosen = torch.searchsorted(blocks, uniform[:, :1] * blocks[:, -1:], right=True)
+    chosen.clamp_(max=blocks.shape[1] - 1)
     inside = mass.gather(1, chosen[..., None].expand(-1, -1, block))[:, 0].cumsum(-1)
-    token = torch.searchsorted(inside, uniform[:, 1:] * inside[:, -1:], right=True)
-    token = (chosen * block + token.clamp_(max=block - 1)).clamp_(max=vocabulary - 1)
-    logprobs = logits.gather(1, token) - peak - total.log()
-    return token[:, 0], logprobs[:, 0]
+    offset = torch.searchsorted(inside, uniform[:, 1:] * inside[:, -1:], right=True)
+    token = (chosen * block + offset).clamp_(max=size - 1)
+    return token[:, 0], (logits.gather(1, token) - peak - blocks[:, -1:].log())[:, 0]
 
-
-def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature, top_k, top_p):
-    """Tokens (rows,) and the log-probs of the distribution they were drawn from (rows,)."""
-    logits = logits.float()
+def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0):
+    """Tokens (rows,), and their log-probs (rows,) in the distribution they were drawn from."""
+    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
         return token[:, 0], logits.log_softmax(-1).gather(1, token)[:, 0]
-    logits = logits / temperature
     if 0 < top_k < logits.shape[1]:
-        least = logits.topk(top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
-        ordered, index = logits.sort(descending=True)
-        probs = ordered.softmax(-1)
-        beyond = probs.cumsum(-1) - probs >= top_p  # the first token always stays
+        probs, index = logits.softmax(-1).sort(descending=True)
+        beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
         logits = logits.masked_fill(beyond.gather(1, index.argsort()), -torch.inf)
-    return draw(logits, uniform)
+    few = max(1, 2**19 // logits.shape[1]) if logits.is_cpu else len(logits)  # what a cache holds
+    parts = [draw(*part) for part in zip(logits.split(few), uniform.split(few))]
+    return [torch.cat(part) for part in zip(*parts)]
 
-
-class Slots(Cache):
-    """The completions that are being sampled: slot b is row b of every tensor here.
-
-    keys[layer][b, :, p] is the key of slot b's token at position p. `state` (slots, 5) holds the
-    last token, its position, the number of tokens sampled, the sample's index, and alive (0 or 1).
-    Architectures that keep other state have no keys: they read all of `ids` again for each token.
-    """
-
-    def __init__(self, model, slots, width, samples, steps, eos_ids, options):
-        super().__init__(layers=[])
-        self.model, self.options = model, options
-        device = model.device
-        self.keys, self.values = [], []
-        self.ids = torch.zeros(slots, width, dtype=torch.long, device=device)
-        self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
-        self.uniforms = torch.zeros(slots, steps + 1, 2, device=device)
+class Slots:
+    """The samples under way: slot b is row b of state and of memory.
+    memory[2 * layer][b, :, p] is the key of slot b's token at position p, memory[2 * layer + 1] its
+    value. state: last token, its position, tokens sampled, index of the sample, alive (0 or 1)."""
+    def __init__(self, model, slots, width, memory, tokens, eos_ids, seed, options):
+        self.model, self.tokens, self.options, device = model, tokens, options, tokens.device
+        self.logprobs = torch.zeros(tokens.shape, device=device)
+        self.uniforms = uniforms(seed, *tokens.shape, device)
+        self.range = torch.arange(max(slots, width), device=device)
         self.eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
-        self.slot = torch.arange(slots, device=device)
-        self.position = torch.arange(width, device=device)[None]
-        # one row and one column more, where the dead write
-        self.tokens = torch.zeros(samples + 1, steps + 1, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(samples + 1, steps + 1, device=device)
-        self.lengths = torch.zeros(samples + 1, dtype=torch.long, device=device)
+        self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
+        # zeros: what nobody wrote is masked, but 0 * nan is nan
+        self.memory = [m.new_zeros(slots, m.shape[1], width, *m.shape[3:]) for m in memory]
+        model.config.layout = self
 
-    def update(self, key, value, layer, *args, **kwargs):
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.slot[: self.rows], :, self.queries[:, 0]] = key[:, :, 0]
-        values[self.slot[: self.rows], :, self.queries[:, 0]] = value[:, :, 0]
-        return keys[: self.rows, :, : self.span], values[: self.rows, :, : self.span]
+    def fill(self, slots: list[int], memory: list, rows: list[int], state: torch.Tensor):
+        for mine, theirs in zip(self.memory, memory):
+            mine[slots, :, :theirs.shape[2]] = theirs[rows]
+        self.state[slots] = state
 
-    def get_seq_length(self, layer_idx=0):
-        return self.queries
+    def mask(self, mask_function):
+        return visible(mask_function, self.queries, self.keys)
 
-    def get_mask_sizes(self, queries, layer_idx=0):
-        return self.span, self.position[:, : self.span]
-
-    def prefill(self, prompts: list[list[int]]):
-        """Run prompts (right-padded: causality needs no mask) and keep their keys and values."""
-        width = max(map(len, prompts))
-        ids = [prompt + [0] * (width - len(prompt)) for prompt in prompts]
-        self.prompts = torch.tensor(ids, device=self.state.device)
-        self.prefix = PrefixCache()
-        if has_slots(self.model):
-            self.model.base_model(self.prompts, past_key_values=self.prefix, use_cache=True)
-        if not self.keys:
-            slots, width = self.ids.shape
-            # zeros: what nobody wrote is masked, but 0 * nan would still be nan
-            self.keys = [k.new_zeros(slots, k.shape[1], width, k.shape[3]) for k in self.prefix.keys]
-            self.values = [
-                v.new_zeros(slots, v.shape[1], width, v.shape[3]) for v in self.prefix.values
-            ]
-
-    def place(self, slots: list[int], prompts: list[int], state: list[list[int]], seed: int):
-        """Copy row prompts[i] of the prefilled batch into slots[i], and start its sample."""
-        width = self.prompts.shape[1]
-        self.ids[slots, :width] = self.prompts[prompts]
-        for layer, (key, value) in enumerate(zip(self.prefix.keys, self.prefix.values)):
-            self.keys[layer][slots, :, :width] = key[prompts]
-            self.values[layer][slots, :, :width] = value[prompts]
-        self.state[slots] = torch.tensor(state, device=self.state.device)
-        self.uniforms[slots] = uniforms(seed, self.state[slots, 3], self.uniforms.shape[1])
-
-    def compact(self, rows: int, holes: list[int]) -> int:
-        """Move the last live slots into the holes; returns the number of rows that are left."""
-        left = rows - len(holes)
-        into = [slot for slot in holes if slot < left]
-        moved = sorted(set(range(left, rows)) - set(holes))
-        if into:
-            for tensor in (self.ids, self.state, self.uniforms):
-                tensor[into] = tensor[moved]
-            for tensor in self.keys + self.values:
-                tensor[into, :, : self.span] = tensor[moved, :, : self.span]
-        return left
+    def attend(self, module, query, key, value, seen, **kwargs):
+        memory = self.memory[2 * module.layer_idx:2 * module.layer_idx + 2]
+        for kept, new in zip(memory, (key, value)):
+            kept[self.range[:len(key)], :, self.queries[:, 0]] = new[:, :, 0]
+        key, value = [kept[:len(key), :, :seen.shape[3]] for kept in memory]
+        return attention(module, query, key, value, seen, **kwargs).contiguous(), None
 
     def decode_one_token(self, rows: int, span: int):
-        """One token for the first `rows` slots, whose positions are below `span`; no host sync."""
-        token, position, step, samples, alive = self.state[:rows].unbind(1)
-        self.rows, self.span, self.queries = rows, span, position[:, None]
-        slot = self.slot[:rows]
-        if self.keys:
-            logits = self.model(
-                token[:, None],
-                position_ids=self.queries,
-                past_key_values=self,
-                use_cache=True,
-            ).logits[:, 0]
-        else:
-            self.ids[slot, position] = token
-            ids = self.ids[:rows, :span]
-            logits = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            logits = logits[slot, position]
-        chosen, logprobs = sample(logits, self.uniforms[slot, step], *self.options)
-        out = torch.where(alive > 0, samples, len(self.tokens) - 1)
+        """Sample one token in the first rows, all at positions below span; no host sync."""
+        token, position, step, index, alive = self.state[:rows].unbind(1)
+        ids, self.queries, self.keys = token[:, None], position[:, None], self.range[None, :span]
+        at = {"position_ids": self.queries}
+        if len(self.memory) == 1:  # the ids: there is no cache
+            self.memory[0][self.range[:rows], 0, position] = token
+            ids, at = self.memory[0][:rows, 0, :span], {}
+        logits = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False, **at).logits
+        logits = logits[:, 0] if at else logits[self.range[:rows], position]
+        chosen, logprobs = sample(logits, self.uniforms[index, step], *self.options)
+        out = torch.where(alive > 0, index, len(self.tokens) - 1)
         self.tokens[out, step] = chosen
         self.logprobs[out, step] = logprobs
-        self.lengths[out] = step + 1
-        ended = (chosen[:, None] == self.eos_ids).any(1) | (step + 2 == self.tokens.shape[1])
         token.copy_(torch.where(alive > 0, chosen, token))
         position += alive
         step += alive
-        alive *= ~ended
-
+        alive *= (chosen[:, None] != self.eos_ids).all(1) & (step < self.tokens.shape[1] - 1)
 
 @torch.no_grad()
-def generate(
-    model,
-    prompts: list[list[int]],
-    *,
-    group_size: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_ids: list[int],
-    pad_id: int,
-    generator: torch.Generator | None = None,
-    max_slots: int | None = None,
-    cache_gb: float | None = None,
-    progress=None,
-) -> Rollout:
-    """Sample group_size completions of each prompt (lists of token ids).
-
-    temperature 0 is greedy, recording log-probs at temperature 1; top_k 0 and top_p 1 are off.
-    generator gives one seed; with it completions are the same for any max_slots (rows at once) and
-    cache_gb (memory of their keys and values; None: all rows). progress(done, total) is called as
-    completions end. Returns a Rollout; raises ValueError for arguments that cannot be sampled.
-    """
-    prompts = [prompt or [model.config.bos_token_id] for prompt in prompts]
-    if [None] in prompts:
-        raise ValueError("a prompt is empty, and the model has no bos_token_id to start from")
-    if min(group_size, max_new_tokens, len(prompts)) < 1:
-        raise ValueError("prompts, group_size and max_new_tokens must be at least 1")
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ValueError("sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1")
-    if generator is None:
-        generator = torch.Generator()
-        generator.seed()
+def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens: int,
+             temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, eos_ids: list[int],
+             pad_id: int, generator: torch.Generator | None = None, max_slots: int | None = None,
+             cache_gb: float | None = None, progress=None) -> Rollout:
+    """Sample group_size completions of each prompt (token ids); ValueError for what cannot be.
+    temperature 0 is greedy (log-probs recorded at 1); top_k 0 and top_p 1 are off. generator gives
+    one seed and with it the completions, whatever max_slots (rows at once) and cache_gb (memory of
+    their keys and values) say; None is room for all. progress(done, total) is called on the way."""
+    if not (min(group_size, max_new_tokens, len(prompts), *map(len, prompts)) >= 1
+            and min(temperature, top_k) >= 0 and 0 < top_p <= 1):
+        raise ValueError("generate needs prompts, group_size, max_new_tokens >= 1, temperature, "
+                         "top_k >= 0 and 0 < top_p <= 1")
+    generator = generator or torch.Generator().manual_seed(torch.Generator().seed())
     seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device).item()
-
-    total = len(prompts) * group_size
-    rows = min(total, max_slots or total)
-    longest = max(map(len, prompts))
-    options = (temperature, top_k, top_p)
-    width = longest + max_new_tokens
-    queue = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
-    waiting = []  # (row of the prefilled batch, sample) of samples that have no slot yet
-    slots = Slots(model, rows, width, total, max_new_tokens, list(eos_ids), options)
-    finished = -rows
+    prompts = [torch.tensor(p, device=model.device) for p in prompts for _ in range(group_size)]
+    sizes = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
+    longest, total, zeros = int(sizes.max()), len(prompts), torch.zeros_like(sizes)
+    width, ids = longest + max_new_tokens, pad_sequence(prompts, batch_first=True)
+    page = pad_sequence(prompts, batch_first=True, padding_value=pad_id, padding_side="left")
+    layout = Packed(Rollout(page, sizes, zeros, page[:, :0].float(), zeros > 0, group_size))
+    state = torch.stack([page[:, -1], sizes - 1, zeros, (zeros + 1).cumsum(0) - 1, zeros + 1], 1)
+    # a row and a column more than there will be: dead slots write there
+    page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
+    bucket, stride = (256, 8) if page.is_cuda else (32, 1)
     with exact(model):
-        while True:
-            holes = (slots.state[:rows, 4] == 0).nonzero()[:, 0].tolist()
-            finished += len(holes)
-            while holes and (queue or waiting):
-                if not waiting:
-                    count = max(1, PREFILL_TOKENS // len(prompts[queue[0]]))
-                    batch, queue = queue[:count], queue[count:]
-                    slots.prefill([prompts[i] for i in batch])
-                    waiting = [
-                        (row, i * group_size + g)
-                        for row, i in enumerate(batch)
-                        for g in range(group_size)
-                    ]
-                now, waiting = waiting[: len(holes)], waiting[len(holes) :]
-                state = []
-                for _, index in now:
-                    prompt = prompts[index // group_size]
-                    state.append([prompt[-1], len(prompt) - 1, 0, index, 1])
-                slots.place(holes[: len(now)], [row for row, _ in now], state, seed)
-                holes = holes[len(now) :]
+        memory, owner = [ids[:, None]], list(range(total))
+        if model.config._attn_implementation == "slots":
+            layout.run(model.base_model)
+            memory, owner = layout.memory, layout.owner.tolist()
+        row_gb = sum(m[0, :, 0].nbytes for m in memory) * width / 1e9
+        rows = max(1, min(total, max_slots or total, int((cache_gb or 1e9) / row_gb)))
+        slots = Slots(model, rows, width, memory, page[:, longest:], list(eos_ids), seed,
+                      (temperature, top_k, top_p))
+        holes, waiting, span = list(range(rows)), list(range(total)), width
+        while rows:
             if holes:
-                rows = slots.compact(rows, holes)
-            if progress:
-                progress(total - rows - len(waiting) - len(queue) * group_size, total)
-            if not rows:
-                break
-            span = min(width, int(slots.state[:rows, 1].max()) // 32 * 32 + 32)
-            slots.decode_one_token(rows, span)
-
-    lengths = slots.lengths[:total]
-    steps = int(lengths.max())
-    dead = torch.arange(steps, device=lengths.device) >= lengths[:, None]
-    completions = slots.tokens[:total, :steps].masked_fill(dead, pad_id)
-    last = completions.gather(1, lengths[:, None] - 1)
-    padded = [[pad_id] * (longest - len(prompt)) + prompt for prompt in prompts]
-    left = torch.tensor(padded, device=lengths.device).repeat_interleave(group_size, 0)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=lengths.device)
-    return Rollout(
-        torch.cat([left, completions], 1),
-        prompt_lengths.repeat_interleave(group_size),
-        lengths,
-        slots.logprobs[:total, :steps].masked_fill(dead, 0.0),
-        (last != slots.eos_ids).all(1),
-        group_size,
-    )
-
+                new, waiting = waiting[:len(holes)], waiting[len(holes):]
+                slots.fill(holes[:len(new)], memory, [owner[j] for j in new], state[new])
+                holes = holes[len(new):]  # when nothing waits, the last slots move into the holes
+                last = sorted(set(range(rows - len(holes), rows)) - set(holes))
+                rows -= len(holes)
+                slots.fill([hole for hole in holes if hole < rows],
+                           [m[:, :, :span] for m in slots.memory], last, slots.state[last])
+                if progress:
+                    progress(total - len(waiting) - rows, total)
+            if rows:
+                span = int(slots.state[:rows, 1].max()) + stride
+                span = min(width, span + -span % bucket)
+                for _ in range(stride):
+                    slots.decode_one_token(rows, span)
+                holes = (slots.state[:rows, 4] == 0).nonzero()[:, 0].tolist()
+    ends = torch.isin(page[:total, longest:-1], slots.eos_ids)
+    truncated = ~ends.any(1)
+    lengths = torch.where(truncated, max_new_tokens, ends.int().argmax(1) + 1)
+    return Rollout(page[:total, :longest + lengths.max()], state[:, 1] + 1, lengths,
+                   slots.logprobs[:total, :lengths.max()], truncated, group_size)
 
 def sampler_copy(policy, dtype: torch.dtype):
-    """A frozen copy in `dtype` for `generate`; its tensors keep their addresses over refreshes."""
+    """A frozen copy in dtype to `generate` with; its tensors stay where they are when refreshed."""
     sampler = copy.deepcopy(policy).eval().requires_grad_(False)
-    for parameter in sampler.parameters():
-        # parameters only: rotary frequencies are buffers, and in bf16 long positions collapse
+    for parameter in sampler.parameters():  # not buffers: bf16 rotary frequencies blur positions
         parameter.data = parameter.data.to(dtype)
     return sampler
-
 
 @torch.no_grad()
 def refresh(sampler, policy):
     """Copy the policy's weights and buffers into the sampler, in place."""
-    for new, old in zip(policy.parameters(), sampler.parameters(), strict=True):
+    for old, new in zip(sampler.state_dict().values(), policy.state_dict().values(), strict=True):
         old.copy_(new)
-    for new, old in zip(policy.buffers(), sampler.buffers(), strict=True):
-        old.copy_(new)
-
-
-# ---------------------------------------------------------------- scoring
-
-
-def shared_prompts(rollout: Rollout) -> tuple[list[int], list[int]]:
-    """(rows that hold the first of each distinct prompt, for each row its index among those)."""
-    width = rollout.prompt_width
-    prompts = {}
-    index = []
-    for row, length in zip(rollout.tokens[:, :width].tolist(), rollout.prompt_lengths.tolist()):
-        index.append(prompts.setdefault(tuple(row[width - length :]), len(prompts)))
-    return [index.index(i) for i in range(len(prompts))], index
-
 
 def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torch.Tensor]:
-    """Partition the rows by length under a budget of padded tokens; each prompt counts once.
+    """Partition the rows, by length, under a budget of tokens (None: one part), the prompt of a
+    group counting once. Groups are together, but for those at borders. Returns LongTensors."""
+    counts = Packed(rollout).counts
+    groups = list(zip(rollout.lengths.split(counts), rollout.prompt_lengths.split(counts)))
+    longest = torch.cat([lengths.max().expand_as(lengths) for lengths, _ in groups])
+    cost = torch.cat([lengths + prompts / len(prompts) for lengths, prompts in groups]).tolist()
+    batches, tokens = [[]], 0
+    for row in longest.argsort(descending=True, stable=True).tolist():
+        tokens += cost[row]
+        if batches[-1] and tokens > (micro_batch_tokens or tokens):
+            batches.append([])
+            tokens = cost[row]
+        batches[-1].append(row)
+    return [torch.tensor(sorted(batch)) for batch in batches]
 
-    Groups stay together unless one alone is over the budget; a row alone may be. Returns
-    LongTensors of rows, the longest completions first; the same rollout gives the same parts.
-    """
-    if micro_batch_tokens is None:
-        return [torch.arange(len(rollout))]
-    first, prompt_of = shared_prompts(rollout)
-    lengths = rollout.lengths.tolist()
-    prompt_lengths = rollout.prompt_lengths.tolist()
-    groups = [[] for _ in first]
-    for row in sorted(range(len(rollout)), key=lambda row: -lengths[row]):
-        groups[prompt_of[row]].append(row)
+def score(body, rollout: Rollout, micro_batch_tokens: int | None, head) -> torch.Tensor:
+    """head(hidden (M, H), targets (M,)) -> (k, M) for all completion tokens: (k, N, T) float32."""
+    batches, scores = micro_batches(rollout, micro_batch_tokens), []
+    with exact(body, not getattr(body, "gradient_checkpointing", False)):  # layers run twice then
+        for part in [rollout[rows] for rows in batches]:
+            mask, s = part.completion_mask, part.prompt_width
+            if body.config._attn_implementation == "slots":
+                hidden = Packed(part).run(body)
+            else:  # padded on the right, where no token sees it
+                rows = zip(part.tokens, part.prompt_lengths, part.lengths)
+                ids = pad_sequence([row[s - n:s + m] for row, n, m in rows], batch_first=True)
+                hidden = body(ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+                row, step = mask.nonzero(as_tuple=True)
+                hidden = hidden[row, part.prompt_lengths[row] - 1 + step]
+            values = head(hidden, part.completions[mask])
+            blank = torch.zeros(len(values), *mask.shape, device=mask.device)
+            scores.append(blank.masked_scatter(mask, values))
+    return torch.cat(scores, 1)[:, torch.cat(batches).argsort()]
 
-    def cost(rows):
-        prompts = {prompt_of[row]: prompt_lengths[row] for row in rows}
-        padded = max(lengths[row] for row in rows) * len(rows)
-        return padded + max(prompts.values()) * len(prompts)
-
-    batches, batch = [], []
-    for group in sorted(groups, key=lambda rows: -lengths[rows[0]]):
-        if batch and cost(batch + group) > micro_batch_tokens:
-            batches.append(batch)
-            batch = []
-        for row in group:
-            if batch and cost(batch + [row]) > micro_batch_tokens:
-                batches.append(batch)
-                batch = []
-            batch = batch + [row]
-    return [torch.tensor(sorted(rows)) for rows in batches + [batch]]
-
-
-def left_aligned(rollout: Rollout) -> torch.Tensor:
-    """Prompt and completion of each row without the padding between the margin and the prompt."""
-    shift = rollout.prompt_width - rollout.prompt_lengths
-    index = torch.arange(rollout.tokens.shape[1], device=shift.device) + shift[:, None]
-    return rollout.tokens.gather(1, index.clamp_(max=rollout.tokens.shape[1] - 1))
-
-
-def completion_hidden(body, rollout: Rollout) -> torch.Tensor:
-    """Hidden states that predict each completion token, (N, longest completion, hidden)."""
-    steps = max(1, int(rollout.lengths.max()))
-    starts = rollout.prompt_lengths - 1  # the position that predicts the first token
-    positions = starts[:, None] + torch.arange(steps, device=starts.device)
-    ids = left_aligned(rollout)
-    # checkpointing drops the cache with no more than a warning: completions would lose the prompt
-    if not has_slots(body) or checkpoints(body):
-        hidden = body(ids, attention_mask=torch.ones_like(ids), use_cache=False).last_hidden_state
-        return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.shape[-1]))
-    first, prompt_of = shared_prompts(rollout)
-    cache = PrefixCache()
-    width = int(starts.max())
-    if width:
-        body(ids[first, :width], past_key_values=cache, use_cache=True)
-    cache.expand(torch.tensor(prompt_of, device=starts.device), starts, positions)
-    inputs = rollout.tokens[:, rollout.prompt_width - 1 :][:, :steps]
-    return body(
-        inputs, position_ids=positions, past_key_values=cache, use_cache=True
-    ).last_hidden_state
-
-
-class ChunkedHead(torch.autograd.Function):
-    """Log-prob of each target and entropy, (M,) each; logits exist for one chunk at a time."""
-
-    @staticmethod
-    def logits(hidden, weight, bias, scale, softcap):
-        logits = F.linear(hidden, weight, bias).float() * scale
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, scale, softcap):
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.settings = temperature, scale, softcap
-        ctx.set_materialize_grads(False)
-        logprobs, entropy = [], []
-        rows = max(1, CHUNK // len(weight))
-        for part, target in zip(hidden.split(rows), targets.split(rows)):
-            logits = ChunkedHead.logits(part, weight, bias, scale, softcap) / temperature
-            logp = logits.log_softmax(-1)
-            logprobs.append(logp.gather(1, target[:, None])[:, 0])
-            entropy.append(-(logp.exp() * logp).sum(-1))
-        return torch.cat(logprobs), torch.cat(entropy)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy):
-        hidden, weight, bias, targets = ctx.saved_tensors
-        temperature, scale, softcap = ctx.settings
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
-        grad_bias = None if bias is None else torch.zeros_like(bias)
-        rows = max(1, CHUNK // len(weight))
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            logits = ChunkedHead.logits(hidden[part], weight, bias, scale, softcap)
-            logp = (logits / temperature).log_softmax(-1)
-            grad = torch.zeros_like(logp)
-            if grad_logprobs is not None:
-                grad -= logp.exp() * grad_logprobs[part, None]
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
-            if grad_entropy is not None:
-                probs = logp.exp()
-                entropy = -(probs * logp).sum(-1, keepdim=True)
-                grad -= probs * (logp + entropy) * grad_entropy[part, None]
-            if softcap is not None:
-                grad *= 1 - (logits / softcap) ** 2
-            grad = (grad * (scale / temperature)).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight.to(grad.dtype)
-            grad_weight += grad.T @ hidden[part]
-            if bias is not None:
-                grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
-
-
-def token_logprobs(model, hidden: torch.Tensor, targets: torch.Tensor, temperature: float):
-    """Log-probs and entropies (M,) of targets (M,) under the model's head on hidden (M, H)."""
-    head = model.get_output_embeddings()
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0
-    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+def completion_logprobs(model, rollout: Rollout, *, temperature: float,
+                        micro_batch_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the completions and entropies of the distributions at temperature, (N, T) each,
+    float32, 0 on padding, the same bits with and without gradients."""
+    output, config = model.get_output_embeddings(), model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", 0) or 1)
     softcap = getattr(config, "final_logit_softcapping", None)
-    bias = getattr(head, "bias", None)
-    return ChunkedHead.apply(hidden, head.weight, bias, targets, temperature, scale, softcap)
+    def chunk(hidden, targets):
+        with torch.autocast(hidden.device.type, enabled=False):  # bf16 logits blur the ratio
+            bias = None if output.bias is None else output.bias.float()
+            logits = F.linear(hidden.float(), output.weight.float(), bias) * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logp = (logits / temperature).log_softmax(-1)
+        return torch.stack([logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
+    def head(*tensors):  # 2**25 logits at once are 128 MB
+        parts = zip(*[tensor.split(max(1, 2**25 // len(output.weight))) for tensor in tensors])
+        return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], dim=1)
+    return tuple(score(model.base_model, rollout, micro_batch_tokens, head))
 
+def make_critic(policy) -> torch.nn.Module:
+    """A copy of the policy's body with a value head that says 0 everywhere."""
+    critic = copy.deepcopy(policy.base_model).requires_grad_(True)
+    critic.value_head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1)
+    for parameter in critic.value_head.parameters():
+        torch.nn.init.zeros_(parameter)
+    return critic.to(policy.device)
 
-def completion_logprobs(
-    model, rollout: Rollout, *, temperature: float, micro_batch_tokens: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs of the completions and the entropy of each token's distribution, differentiable.
-
-    temperature divides the logits, as in sampling. micro_batch_tokens: padded tokens per forward
-    (None: all rows at once). Returns logprobs (N, T) and entropy (N, T), float32, 0 on padding;
-    the same values bit for bit with and without gradients. Raises ValueError at temperature 0.
-    """
-    if temperature <= 0:
-        raise ValueError("scoring needs temperature > 0: a greedy policy has no log-probs")
-    outputs = rollout.sampler_logprobs.new_zeros(2, *rollout.sampler_logprobs.shape)
-    mask = rollout.completion_mask
-    with exact(model):
-        for rows in micro_batches(rollout, micro_batch_tokens):
-            part = rollout[rows]
-            hidden = completion_hidden(model.base_model, part)
-            row, step = part.completion_mask.nonzero(as_tuple=True)
-            targets = part.completions[row, step]
-            scores = token_logprobs(model, hidden[row, step], targets, temperature)
-            outputs = outputs.index_put(
-                (torch.arange(2, device=row.device)[:, None], rows.to(row.device)[row], step),
-                torch.stack(scores),
-            )
-    return outputs[0], outputs[1]
-
-
-class Critic(nn.Module):
-    """A causal body with one float32 number per position: the value of the state there."""
-
-    def __init__(self, body: nn.Module):
-        super().__init__()
-        self.config = body.config
-        self.body = body
-        self.value = nn.Linear(self.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.value.weight)
-        nn.init.zeros_(self.value.bias)
-
-
-def make_critic(policy) -> Critic:
-    """A critic that starts from a copy of the policy's body and values every state at 0."""
-    body = copy.deepcopy(policy.base_model).requires_grad_(True)
-    return Critic(body).to(policy.device)
-
-
-def completion_values(
-    critic: Critic, rollout: Rollout, *, micro_batch_tokens: int | None = None
-) -> torch.Tensor:
+def completion_values(critic, rollout: Rollout, *, micro_batch_tokens: int | None = None):
     """Value of the state before each completion token, (N, T) float32, 0 on padding."""
-    values = torch.zeros_like(rollout.sampler_logprobs)
-    with exact(critic.body):
-        for rows in micro_batches(rollout, micro_batch_tokens):
-            part = rollout[rows]
-            row, step = part.completion_mask.nonzero(as_tuple=True)
-            hidden = completion_hidden(critic.body, part)[row, step]
-            with torch.autocast(hidden.device.type, enabled=False):
-                value = critic.value(hidden.float())[:, 0]
-            values = values.index_put((rows.to(row.device)[row], step), value)
-    return values
-
+    weight, bias = critic.value_head.parameters()  # a product and a sum stay float32 in autocast
+    head = lambda hidden, targets: ((hidden.float() * weight).sum(-1) + bias)[None]
+    return score(critic, rollout, micro_batch_tokens, head)[0]
 
 @torch.no_grad()
-def reward_model_scores(model, rollout: Rollout, *, rows_per_batch: int = 16) -> torch.Tensor:
-    """Scores (N,) float32 of prompt + completion by an AutoModelForSequenceClassification.
-
-    The model has one label and the policy's tokenizer. The score is read at the true last token:
-    transformers looks for the last id that is not the pad id, which loses the end when pad == eos.
-    """
+def reward_model_scores(model, rollout: Rollout, *, micro_batch_tokens: int | None = None):
+    """Scores (N,) float32 of prompt + completion by an AutoModelForSequenceClassification of one
+    label, read at the true last token: transformers takes the last id that is not the pad id."""
     if model.config.num_labels != 1 or not hasattr(model, "score"):
-        raise ValueError("a reward model is a causal body with a `score` head of one label")
-    scores = []
-    with exact(model):
-        for part in torch.arange(len(rollout)).split(rows_per_batch):
-            rows = rollout[part]
-            ends = rows.prompt_lengths + rows.lengths
-            ids = left_aligned(rows)[:, : int(ends.max())]
-            hidden = model.base_model(ids, use_cache=False).last_hidden_state
-            last = hidden[torch.arange(len(ids), device=ids.device), ends - 1]
-            scores.append(model.score(last)[:, 0].float())
-    return torch.cat(scores)
-
+        raise ValueError("a reward model is a decoder with a `score` head of one label")
+    more = replace(rollout, tokens=F.pad(rollout.tokens, (0, 1)), lengths=rollout.lengths + 1,
+                   sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, 1)))
+    out = score(model.base_model, more, micro_batch_tokens, lambda h, _: model.score(h).float().T)
+    return out[0].gather(1, rollout.lengths[:, None])[:, 0]
 
 @contextlib.contextmanager
 def routing(model, replay: list[torch.Tensor] | None = None):
-    """Record the experts of a mixture-of-experts model, or replay recorded ones (GRPO needs it).
-
-    Yields a list that grows by one LongTensor (tokens, k) per router call. With `replay`, such a
-    list, those experts are used again; their weights come from the current router, so that its
-    gradient flows. Raises ValueError for a dense model, and for replay under checkpointing.
-    """
+    """Record the experts of a model, or use recorded ones again with weights of the current router.
+    Yields a list, one LongTensor (tokens, k) per router call; ValueError for a dense model."""
     routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
     if not routers:
         raise ValueError(f"{model.config.model_type} has no expert router to record or replay")
-    if replay is not None and checkpoints(model):
+    if replay is not None and getattr(model.base_model, "gradient_checkpointing", False):
         raise ValueError("routing replay does not work with gradient checkpointing: turn it off")
-    recorded = []
-
-    def hook(router, _, output):
+    used = []
+    def hook(router, inputs, output):
         logits, scores, experts = output
         if replay is not None:
-            if len(recorded) == len(replay) or replay[len(recorded)].shape != experts.shape:
-                raise ValueError("routing replay needs the micro-batches that were recorded")
-            experts = replay[len(recorded)]
+            experts = replay[len(used)]
             weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
             if getattr(router, "norm_topk_prob", True):
                 weights = weights / weights.sum(-1, keepdim=True)
             scores = weights.to(scores.dtype)
-        recorded.append(experts)
+        used.append(experts)
         return logits, scores, experts
+    with contextlib.ExitStack() as stack:
+        for router in routers:
+            stack.callback(router.register_forward_hook(hook).remove)
+        yield used
 
-    handles = [router.register_forward_hook(hook) for router in routers]
-    try:
-        yield recorded
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# ---------------------------------------------------------------- by hand
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print completions of a prompt, with their rewards when the answer is given."""
-    parser = argparse.ArgumentParser(description="Sample completions from a model folder.")
-    parser.add_argument("--model", required=True, help="folder (or hub name) of the model")
-    parser.add_argument("--prompt", required=True)
-    parser.add_argument("--n", type=int, default=4, help="completions")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--reward", default="math", help="verifier, with --answer")
-    parser.add_argument("--answer", help="what the verifier compares with")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(arguments)
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print completions of a prompt.")
+    for name in ("--model", "--prompt", "--answer"):  # the answer: what --reward compares with
+        parser.add_argument(name, required=name != "--answer")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    defaults = dict(n=4, temperature=1.0, max_new_tokens=256, reward="math", device=device, seed=0)
+    for name, value in defaults.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
+    args = parser.parse_args()
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        print(f"--model {args.model}: cannot be loaded: {reason}", file=sys.stderr)
-        return 2
-    model.to(args.device)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        parser.exit(2, f"--model {args.model}: no model can be loaded from there: {reason}\n")
+    prompt = tokenizer.encode(args.prompt)
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": args.prompt}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer.encode(text, add_special_tokens=False)
-    else:
-        prompt = tokenizer.encode(args.prompt)
+        chat = [{"role": "user", "content": args.prompt}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     eos = model.generation_config.eos_token_id
-    eos = tokenizer.eos_token_id if eos is None else eos
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    rollout = generate(
-        model,
-        [prompt],
-        group_size=args.n,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        eos_ids=eos_ids,
-        pad_id=eos_ids[0],
-        generator=torch.Generator().manual_seed(args.seed),
-    )
-    texts = []
-    for ids, length in zip(rollout.completions.tolist(), rollout.lengths.tolist()):
-        texts.append(tokenizer.decode(ids[:length], skip_special_tokens=True))
-    scores = [None] * len(texts)
+    eos_ids = eos if isinstance(eos, list) else [tokenizer.eos_token_id if eos is None else eos]
+    samples = generate(model.to(args.device), [prompt], group_size=args.n, eos_ids=eos_ids,
+                       max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+                       pad_id=eos_ids[0], generator=torch.Generator().manual_seed(args.seed))
+    texts = [tokenizer.decode(ids[:length], skip_special_tokens=True)
+             for ids, length in zip(samples.completions, samples.lengths)]
+    rewards = [""] * args.n
     if args.answer is not None:
         from rewards import parse_reward
-
-        rows = [{"prompt": args.prompt, "answer": args.answer}] * len(texts)
-        scores = parse_reward(args.reward).score(texts, rows)
-    for text, score in zip(texts, scores):
-        if sys.stdout.isatty():  # a completion may hold escape sequences
-            text = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-        print(text if score is None else f"[reward {score.reward:g}] {text}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        scores = parse_reward(args.reward).score(texts, [vars(args)] * args.n)
+        rewards = [f"[reward {score.reward:g}] " for score in scores]
+    for reward, text in zip(rewards, texts):  # a completion may hold escape sequences
+        print(reward + "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
