@@ -23,7 +23,6 @@ from typing import Callable
 
 import torch
 
-
 def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
              clip_low=0.2, clip_high=0.2, dual_clip=None, denom=None):
     """PPO-clip, arXiv 1707.06347 eq. 7: -min(r A, clip(r, 1-low, 1+high) A), mean over tokens.
@@ -41,7 +40,6 @@ def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
-
 def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     """PPO's value loss, mean over tokens: max((v-R)^2, (v_old + clip(v-v_old, -c, c) - R)^2) / 2.
     values, old_values, returns (N, T), in units of reward. clip=None: the squared error alone."""
@@ -55,7 +53,6 @@ def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     metrics = {"value_clip_fraction": (weight * (worst != error)).sum(),
                "value_error": (weight * error.detach()).sum()}
     return 0.5 * (weight * worst).sum(), metrics
-
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=0.2, clip_high=0.2, ref_logprobs=None, kl_coef=0.04, denom=None):
@@ -76,7 +73,6 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
-
 def dr_grpo_loss(logprobs, old_logprobs, advantages, mask, *,
                  max_completion_length, clip_low=0.2, clip_high=0.2, denom=None):
     """Dr. GRPO, arXiv 2503.20783: PPO's objective, summed, / (completions x max_completion_length).
@@ -94,7 +90,6 @@ def dr_grpo_loss(logprobs, old_logprobs, advantages, mask, *,
                "approx_kl": (share * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
-
 def dapo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=0.2, clip_high=0.28, denom=None):
     """DAPO, arXiv 2503.14476 eq. 8: -min(r A, clip(r, 1-low, 1+high) A), mean over all tokens."""
@@ -108,7 +103,6 @@ def dapo_loss(logprobs, old_logprobs, advantages, mask, *,
                "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
-
 
 def gspo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=3e-4, clip_high=4e-4, denom=None):
@@ -125,7 +119,6 @@ def gspo_loss(logprobs, old_logprobs, advantages, mask, *,
                "ratio_mean": (weight * ratio.detach()).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
-
 
 def gspo_token_loss(logprobs, old_logprobs, advantages, mask, *,
                     clip_low=3e-4, clip_high=4e-4, denom=None):
@@ -144,7 +137,6 @@ def gspo_token_loss(logprobs, old_logprobs, advantages, mask, *,
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
-
 def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom=None):
     """CISPO, arXiv 2506.13585 eq. 4: -sg[min(r, ratio_max)] A log pi, mean over all tokens.
     The weight of a token is clipped, not its update: no token loses its gradient."""
@@ -158,7 +150,6 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom
                "ratio_mean": (weight * ratio).sum(),
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
-
 
 def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, denom=None):
     """SAPO, arXiv 2511.20347: -(4 / tau) sigmoid(tau (r - 1)) A, mean over the tokens of a
@@ -176,7 +167,6 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=
                "approx_kl": (weight * (ratio - 1 - log_ratio).detach()).sum()}
     return -(weight * objective).sum(), metrics
 
-
 def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_high=0.4, denom=None):
     """GMPO, arXiv 2507.20673: -s A, mean over completions; s is the geometric mean of the token
     ratios, each clipped to [e^-low, e^high] on the side A gains from. clip_fraction: tokens."""
@@ -193,7 +183,6 @@ def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_hi
                "approx_kl": (weight * (ratio - 1 - ratio.log()).detach()).sum()}
     return -(weight * ratio * advantages).sum(), metrics
 
-
 def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", denom=None):
     """REINFORCE (Williams 1992): -A log pi, without a ratio. per="token": mean over all tokens;
     per="completion": over the tokens of a completion, then over completions."""
@@ -207,7 +196,6 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", den
     metrics = {"clip_fraction": 0 * weight.sum(), "ratio_mean": (weight * log_ratio.exp()).sum(),
                "approx_kl": (weight * (log_ratio.exp() - 1 - log_ratio)).sum()}
     return -(weight * objective).sum(), metrics
-
 
 def kl_penalty(logprobs, ref_logprobs, mask, *,
                estimator="k3", per="completion", denom=None, old_logprobs=None):
@@ -230,7 +218,6 @@ def kl_penalty(logprobs, ref_logprobs, mask, *,
     kl = {"k1": -x, "k2": x.square() / 2, "k3": k3, "unbiased": ratio * k3}[estimator]
     return (weight * kl).sum(), {"kl": (weight * kl.detach()).sum()}
 
-
 def group_advantages(rewards, group_size, *, scale="group"):
     """GRPO's and GSPO's advantages, arXiv 2507.18071 eq. 6: (r - mean of its group) / (std + 1e-6).
 
@@ -245,11 +232,9 @@ def group_advantages(rewards, group_size, *, scale="group"):
         advantages = advantages / (std + 1e-6)
     return torch.where(dead, 0.0, advantages).reshape(-1)
 
-
 def leave_one_out_advantages(rewards, group_size):
     """RLOO, arXiv 2402.14740: r_i - mean of the other G - 1 rewards of the group. (N,) -> (N,)."""
     return group_advantages(rewards, group_size, scale="none") * group_size / max(group_size - 1, 1)
-
 
 def whiten(values, mask):
     """(x - mean) / (std + 1e-6) over all tokens of the mask, both (N, T); all equal: exactly 0."""
@@ -257,12 +242,10 @@ def whiten(values, mask):
     tokens = group_advantages(values[mask], max(int(mask.sum()), 1))  # one group of all tokens
     return torch.zeros_like(values).masked_scatter(mask, tokens)
 
-
 def reinforce_plus_plus_advantages(rewards, mask, *, gamma=1.0):
     """REINFORCE++, arXiv 2501.03262: reward to go of each token, whitened. (N, T) -> (N, T)."""
     zeros = torch.zeros_like(rewards)  # GAE at lam 1 without a critic is the reward to go
     return whiten(gae_advantages(rewards, zeros, mask, gamma=gamma, lam=1.0)[1], mask)
-
 
 def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None):
     """GAE, arXiv 1506.02438 eq. 16: A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
@@ -282,7 +265,6 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
     return advantages, advantages + values
 
-
 def drift(logprobs, old_logprobs, mask):
     """How far two scorings (N, T) of the same completions are apart: a dict of 0-d tensors.
 
@@ -292,11 +274,10 @@ def drift(logprobs, old_logprobs, mask):
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     tokens, sequences = log_ratio[mask], log_ratio.sum(1) / mask.sum(1).clamp(min=1)
     ratio = sequences.exp()
-    return {"kl": (tokens.exp() - 1 - tokens).mean(), "token_std": tokens.std(),
-            "sequence_std": sequences.std(), "ratio_mean": ratio.mean(), "ratio_min": ratio.min(),
-            "ratio_max": ratio.max(),
+    return {"kl": (tokens.exp() - 1 - tokens).mean(), "token_std": tokens.std(correction=0),
+            "sequence_std": sequences.std(correction=0), "ratio_mean": ratio.mean(),
+            "ratio_min": ratio.min(), "ratio_max": ratio.max(),
             "outside_clip": ((ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)).float().mean()}
-
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -309,7 +290,6 @@ class Algorithm:
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
     overlong_shaping: bool = False  # soft punishment of completions close to the token budget
     critic: bool = False
-
 
 ALGOS = {
     "gspo": Algorithm(gspo_loss),

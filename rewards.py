@@ -205,18 +205,9 @@ def countdown(completion: str, answer: dict) -> float:
     allowed = min(numbers) >= 0 and re.fullmatch("[-+*/() 0-9]+", text)
     return bool(allowed) and used == numbers and evaluate(text) == answer["target"]
 
-def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """(end, reward) of each `a*b=c;`, and of the outcome: 1 if the answer follows the last `#`. A
-    step pays 1 if the one before wrote `a`, `*b` is next in the prompt, and `c` is right."""
-    value, end, steps = prompt[:1], 0, []
-    before, mark, last = completion.rpartition("#")
-    body = before if mark else last
-    for index, written in enumerate(body.split(";", len(prompt) // 2)):
-        due = value.isdecimal() and solve(value + prompt[2 * index + 1:2 * index + 3])
-        end = min(end + len(written) + 1, len(body))
-        steps.append((end, float(f"{written}#{written[-1:]}" == due)))
-        value = written[-1:]
-    return steps + [(len(completion), float(mark != "" and last == answer))]
+def arithmetic(completion: str, answer: str) -> float:
+    """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
+    return completion.rpartition("#")[1:] == ("#", answer)
 
 def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> None:
     """The child's side of `run_program`: lays the limits on itself, then becomes the program."""
@@ -284,20 +275,18 @@ def total(verifier: Callable) -> Callable:
     """A verifier that never raises: what it cannot judge earns nothing."""
     def judge(*arguments, **row):
         with contextlib.suppress(Exception):
-            value = verifier(*arguments, **row)
-            return value if isinstance(value, list) else float(value)
+            return float(verifier(*arguments, **row))
         return 0.0
     judge.__wrapped__ = verifier
     return judge
 
 VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
-    math, countdown, code, choice, exact, f1, format, arithmetic_steps)}
-VERIFIERS["arithmetic"] = total(lambda *given: arithmetic_steps(*given)[-1][1])
+    math, countdown, code, choice, exact, f1, format, arithmetic)}
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
 
-# `correct`: the weighted mean of terms but `format`; `steps`: None or [(end in characters, reward)]
-Score = collections.namedtuple("Score", "reward correct terms steps")
+# reward: the weighted sum; correct: the weighted mean of terms but `format`; terms: name -> value
+Score = collections.namedtuple("Score", "reward correct terms")
 
 class Reward:
     """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
@@ -311,28 +300,24 @@ class Reward:
             return list(run(self.score_one, completions, rows))
 
     def score_one(self, completion: str, row: dict) -> Score:
-        terms, steps, reward, correct, judges = {}, [], 0.0, 0.0, 0.0
+        terms, reward, correct, judges = {}, 0.0, 0.0, 0.0
         for name, (weight, function, signature) in self.terms.items():
             takes = row.keys() if "**" in str(signature) else row.keys() & signature.parameters
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
-                value = function(completion, row["answer"], **fields)
-                found = value if isinstance(value, list) else [(len(completion), value)]
-                if not (found and all(abs(value + 0.0) < inf for _, value in found)):
-                    raise ValueError(f"it returned {value}")
+                terms[name] = function(completion, row["answer"], **fields) + 0.0
+                if not abs(terms[name]) < inf:
+                    raise ValueError(f"it returned {terms[name]}")
             except Exception as error:
                 self.faults += 1
                 self.first_fault = self.first_fault or (
                     f"{name} failed with {error!r:.200} on {completion[:80]!r}")
-                found = [(len(completion), 0.0)]
-            steps += [(end, weight * value) for end, value in found]
-            terms[name] = float(found[-1][1])
+                terms[name] = 0.0
             reward += weight * terms[name]
             if name != "format" or len(self.terms) == 1:
                 correct += weight * min(max(terms[name], 0.0), 1.0)
                 judges += weight
-        steps = sorted(steps) if len(steps) > len(terms) else None  # None: outcomes only
-        return Score(reward, correct / judges, terms, steps)
+        return Score(reward, correct / judges, terms)
 
     def check_answer(self, answer: object) -> str | None:
         """None when every verifier can use a gold answer, else a sentence that says why not."""
@@ -342,6 +327,9 @@ class Reward:
                 if name in ("countdown", "code", "code_strict") or final_answer(answer):
                     continue
             return f"the answer {str(answer)[:80]!r} cannot be used by the verifier {name}"
+
+class UserError(ValueError):
+    """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
 
 def parse_reward(spec: str) -> Reward:
     """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`."""
@@ -365,7 +353,7 @@ def parse_reward(spec: str) -> Reward:
             problem = f"{path or 'the table'} has no verifier {name!r}{''.join(near)}"
         except Exception as error:
             problem = f"{part.strip()} cannot be used, {type(error).__name__}: {error}"
-        raise ValueError(f"--reward {spec}: {problem}; expected a sum of [weight*]verifier, each "
+        raise UserError(f"--reward {spec}: {problem}; expected a sum of [weight*]verifier, each "
                          f"file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
 
@@ -413,7 +401,7 @@ def countdown_problem(rng: random.Random) -> dict:
 
 TASKS = {
     "arithmetic": Task(arithmetic_problem, lambda problem, rng: solve(problem["prompt"], rng),
-                       "arithmetic", "0123456789+*=;#", 6 * ARITHMETIC_OPERATIONS[1] + 4),
+                       "arithmetic", "0123456789+*=;#", 10 * ARITHMETIC_OPERATIONS[1]),
     "countdown": Task(countdown_problem, lambda problem, rng: random_expression(
         problem["answer"]["numbers"], "+-*", rng), "countdown", "0123456789 +-*/()=:", 16)}
 

@@ -11,14 +11,17 @@ import contextlib
 import copy
 import sys
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM,
-                          AutoTokenizer, DynamicCache)
+from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface,
+                          AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rewards import UserError, parse_reward
 
 @dataclass
 class Rollout:
@@ -37,9 +40,11 @@ class Rollout:
     prompt_width = property(lambda self: self.tokens.shape[1] - self.sampler_logprobs.shape[1])
     completions = property(lambda self: self.tokens[:, self.prompt_width:])  # (N, T)
 
-    # (N, T) from positions: comparing ids with the pad id loses the end token when pad == eos
-    completion_mask = property(lambda self: torch.arange(
-        self.sampler_logprobs.shape[1], device=self.lengths.device) < self.lengths[:, None])
+    @property
+    def completion_mask(self) -> torch.Tensor:
+        # from positions: comparing ids with the pad id loses the end token when pad == eos
+        steps = torch.arange(self.sampler_logprobs.shape[1], device=self.lengths.device)
+        return steps < self.lengths[:, None]
 
     def __getitem__(self, rows) -> "Rollout":
         """The given rows (list, slice or LongTensor); the widths S and T stay."""
@@ -365,57 +370,47 @@ def completion_logprobs(model, rollout: Rollout, *, temperature: float,
         return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], dim=1)
     return tuple(score(model.base_model, rollout, micro_batch_tokens, head))
 
-def make_critic(policy) -> torch.nn.Module:
-    """A copy of the policy's body with a value head that says 0 everywhere."""
-    critic = copy.deepcopy(policy.base_model).requires_grad_(True)
-    critic.value_head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1)
-    for parameter in critic.value_head.parameters():
-        torch.nn.init.zeros_(parameter)
-    return critic.to(policy.device)
+def inspect_model(source) -> tuple:
+    """(tokenizer, context in tokens) of a causal model, checked before its weights load. Raises
+    UserError: no model there, not causal, no tokenizer, no end token, no safetensors."""
+    folder, bin = Path(source), "only pickles, which can run code when they load"
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of many kinds
+        raise UserError(f"--model {source}: expected a folder or hub name of a causal language "
+                        f"model: {(str(error).strip() or 'none').splitlines()[0]}")
+    causal = {kind.__name__ for kind in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
+    for wrong, message in (
+            (not causal & set(config.architectures or ()), "a causal language model, found "
+             f"{config.architectures or config.model_type}"),
+            (len(tokenizer) < 2, "a tokenizer in it, found none"),
+            (tokenizer.eos_token_id is None, "a tokenizer with an end token, found none"),
+            (folder.is_dir() and not any(folder.glob("*.safetensors")), "*.safetensors weights in "
+             f"it, found {bin if any(folder.glob('*.bin')) else 'none'}")):
+        if wrong:
+            raise UserError(f"--model {source}: expected {message}")
+    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
-def completion_values(critic, rollout: Rollout, *, micro_batch_tokens: int | None = None):
-    """Value of the state before each completion token, (N, T) float32, 0 on padding."""
-    weight, bias = critic.value_head.parameters()  # a product and a sum stay float32 in autocast
-    head = lambda hidden, targets: ((hidden.float() * weight).sum(-1) + bias)[None]
-    return score(critic, rollout, micro_batch_tokens, head)[0]
+def encode_prompt(tokenizer, text: str, system: str | None = None) -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template where it has one."""
+    if not tokenizer.chat_template:
+        return tokenizer.encode(text)
+    chat = [{"role": "system", "content": system}] if system else []
+    chat.append({"role": "user", "content": text})
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # the template's own: Gemma's takes no system message
+        raise UserError(f"--system: the chat template of this model refuses it: {error}")
+    return tokenizer.encode(text, add_special_tokens=False)
 
-@torch.no_grad()
-def reward_model_scores(model, rollout: Rollout, *, micro_batch_tokens: int | None = None):
-    """Scores (N,) float32 of prompt + completion by an AutoModelForSequenceClassification of one
-    label, read at the true last token: transformers takes the last id that is not the pad id."""
-    if model.config.num_labels != 1 or not hasattr(model, "score"):
-        raise ValueError("a reward model is a decoder with a `score` head of one label")
-    more = replace(rollout, tokens=F.pad(rollout.tokens, (0, 1)), lengths=rollout.lengths + 1,
-                   sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, 1)))
-    out = score(model.base_model, more, micro_batch_tokens, lambda h, _: model.score(h).float().T)
-    return out[0].gather(1, rollout.lengths[:, None])[:, 0]
+def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
+    """All end tokens, the tokenizer's and the generation config's; the pad token, or an end."""
+    ends, pad = model.generation_config.eos_token_id, tokenizer.pad_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    return sorted(ends), min(ends) if pad is None else pad
 
-@contextlib.contextmanager
-def routing(model, replay: list[torch.Tensor] | None = None):
-    """Record the experts of a model, or use recorded ones again with weights of the current router.
-    Yields a list, one LongTensor (tokens, k) per router call; ValueError for a dense model."""
-    routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
-    if not routers:
-        raise ValueError(f"{model.config.model_type} has no expert router to record or replay")
-    if replay is not None and getattr(model.base_model, "gradient_checkpointing", False):
-        raise ValueError("routing replay does not work with gradient checkpointing: turn it off")
-    used = []
-    def hook(router, inputs, output):
-        logits, scores, experts = output
-        if replay is not None:
-            experts = replay[len(used)]
-            weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
-            if getattr(router, "norm_topk_prob", True):
-                weights = weights / weights.sum(-1, keepdim=True)
-            scores = weights.to(scores.dtype)
-        used.append(experts)
-        return logits, scores, experts
-    with contextlib.ExitStack() as stack:
-        for router in routers:
-            stack.callback(router.register_forward_hook(hook).remove)
-        yield used
-
-if __name__ == "__main__":
+def main() -> None:
     parser = argparse.ArgumentParser(description="Print completions of a prompt.")
     for name in ("--model", "--prompt", "--answer"):  # the answer: what --reward compares with
         parser.add_argument(name, required=name != "--answer")
@@ -425,26 +420,25 @@ if __name__ == "__main__":
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     args = parser.parse_args()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer, context = inspect_model(args.model)
+        reward = parse_reward(args.reward)
+        prompt = encode_prompt(tokenizer, args.prompt)
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        parser.exit(2, f"--model {args.model}: no model can be loaded from there: {reason}\n")
-    prompt = tokenizer.encode(args.prompt)
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": args.prompt}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    eos = model.generation_config.eos_token_id
-    eos_ids = eos if isinstance(eos, list) else [tokenizer.eos_token_id if eos is None else eos]
-    samples = generate(model.to(args.device), [prompt], group_size=args.n, eos_ids=eos_ids,
-                       max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-                       pad_id=eos_ids[0], generator=torch.Generator().manual_seed(args.seed))
+        ends, pad = end_and_pad_ids(model, tokenizer)
+        samples = generate(
+            model.to(args.device), [prompt], group_size=args.n, eos_ids=ends, pad_id=pad,
+            max_new_tokens=min(args.max_new_tokens, context - len(prompt)),
+            temperature=args.temperature, generator=torch.Generator().manual_seed(args.seed))
+    except (ValueError, OSError) as error:
+        parser.exit(2, f"error: {error}\n")
     texts = [tokenizer.decode(ids[:length], skip_special_tokens=True)
              for ids, length in zip(samples.completions, samples.lengths)]
-    rewards = [""] * args.n
+    marks = [""] * args.n
     if args.answer is not None:
-        from rewards import parse_reward
-        scores = parse_reward(args.reward).score(texts, [vars(args)] * args.n)
-        rewards = [f"[reward {score.reward:g}] " for score in scores]
-    for reward, text in zip(rewards, texts):  # a completion may hold escape sequences
-        print(reward + "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+        marks = [f"[reward {score.reward:g}] "
+                 for score in reward.score(texts, [vars(args)] * args.n)]
+    for mark, text in zip(marks, texts):  # a completion may hold escape sequences
+        print(mark + "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+
+if __name__ == "__main__":
+    main()

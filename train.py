@@ -39,8 +39,7 @@ import rewards
 import rollout
 from rewards import UserError
 
-WARM_STEPS, WARM_ROWS, WARM_LR = 300, 32, 3e-3  # supervised learning of the built-in policy
-
+WARM_STEPS, WARM_ROWS, WARM_LR = 300, 48, 3e-3  # supervised learning of the built-in policy
 
 @dataclasses.dataclass
 class Config:
@@ -52,14 +51,14 @@ class Config:
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
     reward: str | None = None  # "math + 0.1*format" or file.py:function; default: the task's
-    steps: int = 50  # rollout steps [1, inf)
+    steps: int = 40  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
     system: str | None = None  # system message, for tokenizers with a chat template
     prompt_template: str | None = None  # text around the prompt, with {prompt} in it
     max_prompt_tokens: int | None = None  # longer ones are skipped; default: the context [1, inf)
     # --- rollout
-    prompts_per_step: int = 48  # prompts P of a rollout step [1, inf)
+    prompts_per_step: int = 32  # prompts P of a rollout step [1, inf)
     group_size: int = 8  # completions G of a prompt [2, inf)
     max_new_tokens: int | None = None  # of a completion; default: the task's, or 1024 [1, inf)
     temperature: float = 1.0  # divides the logits, in sampling and in scoring (0, inf)
@@ -75,6 +74,7 @@ class Config:
     max_refills: int = 4  # further rollouts of a step for dynamic sampling [0, inf)
     overlong_cache: int | None = None  # punished tokens before the limit; DAPO a fifth [0, inf)
     overlong_filter: bool = False  # truncated completions leave the loss
+    repetition_penalty: float = 0.0  # times the share of repeated 4-grams, off the reward [0, inf)
     # --- optimiser
     completions_per_update: int | None = None  # default: a quarter of the rollout's P x G [1, inf)
     epochs: int = 1  # passes over a rollout [1, inf)
@@ -93,14 +93,11 @@ class Config:
     dtype: str = "auto"  # of autocast, sampler and reference {auto, float32, bfloat16}
     tensorboard: bool = False  # write TensorBoard events too
 
-
 # ---- flags and input
-
 
 def need(condition, message: str) -> None:
     if not condition:
         raise UserError(message)
-
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -109,7 +106,6 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(wrong[1], names, 1, 0.5) if wrong else []
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(message.removeprefix("argument ") + hint)
-
 
 def parse_flags(arguments: list[str] | None) -> dict:
     """The flags that were given, name -> value. The parser and its checks are Config's source."""
@@ -141,7 +137,6 @@ def parse_flags(arguments: list[str] | None) -> dict:
             need(low < value < high or edge,
                  f"--{name.replace('_', '-')} {value}: expected a number in {rule[0]}")
     return given
-
 
 def resolve(given: dict) -> Config:
     """Config with every default filled in; raises UserError for what cannot be or does nothing."""
@@ -178,6 +173,28 @@ def resolve(given: dict) -> Config:
          "--tensorboard: expected its package; install it with: pip install tensorboard")
     return config
 
+def read_rows(path: str, flag: str, reward: rewards.Reward) -> list[dict]:
+    """Rows of a JSONL file: "prompt" (or "question", as in GSM8K) and a usable "answer"."""
+    rows, place = [], f"{flag} {path}"
+    try:
+        for number, line in enumerate(open(path, "rb"), 1):
+            place = f"{flag} {path}, line {number}"
+            row = json.loads(line) if line.strip() else None
+            if isinstance(row, dict) and "question" in row:
+                row.setdefault("prompt", row.pop("question"))
+            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+            need(row is None or {"prompt", "answer"} <= set(row if isinstance(row, dict) else ()),
+                 f"{place}: expected an object with the fields prompt and answer, found {found}")
+            if row is not None:
+                need(isinstance(row["prompt"], str) and row["prompt"].encode().strip(),
+                     f"{place}, field prompt: expected text")
+                problem = reward.check_answer(row["answer"])
+                need(problem is None, f"{place}, field answer: {problem}")
+                rows.append(row)
+    except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
+        raise UserError(f"{place}: expected a file of JSON objects, one a line, in UTF-8: {error}")
+    need(rows, f"{flag} {path}: expected rows, and the file is empty")
+    return rows
 
 def fitting(config: Config, tokenizer, context: int, flag: str, rows: list[dict]) -> list[dict]:
     """The rows, with the "ids" of their prompts, less those that are too long."""
@@ -195,9 +212,7 @@ def fitting(config: Config, tokenizer, context: int, flag: str, rows: list[dict]
     print(f"skipped: {message}\n" if len(kept) < len(rows) else "", end="")
     return kept
 
-
 # ---- models
-
 
 def tiny_model(task: rewards.Task) -> Path:
     """Folder of a built-in policy: supervised learning on demonstrations that are often wrong.
@@ -210,7 +225,7 @@ def tiny_model(task: rewards.Task) -> Path:
     characters.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    shape = dict(vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+    shape = dict(vocab_size=len(words), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
                  num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
                  eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
                  rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # short texts
@@ -225,7 +240,7 @@ def tiny_model(task: rewards.Task) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         policy = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**shape))
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(WARM_STEPS):
         pairs = shown[step * WARM_ROWS:(step + 1) * WARM_ROWS]
         ids = [torch.tensor([words[one] for one in prompt + text] + [1]) for prompt, text in pairs]
@@ -246,40 +261,44 @@ def tiny_model(task: rewards.Task) -> Path:
         temporary.rename(folder)
     return folder
 
-
 def progress(what: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         end = "\r" if done < total else "\r\033[K"
         print(f"{what} [{'#' * (30 * done // total):30}] {done}/{total}", end=end, file=sys.stderr)
 
-
 def start(config: Config) -> SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
-    rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
+    rows, held_out = (read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
     config.name = config.name or next(x for x in names if not Path(config.runs, x).exists())
     folder = Path(config.runs, config.name)
     need(not folder.exists(), f"--name {config.name}: {folder} exists; expected a new name")
-    source = tiny_model(task) if config.model == "tiny" else config.model
+    source = config.model
+    if source == "tiny":
+        torch.set_num_threads(1)  # at this size two threads only wait for each other
+        source = tiny_model(task)
     tokenizer, context = rollout.inspect_model(source)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
         prompts = (fit("--task", [row])[0] for row in rewards.problems(task, config.seed))
         held_out = itertools.islice(rewards.problems(task, config.seed, True), config.eval_prompts)
     else:
-        rows = random.Random(config.seed).sample(rows, len(rows))
+        rows = fit(f"--data {config.data}", rows)
         if not held_out:
+            rows = random.Random(config.seed).sample(rows, len(rows))
             count = min(config.eval_prompts, max(1, len(rows) // 10))
             need(len(rows) > count, f"--data {config.data}: expected two rows, to hold one out")
             print(f"held out for evaluation: {count} of the {len(rows)} rows of --data")
             held_out, rows = rows[:count], rows[count:]
-        rows = fit("--data", rows)
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
     held_out = fit("held out", list(held_out)[:config.eval_prompts])
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--runs {config.runs} --name {config.name}: cannot be made: {error}")
     (folder / "config.json").write_text(json.dumps(vars(config), indent=1) + "\n")
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
@@ -290,7 +309,6 @@ def start(config: Config) -> SimpleNamespace:
         run.tensorboard = SummaryWriter(folder)
     load_weights(run, source)
     return run
-
 
 def load_weights(run, source: str | Path) -> None:
     """The three policies, from safetensors only, and the optimiser."""
@@ -311,9 +329,7 @@ def load_weights(run, source: str | Path) -> None:
     run.loss_args = {name: value for name, value in numbers.items()
                      if name in takes and value is not None}
 
-
 # ---- the phases of a step
-
 
 def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.Rollout, list[str]]:
     """Completions of prompts, and their texts; the same seed text gives the same ones."""
@@ -327,7 +343,6 @@ def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.
         progress=lambda done, total: progress("sampling", done, total), **options)
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     return samples, [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
-
 
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
@@ -347,7 +362,7 @@ def collect(run, step: int) -> SimpleNamespace:
     else:
         warn(run, "refills", f"step {step}: {len(keep)} of {wanted} groups are neither all right "
              f"nor all wrong, after {len(groups)} prompts (--max-refills {config.max_refills})")
-    keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)  # a dead group moves nothing
+    keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
     keep = (keep[:, None] * size + torch.arange(size)).flatten()
     samples = rollout.Rollout.cat(drawn, run.pad_id)[keep]
     batch = SimpleNamespace(
@@ -358,6 +373,12 @@ def collect(run, step: int) -> SimpleNamespace:
         batch.rewards += torch.tensor([
             rewards.soft_overlong_penalty(n, config.max_new_tokens, config.overlong_cache)
             for n in samples.lengths.tolist()]).to(config.device)
+    if config.repetition_penalty:
+        batch.rewards += config.repetition_penalty * torch.tensor([
+            rewards.repetition_penalty(ids[:n]) for ids, n in zip(
+                samples.completions.tolist(), samples.lengths.tolist())]).to(config.device)
+    if config.dynamic_sampling and not alive.any():
+        batch.rewards.zero_()  # a dead group moves nothing, its lengths neither
     if config.overlong_filter:  # out of the loss, not out of the attention
         batch.mask = batch.mask & ~samples.truncated[:, None]
     order = torch.arange(len(keep)).view(-1, size)
@@ -369,13 +390,11 @@ def collect(run, step: int) -> SimpleNamespace:
         batch.plan.append([rows[part] for part in parts])
     return batch
 
-
 def logprobs_of(run, model, batch, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of some rows: one path for policy, old and ref."""
     with torch.autocast(run.config.device, torch.bfloat16, enabled=run.config.dtype == "bfloat16"):
         return rollout.completion_logprobs(
             model, batch.rollout[rows], temperature=run.config.temperature)
-
 
 @torch.no_grad()
 def freeze(run, batch) -> None:
@@ -388,7 +407,6 @@ def freeze(run, batch) -> None:
             batch.old_logprobs[rows] = logprobs_of(run, run.policy, batch, rows)[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = logprobs_of(run, run.ref_policy, batch, rows)[0]
-
 
 def compare(run, batch) -> None:
     """Advantages (N,) or (N, T): how much better than its peers a completion is."""
@@ -405,7 +423,6 @@ def compare(run, batch) -> None:
         per_token = per_token.scatter_add(1, last[:, None], rewards[:, None])
         batch.advantages = gspo.reinforce_plus_plus_advantages(per_token, mask)
 
-
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
     batch.new_logprobs, updates = torch.zeros_like(batch.old_logprobs), []
@@ -414,7 +431,6 @@ def improve(run, batch) -> list[dict]:
         if len(updates) == 1:  # of pi_theta before it moved: what the sampler compares with
             batch.first_logprobs = batch.new_logprobs.clone()
     return updates
-
 
 def update(run, batch, micro_batches: list) -> dict:
     """One optimiser step, its gradient accumulated over micro-batches; returns its metrics."""
@@ -446,9 +462,7 @@ def update(run, batch, micro_batches: list) -> dict:
     run.optimizer.step()
     return totals
 
-
 # ---- report
-
 
 def measure(run, batch, updates: list[dict]) -> dict:
     """The row of metrics.jsonl: what a person may want to see of a step (README explains each)."""
@@ -481,7 +495,6 @@ def measure(run, batch, updates: list[dict]) -> dict:
         row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     return row
 
-
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
     kinds, k = {"eval_solved": (1, 0.0)}, run.config.eval_samples
@@ -494,7 +507,6 @@ def evaluate(run, name: str, pass_k: bool = False) -> dict:
         best = torch.tensor([score.correct for score in scores]).view(-1, size).amax(1)
         kinds[label] = float(best.mean())
     return kinds
-
 
 def report(run, batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
@@ -518,12 +530,10 @@ def report(run, batch, row: dict) -> None:
     if run.reward.first_fault:
         warn(run, "fault", run.reward.first_fault)
 
-
 def warn(run, key: str, message: str) -> None:
     if key not in run.warned:  # once a run
         run.warned.add(key)
         print(f"warning: {message}", flush=True)
-
 
 def save(run, step: int) -> Path:
     """checkpoints/step-N in Hugging Face layout, whole or not there."""
@@ -534,9 +544,7 @@ def save(run, step: int) -> Path:
     temporary.rename(final)
     return final
 
-
 # ---- the loop
-
 
 def train(config: Config) -> int:
     """The three-policy loop. Returns the exit status."""
@@ -580,15 +588,13 @@ def train(config: Config) -> int:
                   f"python rollout.py --model {folder} --prompt {prompt}")
     return 0
 
-
 def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         return train(resolve(parse_flags(arguments)))
     except (UserError, OSError, SafetensorError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1518,8 +1518,8 @@ def test_drift_worked_example():
     found = gspo.drift(new, old, torch.tensor([[True, True], [True, False]]))
     wanted = {
         "kl": 0.0245868,
-        "token_std": math.sqrt((0.1 - 1 / 15) ** 2 / 2 + (0.3 - 1 / 15) ** 2 / 2 + (4 / 15) ** 2 / 2),
-        "sequence_std": 0.4 / math.sqrt(2),
+        "token_std": math.sqrt(((0.1 - 1 / 15) ** 2 + (0.3 - 1 / 15) ** 2 + (4 / 15) ** 2) / 3),
+        "sequence_std": 0.2,
         "ratio_mean": (math.exp(0.2) + math.exp(-0.2)) / 2,
         "ratio_min": math.exp(-0.2),
         "ratio_max": math.exp(0.2),

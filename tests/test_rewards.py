@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import string
 import subprocess
 import sys
@@ -21,7 +22,7 @@ VERIFY = rewards.VERIFIERS
 ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
 GOLD = {  # a usable gold answer for every verifier
     "countdown": {"numbers": [3, 5, 2], "target": 13}, "code": ADD, "code_strict": ADD, "choice": "B",
-    "arithmetic": "6", "arithmetic_steps": "6"}
+    "arithmetic": "6"}
 
 
 def rows(text):
@@ -550,21 +551,6 @@ def test_arithmetic_pays_the_digit_after_the_last_mark(completion, paid):
     assert VERIFY["arithmetic"](completion, "6") == paid
 
 
-@pytest.mark.parametrize("completion, steps", [
-    ("7+5=2;2*3=6#6", [(6, 1), (11, 1), (13, 1)]),
-    ("7+5=3;3*3=9#9", [(6, 0), (11, 1), (13, 0)]),      # a wrong step costs itself, and the outcome
-    ("7+5=3;2*3=6#6", [(6, 0), (11, 0), (13, 1)]),      # the second does not go on from the first
-    ("7*5=5;5*3=5#5", [(6, 0), (11, 1), (13, 0)]),      # not the operation of the prompt
-    ("7+5=2#2", [(5, 1), (7, 0)]),
-    ("7+5=2;2*3=6;6+0=6#6", [(6, 1), (12, 1), (17, 0), (19, 1)]),
-    ("#6", [(0, 0), (2, 1)]), ("", [(0, 0), (0, 0)]), (";;#6", [(1, 0), (2, 0), (2, 0), (4, 1)]),
-    ("7+5=2;2*3=6", [(6, 1), (11, 1), (11, 0)]), ("x;2*3=6#6", [(2, 0), (7, 0), (9, 1)]),
-])
-def test_arithmetic_steps_pays_each_operation(completion, steps):
-    """Prompt `7+5*3=`: (7 + 5) * 3 = 2 * 3 = 6 modulo 10, from left to right."""
-    assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == steps
-
-
 # ---- code ----
 
 @pytest.mark.parametrize("source", [
@@ -853,9 +839,8 @@ def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
     slow = []
     for label, text in HOSTILE.items():
         start = time.monotonic()
-        value = VERIFY[name](text, gold, prompt="7+5*3=") if name == "arithmetic_steps" else VERIFY[name](text, gold)
+        value = VERIFY[name](text, gold)
         taken = time.monotonic() - start
-        value = value[-1][1] if isinstance(value, list) else value
         assert type(value) is float and 0.0 <= value <= 1.0, label
         if taken > 2:
             slow.append((label, taken))
@@ -867,7 +852,6 @@ def test_verifier_is_total_over_answers(name):
     golds = [None, True, 0, -1, 3.5, float("inf"), float("nan"), 10 ** 5000, "", "x" * 100_000, "\\frac{1}{", "\0", [], [1], {}, {"numbers": 3}, object(), b"", ()]
     for gold, text in itertools.product(golds, ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>", 6, None, b"6", ["6"]]):
         value = VERIFY[name](text, gold)
-        value = value[-1][1] if isinstance(value, list) else value
         assert type(value) is float and 0.0 <= value <= 1.0
 
 
@@ -897,7 +881,7 @@ def test_reward_weighs_terms_and_keeps_correctness_apart_from_format():
     good, bad = reward.score(["<think>a</think><answer>6</answer>", "<think>a</think><answer>7</answer>"], [ROW, ROW])
     assert good.terms == bad.terms | {"math": 1.0} == {"math": 1.0, "format": 1.0}
     assert (good.reward, good.correct, bad.correct) == (pytest.approx(0.6), 1.0, 0.0)
-    assert bad.reward == pytest.approx(0.1) and good.steps is None
+    assert bad.reward == pytest.approx(0.1)
     assert rewards.parse_reward("format").score(["<think>a</think><answer>7</answer>"], [ROW])[0].correct == 1.0
     half = rewards.parse_reward("3*math + exact").score(["\\boxed{6.0}"], [ROW])[0]
     assert (half.reward, half.correct) == (3.0, 0.75)
@@ -915,8 +899,6 @@ def test_reward_calls_users_functions_with_the_row(tmp_path):
             return SCALE * (completion == answer)
         def named(completion, answer, prompt, missing="none"):
             return prompt == "1+5?" and missing == "none"
-        def steps(completion, answer, **row):
-            return [(1, 0.5), (2, 1)]
         def negative(completion, answer):
             return -3
     '''))
@@ -924,10 +906,9 @@ def test_reward_calls_users_functions_with_the_row(tmp_path):
     assert score("whole").reward == 12 and score("whole").correct == 1.0
     assert score("short").reward == 2 and score("short", "7").reward == 0
     assert score("named").terms == {"named": 1.0}
-    assert score("steps").steps == [(1, 0.5), (2, 1)] and score("steps").correct == 1.0
     assert score("negative").reward == -3 and score("negative").correct == 0.0
-    both = rewards.parse_reward(f"math + 0.5*{path}:steps").score(["\\boxed{6}"], [ROW])[0]
-    assert both.reward == 1.5 and both.steps == [(1, 0.25), (2, 0.5), (9, 1.0)]
+    both = rewards.parse_reward(f"math + 0.5*{path}:short").score(["\\boxed{6}"], [ROW])[0]
+    assert (both.reward, both.correct, both.terms) == (1.0, pytest.approx(2 / 3), {"math": 1.0, "short": 0.0})
 
 
 @pytest.mark.parametrize("body", ["raise KeyError('x\\n\\x1b[31m')", "return None", "return 'a'", "return float('nan')", "return float('inf')", "return [(1, float('nan'))]", "return []", "return [1]", "return 1/0"])
@@ -1046,9 +1027,10 @@ def test_arithmetic_demonstrations_err_at_products_alone():
     wrong = {"+": [], "*": []}
     for problem in itertools.islice(rewards.problems(task, 0), 500):
         chain = task.demonstration(problem, rng)
-        steps = rewards.VERIFIERS["arithmetic_steps"](chain, problem["answer"], prompt=problem["prompt"])
-        for (end, paid), symbol in zip(steps[:-1], problem["prompt"][1::2]):
-            wrong[symbol].append(not paid)
+        for left, symbol, right, result in re.findall(r"(\d)([+*])(\d)=(\d)", chain):
+            product = symbol == "*"
+            right_result = int(left) * int(right) if product else int(left) + int(right)
+            wrong[symbol].append(right_result % 10 != int(result))
     assert not any(wrong["+"])
     assert 0.4 < sum(wrong["*"]) / len(wrong["*"]) < 0.7
 

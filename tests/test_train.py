@@ -334,7 +334,8 @@ def wrong_models(home):
     config = json.loads((home / "tiny" / "config.json").read_text())
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     folder = copied(home, "own-code", config__json=config)
-    (folder / "mine.py").write_text("open('ran', 'w')\nfrom transformers import Qwen3Config as Mine\n")
+    (folder / "mine.py").write_text("open('ran', 'w')\nfrom transformers import Qwen3Config\n\n"
+                                    "class Mine(Qwen3Config):\n    pass\n")
     two = transformers.Qwen3Config.from_pretrained(home / "tiny", num_labels=2)
     copied(home, "two-labels", config__json=two.to_dict())
     (home / "two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
