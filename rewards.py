@@ -163,7 +163,7 @@ def same_answer(given: str, gold: str) -> bool:
             agree(*(evaluate(UNIT.sub("", text), point) for text in texts))
             for point in ("end", "END", "stop"))
     except (ArithmeticError, IndexError, RecursionError, TypeError, ValueError):
-        texts = [text.replace('"', "").casefold().split() for text in texts]
+        texts = [re.sub(r'\s*([^\w\s"])\s*|"', r"\1", text.casefold()).split() for text in texts]
         return texts[0] == texts[1] not in ([], ["nan"])
 
 def math(completion: str, answer: str | int | float, lenient: bool = False) -> float:
@@ -241,7 +241,7 @@ def run_program(source: str, given: str = "", name: str = "__main__", strict: bo
     everywhere; network, processes and files but Python's own are out of reach where the kernel has
     every layer. Not protected: what Python's folders tell, and a kernel with a bug."""
     arguments = f"{ascii(source)}, {name!r}, {strict}, {CODE_SECONDS}, {CODE_BYTES}"
-    command = [sys.executable, "-I", "-c", f"{inspect.getsource(sandbox)}sandbox({arguments})"]
+    command = [sys.executable, "-I", "-c", f"{SANDBOX}sandbox({arguments})"]
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdout:
         child = subprocess.Popen(  # output goes to a file: a pipe can be held open
             command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.DEVNULL, cwd=folder,
@@ -284,6 +284,7 @@ VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
     math, countdown, code, choice, exact, f1, format, arithmetic)}
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
+SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
 
 # reward: the weighted sum; correct: the weighted mean of terms but `format`; terms: name -> value
 Score = collections.namedtuple("Score", "reward correct terms")
@@ -305,7 +306,7 @@ class Reward:
             takes = row.keys() if "**" in str(signature) else row.keys() & signature.parameters
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
-                terms[name] = function(completion, row["answer"], **fields) + 0.0
+                terms[name] = float(function(completion, row["answer"], **fields) + 0.0)
                 if not abs(terms[name]) < inf:
                     raise ValueError(f"it returned {terms[name]}")
             except Exception as error:
@@ -321,7 +322,9 @@ class Reward:
 
     def check_answer(self, answer: object) -> str | None:
         """None when every verifier can use a gold answer, else a sentence that says why not."""
-        for name in self.terms.keys() & VERIFIERS.keys() - {"format"}:
+        for name, (_, function, _) in self.terms.items():
+            if function is not VERIFIERS.get(name) or name == "format":
+                continue  # a user's own may take any answer
             with contextlib.suppress(Exception):
                 VERIFIERS[name].__wrapped__("<answer>A</answer>", answer)
                 if name in ("countdown", "code", "code_strict") or final_answer(answer):
@@ -352,7 +355,7 @@ def parse_reward(spec: str) -> Reward:
             near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, VERIFIERS, 1)]
             problem = f"{path or 'the table'} has no verifier {name!r}{''.join(near)}"
         except Exception as error:
-            problem = f"{part.strip()} cannot be used, {type(error).__name__}: {error}"
+            problem = f"{part.strip()} cannot be used, {error!r:.200}"
         raise UserError(f"--reward {spec}: {problem}; expected a sum of [weight*]verifier, each "
                          f"file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
