@@ -394,6 +394,8 @@ def inspect_model(source) -> tuple:
 
 def encode_prompt(tokenizer, text: str, system: str | None = None) -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template where it has one."""
+    if not tokenizer.chat_template and system:
+        raise UserError("--system: the tokenizer of this model has no chat template")
     if not tokenizer.chat_template:
         return tokenizer.encode(text)
     chat = [{"role": "system", "content": system}] if system else []

@@ -164,8 +164,8 @@ def resolve(given: dict) -> Config:
          f"{config.completions_per_update}: expected a divisor of a rollout's {rows} completions")
     need(config.kl_coef or not config.ref_every, "--ref-every: expected --kl-coef above 0 with it")
     need(config.data or not config.eval_data, "--eval-data: expected --data with it")
-    need(re.fullmatch(r"\w[\w.+-]*", config.name or "x"),
-         f"--name {config.name}: expected letters, digits and . _ + - only")
+    need(re.fullmatch(r"\w[\w.+-]{0,99}", config.name or "x"),
+         f"--name {config.name}: expected up to 100 letters, digits and . _ + -")
     need((config.prompt_template or "{prompt}").count("{prompt}") == 1,
          "--prompt-template: expected {prompt} in it, once")
     need(getattr(torch, config.device).is_available(), f"--device {config.device}: none is here")
@@ -307,7 +307,10 @@ def start(config: Config) -> SimpleNamespace:
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.tensorboard = SummaryWriter(folder)
-    load_weights(run, source)
+    try:
+        load_weights(run, source)
+    except SafetensorError as error:
+        raise UserError(f"--model {source}: its weights cannot be read: {error}")
     return run
 
 def load_weights(run, source: str | Path) -> None:
@@ -368,15 +371,11 @@ def collect(run, step: int) -> SimpleNamespace:
     batch = SimpleNamespace(
         rollout=samples, texts=[texts[i] for i in keep], rows=[rows[i] for i in keep],
         scores=[scores[i] for i in keep], groups=groups, mask=samples.completion_mask)
-    batch.rewards = torch.tensor([score.reward for score in batch.scores]).to(config.device)
-    if config.overlong_cache:
-        batch.rewards += torch.tensor([
-            rewards.soft_overlong_penalty(n, config.max_new_tokens, config.overlong_cache)
-            for n in samples.lengths.tolist()]).to(config.device)
-    if config.repetition_penalty:
-        batch.rewards += config.repetition_penalty * torch.tensor([
-            rewards.repetition_penalty(ids[:n]) for ids, n in zip(
-                samples.completions.tolist(), samples.lengths.tolist())]).to(config.device)
+    rows = zip(batch.scores, samples.completions.tolist(), samples.lengths.tolist())
+    batch.rewards = torch.tensor([
+        score.reward + config.repetition_penalty * rewards.repetition_penalty(ids[:n])
+        + rewards.soft_overlong_penalty(n, config.max_new_tokens, config.overlong_cache)
+        for score, ids, n in rows]).to(config.device)
     if config.dynamic_sampling and not alive.any():
         batch.rewards.zero_()  # a dead group moves nothing, its lengths neither
     if config.overlong_filter:  # out of the loss, not out of the attention
@@ -435,9 +434,8 @@ def improve(run, batch) -> list[dict]:
 def update(run, batch, micro_batches: list) -> dict:
     """One optimiser step, its gradient accumulated over micro-batches; returns its metrics."""
     config, algorithm, totals = run.config, run.algorithm, {}
-    rows = torch.cat(micro_batches)
-    tokens = batch.mask[rows].sum().clamp(min=1)
-    denom = tokens if algorithm.denom == "token" else len(rows)
+    tokens = batch.mask[torch.cat(micro_batches)].sum().clamp(min=1)
+    denom = tokens if algorithm.denom == "token" else sum(map(len, micro_batches))
     run.optimizer.zero_grad()
     for rows in micro_batches:
         mask = batch.mask[rows]
@@ -487,7 +485,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
     pairs = {"policy": (batch.new_logprobs, batch.old_logprobs, mask), "sampler": (
         batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])}
     for prefix, pair in pairs.items():
-        row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()}
+        row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()
+                if value.isfinite()}  # log-probs of a skipped update may not be
     row["lr"] = run.config.lr
     row |= {f"seconds_{name}": round(value, 3) for name, value in batch.seconds.items()}
     row["tokens_per_second"] = round(float(lengths.sum()) / sum(batch.seconds.values()), 1)
@@ -592,8 +591,9 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         return train(resolve(parse_flags(arguments)))
-    except (UserError, OSError, SafetensorError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+    except (UserError, OSError) as error:
+        text = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in str(error))
+        print("error:", text, file=sys.stderr)
         return 2
 
 if __name__ == "__main__":
