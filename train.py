@@ -192,7 +192,7 @@ def read_rows(path: str, flag: str, reward: rewards.Reward) -> list[dict]:
                 need(problem is None, f"{place}, field answer: {problem}")
                 rows.append(row)
     except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
-        raise UserError(f"{place}: expected a file of JSON objects, one a line, in UTF-8: {error}")
+        raise UserError(f"{place}: expected JSON objects with prompt and answer, in UTF-8: {error}")
     need(rows, f"{flag} {path}: expected rows, and the file is empty")
     return rows
 
