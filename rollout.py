@@ -265,7 +265,8 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     longest, total, zeros = int(sizes.max()), len(prompts), torch.zeros_like(sizes)
     width, ids = longest + max_new_tokens, pad_sequence(prompts, batch_first=True)
     page = pad_sequence(prompts, batch_first=True, padding_value=pad_id, padding_side="left")
-    layout = Packed(Rollout(page, sizes, zeros, page[:, :0].float(), zeros > 0, group_size))
+    asked = F.pad(page, (0, 1))  # a token more: a layout leaves out the last ones of prompts
+    layout = Packed(Rollout(asked, sizes + 1, zeros, page[:, :0].float(), zeros > 0, group_size))
     state = torch.stack([page[:, -1], sizes - 1, zeros, (zeros + 1).cumsum(0) - 1, zeros + 1], 1)
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)

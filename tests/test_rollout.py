@@ -1,94 +1,606 @@
-"""Sampling and scoring, compared with transformers' own forward and `generate`."""
+"""Sampling and scoring against transformers' own forward and `generate`, on tiny random models."""
 
-import os
+import math
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import rollout as R  # noqa: E402
 
+transformers.logging.set_verbosity_error()
+
 TINY = dict(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+HYBRID = dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"])
 CONFIGS = {
-    "qwen3": dict(head_dim=8),
-    "llama": {},
-    "qwen2": {},
-    "mistral": dict(sliding_window=6),
-    "gemma2": dict(head_dim=8, sliding_window=6, attn_logit_softcapping=5.0),
+    "qwen3": dict(head_dim=8), "llama": {}, "qwen2": {}, "mistral": dict(sliding_window=6),
+    "gemma": dict(head_dim=8),
+    "gemma2": dict(head_dim=8, attn_logit_softcapping=5.0, final_logit_softcapping=3.0, **HYBRID),
+    "gemma3_text": dict(head_dim=8, **HYBRID),
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, n_positions=128),
-    "qwen3_moe": dict(
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
-    ),
+    "qwen3_moe": dict(head_dim=8, **EXPERTS),
+    "gpt_neox": {}, "phi3": {}, "phi": {}, "olmo2": {}, "olmo3": HYBRID, "olmoe": EXPERTS,
+    "qwen2_moe": dict(shared_expert_intermediate_size=32, **EXPERTS),
+    "mixtral": dict(num_local_experts=4, sliding_window=None), "falcon": dict(multi_query=True),
+    "deepseek_v3": dict(
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=16,
+        q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4,
+        moe_intermediate_size=32, first_k_dense_replace=1),
+    "gpt_oss": dict(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    "cohere": dict(logit_scale=0.25), "cohere2": dict(head_dim=8, **HYBRID),
+    "granite": dict(logits_scaling=3.0), "starcoder2": dict(sliding_window=6), "smollm3": {},
+    "glm4": dict(head_dim=8), "exaone4": HYBRID,
+    "gpt_bigcode": dict(n_embd=32, n_layer=2, n_head=4),
+    "bloom": dict(n_layer=2, n_head=4), "mamba": dict(state_size=4),
 }
+WITHOUT_SLOTS = {"falcon", "bloom", "mamba"}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17], [18, 19, 20, 21, 22]]
 
 
-def tiny(kind, seed=0, **extra):
+def tiny(kind="qwen3", seed=0, attention="eager", **extra):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, **{**TINY, **CONFIGS[kind], **extra})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():  # default initialisation gives nearly flat logits
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    for parameter in model.parameters():  # as initialised, logits are nearly flat
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
 
-def greedy(model, prompt, steps, eos):
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=steps,
-        eos_token_id=eos,
-        pad_token_id=0,
-    )
-    return out[0, len(prompt) :].tolist()
+def sampled(model, prompts=PROMPTS, seed=0, **options):
+    options = dict(group_size=3, max_new_tokens=16, eos_ids=[2], pad_id=2) | options
+    return R.generate(model, prompts, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def own_logprobs(model, out, temperature=1.0):
+    """Log-probs and entropies of each row from a forward of its own, without any padding."""
+    for row, n, length in zip(out.tokens, out.prompt_lengths, out.lengths):
+        ids = row[out.prompt_width - n:out.prompt_width + length][None]
+        logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        logp = (logits[n - 1:-1].float() / temperature).log_softmax(-1)
+        yield logp.gather(1, ids[0, n:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+# ---- parity with transformers
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_is_generates(kind):
+def test_greedy_completions_are_those_of_transformers_generate(kind):
+    """Mixed prompt lengths, two end tokens, fewer slots than rows, group members alike."""
     model = tiny(kind)
-    out = R.generate(
-        model, PROMPTS, group_size=1, max_new_tokens=16, temperature=0, eos_ids=[2, 3], pad_id=2
-    )
+    out = sampled(model, group_size=2, temperature=0, eos_ids=[2, 3], max_slots=3)
     for i, prompt in enumerate(PROMPTS):
-        ours = out.completions[i, : out.lengths[i]].tolist()
-        assert ours == greedy(model, prompt, 16, [2, 3])
+        ids = torch.tensor([prompt])
+        ends = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16,
+            eos_token_id=[2, 3], pad_token_id=0)[0, len(prompt):].tolist()
+        for row in (2 * i, 2 * i + 1):
+            assert out.completions[row, :out.lengths[row]].tolist() == ends
+            assert out.truncated[row] == (ends[-1] not in (2, 3))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_scores_are_the_samplers_and_the_same_bits_without_gradients(kind):
+def test_scores_are_the_models_own_in_value_and_gradient(kind):
+    """Packed prompts and completions against a forward for each row; the sampler's against both;
+    the same bits with and without gradients."""
     model = tiny(kind)
-    seed = torch.Generator().manual_seed(0)
-    out = R.generate(
-        model, PROMPTS, group_size=3, max_new_tokens=16, eos_ids=[2], pad_id=2, generator=seed
-    )
-    scored, entropy = R.completion_logprobs(model, out, temperature=1.0)
-    assert scored.requires_grad
+    with R.exact(model):
+        assert (model.config._attn_implementation == "slots") == (kind not in WITHOUT_SLOTS)
+    out = sampled(model, temperature=0.7)
+    scored, entropy = R.completion_logprobs(model, out, temperature=0.7)
+    assert scored.dtype == entropy.dtype == torch.float32 and scored.shape == out.completions.shape
     torch.testing.assert_close(scored.detach(), out.sampler_logprobs, atol=2e-5, rtol=0)
+    assert not scored[~out.completion_mask].any() and not entropy[~out.completion_mask].any()
     with torch.no_grad():
-        again, entropy_again = R.completion_logprobs(model, out, temperature=1.0)
-    assert torch.equal(scored, again) and torch.equal(entropy, entropy_again)
-    assert (scored[~out.completion_mask] == 0).all()
+        assert all(map(torch.equal, R.completion_logprobs(model, out, temperature=0.7),
+                       (scored, entropy)))
+
+    weights = torch.linspace(0.5, 1.5, scored.numel()).view_as(scored)
+    (weights * (scored + 0.3 * entropy)).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    for i, (logprobs, entropies) in enumerate(own_logprobs(model, out, 0.7)):
+        torch.testing.assert_close(scored[i, :len(logprobs)], logprobs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy[i, :len(logprobs)], entropies, atol=1e-5, rtol=0)
+        (weights[i, :len(logprobs)] * (logprobs + 0.3 * entropies)).sum().backward()
+    own = [p.grad for p in model.parameters() if p.grad is not None]
+    scale = max(g.abs().max() for g in own)
+    assert len(own) == len(gradients)
+    assert max((a - b).abs().max() for a, b in zip(own, gradients)) < 1e-5 * scale
+
+
+def test_encoder_decoders_are_refused_in_one_sentence():
+    config = AutoConfig.for_model("t5", d_model=8, d_ff=8, num_layers=1, num_heads=1, vocab_size=9)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(ValueError, match="t5 is an encoder-decoder"):
+        R.generate(model, [[1]], group_size=1, max_new_tokens=1, eos_ids=[0], pad_id=0)
+
+
+def test_a_model_with_two_attentions_in_a_layer_is_refused():
+    """diffllama says that it takes any attention, and calls it twice for each layer."""
+    CONFIGS["diffllama"] = {}
+    with pytest.raises(ValueError, match="one attention in each layer"):
+        sampled(tiny("diffllama"))
+
+
+# ---- the draw
+
+
+def filtered(logits, temperature, top_k, top_p):
+    """The distribution that transformers' own warpers leave."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    return warpers(None, logits).softmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_frequencies_and_logprobs_are_those_of_the_filtered_distribution(temperature, top_k, top_p):
+    """χ² of 20,000 draws over 7 tokens: the right distribution stays below 28 in 99.99%."""
+    logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(3)) * 2
+    uniform = R.uniforms(11, 20_000, 1, "cpu")[:, 0]
+    token, logprobs = R.sample(logits.expand(20_000, -1), uniform, temperature, top_k, top_p)
+    probs = filtered(logits, temperature, top_k, top_p)[0]
+    torch.testing.assert_close(logprobs, probs[token].log(), atol=1e-5, rtol=0)
+    counts = token.bincount(minlength=7)
+    assert not counts[probs == 0].any()
+    expected = 20_000 * probs[probs > 0]
+    assert ((counts[probs > 0] - expected) ** 2 / expected).sum() < 28
+
+
+def test_sampled_frequencies_are_the_scored_probabilities_at_temperature_0_7():
+    """5 tokens, no end: 4,000 first tokens against the exp of what the scorer says of them."""
+    model = tiny(vocab_size=5, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    out = sampled(model, [[1, 2, 3]], group_size=4000, max_new_tokens=1, temperature=0.7,
+                  eos_ids=[])
+    with torch.no_grad():
+        scored, _ = R.completion_logprobs(model, out, temperature=0.7)
+    counts = out.completions[:, 0].bincount(minlength=5)
+    probs = torch.stack([scored[out.completions == token][0].exp() for token in range(5)])
+    assert probs.sum() == pytest.approx(1, abs=1e-5)
+    assert ((counts - 4000 * probs) ** 2 / (4000 * probs)).sum() < 23.5  # 99.99%, 4 degrees
+
+
+def test_a_draw_is_the_inverse_of_the_distribution_function():
+    """On a grid of uniforms a token gets its share of the square, to the grid's resolution: blocks
+    of 256 of a vocabulary of 700, its last block padded."""
+    logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(0)) * 3
+    grid = (torch.arange(300) + 0.5) / 300
+    uniform = torch.cartesian_prod(grid, grid)
+    token, logprobs = R.draw(logits.expand(len(uniform), -1), uniform)
+    probs = logits.softmax(-1)[0]
+    shares = token.bincount(minlength=700) / len(uniform)
+    assert (shares - probs).abs().max() < 1 / 100
+    torch.testing.assert_close(logprobs, probs[token].log(), atol=1e-5, rtol=0)
+
+
+def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
+    """Tokens of probability 0 at both ends of blocks and of the vocabulary are never drawn."""
+    logits = torch.full((1, 600), -torch.inf)
+    logits[0, [3, 255, 256, 599]] = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    logits[0, 599] = -torch.inf
+    ends = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
+    token, logprobs = R.draw(logits.expand(9, -1), torch.cartesian_prod(ends, ends))
+    assert set(token.tolist()) <= {3, 255, 256} and logprobs.isfinite().all()
+
+
+def test_uniforms_are_splitmix64_of_seed_sample_and_step():
+    """Against Python's integers, modulo 2^64."""
+    def mixed(x):
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    seed, golden = 2**62 + 12345, 0x9E3779B97F4A7C15
+    numbers = R.uniforms(seed, 3, 4, "cpu")
+    for i in range(3):
+        for j in range(4):
+            bits = mixed((mixed((seed + i * golden) % 2**64) + j * golden) % 2**64)
+            assert numbers[i, j].tolist() == [(bits >> 40) / 2**24, (bits >> 16) % 2**24 / 2**24]
+    numbers = R.uniforms(1, 300, 300, "cpu")
+    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
+    assert torch.corrcoef(numbers.flatten(0, 1).T)[0, 1].abs() < 0.01
+
+
+def test_greedy_records_logprobs_at_temperature_1():
+    model = tiny()
+    out = sampled(model, temperature=0)
+    with torch.no_grad():
+        scored, _ = R.completion_logprobs(model, out, temperature=1.0)
+    torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+# ---- slots
+
+
+@pytest.mark.parametrize("kind, group_size, few", [
+    ("qwen3", 25, dict(max_slots=1)), ("qwen3", 25, dict(max_slots=7)),
+    ("qwen3", 25, dict(cache_gb=1e-7)), ("gemma2", 5, dict(max_slots=7)),
+    ("falcon", 5, dict(max_slots=7))])
+def test_completions_do_not_depend_on_the_number_of_slots(kind, group_size, few):
+    """99% of them: float32 sums in another order may move a draw over a border."""
+    model = tiny(kind)
+    whole, other = [sampled(model, group_size=group_size, max_new_tokens=12, **options)
+                    for options in ({}, few)]
+    same = [n == m and torch.equal(a[:n], b[:n]) for a, b, n, m in zip(
+        whole.completions, other.completions, whole.lengths, other.lengths)]
+    assert sum(same) >= 0.99 * len(same)
+    width = min(whole.completions.shape[1], other.completions.shape[1])
+    torch.testing.assert_close(whole.sampler_logprobs[same, :width],
+                               other.sampler_logprobs[same, :width], atol=1e-5, rtol=0)
+
+
+def test_cache_gb_bounds_the_keys_and_values(monkeypatch):
+    """2 layers x 2 x 2 heads x 8 x 4 bytes = 256 a token, 9 + 24 of them a row: 8,448 bytes."""
+    rows = []
+    one = R.Slots.decode_one_token
+    monkeypatch.setattr(R.Slots, "decode_one_token", lambda self, n, span: (
+        rows.append(sum(m.nbytes for m in self.memory)), one(self, n, span)))
+    sampled(tiny(), max_new_tokens=24, cache_gb=5.5 * 8448e-9)
+    assert max(rows) == 5 * 8448
+
+
+def test_the_same_seed_gives_the_same_completions_and_no_global_state_moves():
+    model = tiny()
+    state = torch.get_rng_state()
+    first, again, other = sampled(model), sampled(model), sampled(model, seed=1)
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.sampler_logprobs, again.sampler_logprobs)
+    assert not torch.equal(first.tokens[:, :12], other.tokens[:, :12])
+    options = dict(group_size=3, max_new_tokens=16, eos_ids=[2], pad_id=2)
+    free = [R.generate(model, PROMPTS, **options).tokens for _ in range(2)]
+    assert free[0].shape != free[1].shape or not torch.equal(*free)  # no generator: a new seed
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_apart():
+    """Two groups of one prompt share its keys and values, not its random numbers."""
+    out = sampled(tiny(), [PROMPTS[0], PROMPTS[0]], group_size=16)
+    firsts = out.completions[:, 0].view(2, 16)
+    assert all(len(set(row.tolist())) > 3 for row in firsts) and not torch.equal(*firsts)
+
+
+def test_row_steps_and_prompt_tokens_are_the_useful_ones(monkeypatch):
+    """A prompt is prefilled once for its group, and every row of every step is alive."""
+    model, prompt_tokens, row_steps = tiny(), [], []
+    monkeypatch.setattr(model.model, "forward", counted(model.model.forward, prompt_tokens))
+    one = R.Slots.decode_one_token
+    monkeypatch.setattr(R.Slots, "decode_one_token", lambda self, rows, span: (
+        row_steps.append(rows), one(self, rows, span)))
+    for slots in (None, 5):
+        del prompt_tokens[:], row_steps[:]
+        out = sampled(model, max_new_tokens=40, group_size=8, max_slots=slots)
+        assert sum(row_steps) == out.lengths.sum() and max(row_steps) <= (slots or 32)
+        assert prompt_tokens[0] == sum(map(len, PROMPTS))
+        assert sum(prompt_tokens[1:]) == sum(row_steps)
+
+
+def counted(forward, tokens):
+    def count(*args, **kwargs):
+        tokens.append((args[0] if args else kwargs["input_ids"]).numel())
+        return forward(*args, **kwargs)
+    return count
+
+
+def test_progress_counts_up_to_all():
+    seen = []
+    sampled(tiny(), max_slots=5, progress=lambda done, total: seen.append((done, total)))
+    done = [n for n, _ in seen]
+    assert done == sorted(done) and done[0] == 0 and seen[-1] == (12, 12)
+
+
+def test_one_new_token_and_one_token_prompts():
+    out = sampled(tiny(), [[5], [6]], max_new_tokens=1)
+    assert out.tokens.shape == (6, 2) and out.lengths.tolist() == [1] * 6
+    scored, _ = R.completion_logprobs(tiny(), out, temperature=1.0)
+    torch.testing.assert_close(scored.detach(), out.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bias, lengths", [(50.0, [1] * 12), (-50.0, [16] * 12)])
+def test_all_rows_ending_at_once_and_none_ending(bias, lengths):
+    """A bias of ±50 on the end token, which is also the pad token."""
+    model = tiny("phi")
+    model.lm_head.bias.data[2] += bias
+    out = sampled(model, max_slots=5)
+    assert out.lengths.tolist() == lengths
+    assert out.truncated.tolist() == [bias < 0] * 12
+    assert out.completion_mask.sum(1).tolist() == lengths
 
 
 def test_the_end_token_stays_in_the_mask_when_it_is_the_pad_token():
-    model = tiny("qwen3")
-    out = R.generate(model, PROMPTS, group_size=8, max_new_tokens=40, eos_ids=[2], pad_id=2)
-    ends = out.completions.gather(1, out.lengths[:, None] - 1)[:, 0]
-    assert (~out.truncated).any()
-    assert torch.equal(ends == 2, ~out.truncated)
-    assert out.completion_mask.gather(1, out.lengths[:, None] - 1).all()
+    out = sampled(tiny(), group_size=8, max_new_tokens=40)
+    last = out.completions.gather(1, out.lengths[:, None] - 1)[:, 0]
+    assert 0 < out.truncated.sum() < 32
+    assert torch.equal(last == 2, ~out.truncated)
+    assert torch.equal(out.completion_mask.sum(1), out.lengths)
+    for row, n in zip(out.completions, out.lengths):
+        assert 2 not in row[:n - 1] and (row[n:] == 2).all()
+
+
+@pytest.mark.parametrize("wrong", [
+    dict(group_size=0), dict(max_new_tokens=0), dict(prompts=[]), dict(prompts=[[5], []]),
+    dict(temperature=-1.0), dict(top_k=-1), dict(top_p=0.0), dict(top_p=1.5)])
+def test_what_cannot_be_sampled_is_a_value_error(wrong):
+    with pytest.raises(ValueError, match="generate needs"):
+        sampled(tiny(), **wrong)
+
+
+def test_the_model_is_left_as_it_was_and_its_dropout_stays_out():
+    """Training mode, a frozen part in evaluation mode, attention and configuration come back, also
+    after an error; a dropout of one half changes nothing."""
+    model = tiny("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    quiet = sampled(model)
+    expected, _ = R.completion_logprobs(model, quiet, temperature=1.0)
+    model.train()
+    model.transformer.h[1].eval()
+    modes = [module.training for module in model.modules()]
+    before = model.config.to_dict()
+    assert torch.equal(sampled(model).tokens, quiet.tokens)
+    assert torch.equal(R.completion_logprobs(model, quiet, temperature=1.0)[0], expected)
+    broken = quiet[[0]]
+    broken.tokens = broken.tokens + 1000
+    for wrong in (lambda: R.completion_logprobs(model, broken, temperature=1.0),
+                  lambda: sampled(model, [[1000]])):
+        with pytest.raises(IndexError):
+            wrong()
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.to_dict() == before and model.config._attn_implementation == "eager"
+
+
+def test_a_decode_step_never_waits_for_the_device():
+    """On the meta device whatever reads a value fails: the step could be captured in a graph."""
+    model = tiny()
+    options = dict(
+        memory=[torch.zeros(1, 2, 4, 8, device="meta")] * 4, width=12, slots=6, eos_ids=[2], seed=5,
+        tokens=torch.zeros(7, 9, dtype=torch.long, device="meta"))
+    for sampling in ((1.0, 0, 1.0), (0.7, 3, 0.9), (0.0, 0, 1.0)):
+        with torch.device("meta"), R.exact(model), torch.no_grad():
+            slots = R.Slots(model.to("meta"), options=sampling, **options)
+            slots.decode_one_token(5, 8)
+    assert slots.state.shape == (6, 5)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        slots.state.max().item()
+
+
+# ---- rollouts
+
+
+def test_rows_and_joined_rollouts_keep_every_token():
+    model = tiny()
+    first, second = sampled(model), sampled(model, [[9] * 12], max_new_tokens=30, seed=1)
+    rows = first[[3, 0]]
+    assert torch.equal(rows.tokens, first.tokens[[3, 0]]) and rows.group_size == 3
+    assert torch.equal(first[torch.tensor([3, 0])].completions, rows.completions)
+    both = R.Rollout.cat([first, second], pad_id=7)
+    assert both.prompt_width == 12 and both.completions.shape[1] == max(
+        first.completions.shape[1], second.completions.shape[1])
+    for i, row in enumerate([*range(12), *range(3)]):
+        one = (first, second)[i >= 12]
+        n, m = one.prompt_lengths[row], one.lengths[row]
+        kept = one.tokens[row, one.prompt_width - n:one.prompt_width + m]
+        assert torch.equal(both.tokens[i, 12 - n:12 + m], kept)
+        assert (both.tokens[i, :12 - n] == 7).all() or i >= 12 or one.prompt_width > n
+        assert both.lengths[i] == m and both.truncated[i] == one.truncated[row]
+        assert torch.equal(both.sampler_logprobs[i, :m], one.sampler_logprobs[row, :m])
+    scored = torch.cat([R.completion_logprobs(model, one, temperature=1.0)[0].flatten()
+                        for one in (first, second)])
+    joined, _ = R.completion_logprobs(model, both, temperature=1.0)
+    torch.testing.assert_close(joined[both.completion_mask], scored[scored != 0], atol=1e-5, rtol=0)
+
+
+def test_micro_batches_are_whole_groups_by_length_under_the_budget():
+    """Rows once each, sorted; no part over the budget but a row alone; and the same scores."""
+    model = tiny()
+    out = sampled(model, [[5] * 9, [6] * 9, [7] * 3, [8] * 20], group_size=6, max_new_tokens=30)
+
+    def cost(rows):
+        prompts = {(tuple(out.tokens[row, :out.prompt_width].tolist())) for row in rows.tolist()}
+        sizes = [sum(token in (5, 6, 7, 8) for token in prompt) for prompt in prompts]
+        return sum(sizes) + out.lengths[rows].sum()
+
+    whole = R.completion_logprobs(model, out, temperature=1.0)
+    for budget in (1, 40, 200, 400, 10_000, None):
+        parts = R.micro_batches(out, budget)
+        assert torch.equal(torch.cat(parts).sort().values, torch.arange(24))
+        assert all(torch.equal(part, part.sort().values) for part in parts)
+        assert [p.tolist() for p in parts] == [p.tolist() for p in R.micro_batches(out, budget)]
+        longest = [out.lengths[part // 6 * 6 + 5].max() for part in parts]
+        if budget is None or budget == 10_000:
+            assert len(parts) == 1
+        else:
+            assert len(parts) > 1 and len(longest) == len(parts)
+            assert all(cost(part) <= budget + 20 * 2 or len(part) == 1 for part in parts)
+        if budget == 1:
+            assert len(parts) == 24
+        for a, b in zip(whole, R.completion_logprobs(
+                model, out, temperature=1.0, micro_batch_tokens=budget)):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
+
+
+def test_scoring_runs_no_padding_and_each_prompt_once(monkeypatch):
+    """Tokens of the forward: a prompt without its last token once for its rows, and the lengths."""
+    model, tokens = tiny(), []
+    out = sampled(model, group_size=8, max_new_tokens=30)
+    monkeypatch.setattr(model.model, "forward", counted(model.model.forward, tokens))
+    R.completion_logprobs(model, out, temperature=1.0)
+    assert tokens == [sum(map(len, PROMPTS)) - 4 + out.lengths.sum()]
+
+
+# ---- scoring
+
+
+def test_gradient_checkpointing_takes_the_plain_path_and_changes_nothing():
+    """It drops a cache with only a warning, and its layers run again when our layouts are gone."""
+    model = tiny("gemma2", attention_dropout=0.5)
+    out = sampled(model)
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            layer, runs = model.model.layers[0].mlp, []
+            layer.register_forward_hook(lambda *_: runs.append(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            logprobs, entropy = R.completion_logprobs(model, out, temperature=1.0)
+            model.zero_grad()
+            (logprobs.sum() + entropy.sum()).backward()
+        results.append([logprobs.detach(), *(p.grad.clone() for p in model.parameters())])
+    assert len(runs) == 2  # forward, and again in the backward pass
+    with torch.no_grad():
+        assert torch.equal(R.completion_logprobs(model, out, temperature=1.0)[0], results[1][0])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+    assert torch.equal(sampled(model).tokens, out.tokens)  # sampling keeps its slots
+
+
+def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
+    """V = 20,000 and 2,000 tokens: 40 million logits, 33.5 million at a time, and the gradients of
+    the whole at once."""
+    torch.manual_seed(0)
+    model = tiny(vocab_size=20_000, num_hidden_layers=1)
+    lengths = torch.full((20,), 100)
+    tokens = torch.randint(3, 20_000, (20, 104))
+    out = R.Rollout(tokens, torch.full((20,), 4), lengths, torch.zeros(20, 100),
+                    torch.zeros(20, dtype=torch.bool), 1)
+    sizes, linear = [], torch.nn.functional.linear
+
+    def recorded(*args):
+        output = linear(*args)
+        sizes.append(output.numel())
+        return output
+
+    monkeypatch.setattr(R.F, "linear", recorded)
+    logprobs, entropy = R.completion_logprobs(model, out, temperature=1.0)
+    assert sum(size >= 20_000 * 100 for size in sizes) == 2
+    (logprobs.sum() + entropy.sum()).backward()
+    assert max(sizes) <= 2**25
+    monkeypatch.undo()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    for row in range(0, 20, 10):
+        values = own_logprobs(model, out[list(range(row, row + 10))])
+        sum(a.sum() + b.sum() for a, b in values).backward()
+    torch.testing.assert_close(gradient, model.lm_head.weight.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_under_autocast_the_log_softmax_comes_from_float32_logits():
+    """A bf16 body, a float32 head: the same bits with and without gradients, and log-probs that are
+    not those of bf16 logits."""
+    model = tiny(attention="sdpa")
+    out = sampled(model)
+    seen = []
+    model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = R.completion_logprobs(model, out, temperature=1.0)
+        with torch.no_grad():
+            assert torch.equal(logprobs, R.completion_logprobs(model, out, temperature=1.0)[0])
+    assert logprobs.dtype == torch.float32
+    hidden = seen[0][0, -int(out.lengths.sum()):].float()
+    logp = (hidden @ model.lm_head.weight.T).log_softmax(-1)
+    expected = logp.gather(1, out.completions[out.completion_mask][:, None])[:, 0]
+    torch.testing.assert_close(logprobs[out.completion_mask], expected, atol=1e-6, rtol=0)
+    logprobs.sum().backward()
+
+
+def test_a_bf16_sampler_is_frozen_and_refreshed_in_place():
+    policy = tiny("llama", seed=1)
+    policy.register_buffer("counter", torch.zeros(3))
+    sampler = R.sampler_copy(policy, torch.bfloat16)
+    assert {p.dtype for p in sampler.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in sampler.parameters())
+    assert sampler.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert next(policy.parameters()).dtype == torch.float32
+    places = [p.data_ptr() for p in sampler.parameters()]
+    for parameter in policy.parameters():
+        parameter.data += 1
+    policy.counter += 5
+    R.refresh(sampler, policy)
+    assert [p.data_ptr() for p in sampler.parameters()] == places
+    for a, b in zip(sampler.parameters(), policy.parameters()):
+        assert torch.equal(a, b.to(torch.bfloat16))
+    assert sampler.counter.tolist() == [5.0] * 3
+    out = sampled(sampler)
+    assert out.sampler_logprobs.dtype == torch.float32 and out.sampler_logprobs.isfinite().all()
+
+
+def test_tied_weights_stay_tied_in_the_sampler():
+    sampler = R.sampler_copy(tiny(tie_word_embeddings=True), torch.bfloat16)
+    assert sampler.lm_head.weight is sampler.model.embed_tokens.weight
+
+
+# ---- by hand
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    words = ["<pad>", "<eos>", "<unk>", *"0123456789+*=;#\x1b\n"]
+    characters = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    model = tiny(vocab_size=len(words), eos_token_id=1)
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def by_hand(*arguments, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *map(str, arguments)])
+    source = Path(R.__file__).read_text()
+    try:
+        exec(compile(source, R.__file__, "exec"), {"__name__": "__main__", "__file__": R.__file__})
+        status = 0
+    except SystemExit as end:
+        status = end.code or 0
+    return status, *capsys.readouterr()
+
+
+def test_the_command_prints_completions_with_their_rewards(folder, capsys, monkeypatch):
+    status, text, _ = by_hand(
+        "--model", folder, "--prompt", "1+2=", "--n", 3, "--max-new-tokens", 24, "--answer", "3",
+        "--reward", "exact", "--device", "cpu", capsys=capsys, monkeypatch=monkeypatch)
+    assert status == 0 and text.count("[reward ") == 3
+    assert "\x1b" not in text and "\\x1b" in text  # escape sequences do not reach the terminal
+
+
+def test_a_wrong_model_is_one_sentence_and_status_2(tmp_path, capsys, monkeypatch):
+    status, _, error = by_hand("--model", tmp_path / "none", "--prompt", "1+2=", capsys=capsys,
+                               monkeypatch=monkeypatch)
+    assert status == 2 and "--model" in error and str(tmp_path / "none") in error
+    assert error.strip().count("\n") == 0 and "Traceback" not in error
+
+
+# ---- GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_bf16_sampler_and_the_scorer_agree():
+    policy = tiny(attention="sdpa").cuda()
+    out = sampled(R.sampler_copy(policy, torch.bfloat16), group_size=32, max_new_tokens=60)
+    with torch.autocast("cuda", torch.bfloat16):
+        scored, _ = R.completion_logprobs(policy, out, temperature=1.0)
+        with torch.no_grad():
+            assert torch.equal(scored, R.completion_logprobs(policy, out, temperature=1.0)[0])
+    gap = (scored.detach() - out.sampler_logprobs)[out.completion_mask]
+    assert gap.abs().mean() < 0.02 and math.isfinite(gap.sum().item())
+    last = out.completions.gather(1, out.lengths[:, None] - 1)[:, 0]
+    assert torch.equal(last == 2, ~out.truncated)
