@@ -64,7 +64,7 @@ def test_settings_of_the_results_are_the_defaults():
     assert f"{c.steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions" in README
     assert f"({c.prompts_per_step} prompts x {c.group_size} completions, 4 updates" in README
     assert f"`--completions-per-update {c.prompts_per_step * c.group_size}`" in README
-    assert re.findall(r"/step-(\d+)", README) == [str(c.steps)] * 2
+    assert set(re.findall(r"/step-(\d+)", README)) == {str(c.steps)}
 
 
 def test_objectives_are_those_of_algos():
