@@ -1726,16 +1726,19 @@ def test_every_end_token_of_the_generation_config_ends(home, seen, tmp_path):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_bad_update_is_skipped_and_counted(poison, where, losses, tmp_path):
     """Update 2 of 4 in step 1: weights stay finite, three updates are done, the row says one."""
+    later(*["--max-bad-updates"] * (where == "loss"))
 
     def spoil(number, result):
         loss, extra = result
-        if number == 1:
-            loss = loss * poison if where == "loss" else loss + poison * (loss - loss.detach())
+        if number == 1 and where == "loss":
+            loss = loss + poison  # whose gradient is as it was
+        elif number == 1:
+            loss.register_hook(lambda gradient: gradient * poison)  # and here the value is
         return loss, extra
 
-    losses("gspo", spoil)
+    losses("rloo", spoil)  # no clip that could hold the gradient back
     with gradients() as steps:
-        folder = good(tmp_path, BASE).folder
+        folder = good(tmp_path, f"{BASE} --algo rloo").folder
     assert len(steps) == 7  # of 8
     assert all(torch.isfinite(tensor).all() for step in steps for tensor in step)
     assert [row["bad_updates"] for row in metrics(folder)] == [1, 0]
@@ -1750,8 +1753,8 @@ def test_bad_updates_in_a_row_stop_the_run(losses, tmp_path):
         bad = number in (0, 1) or number >= 8
         return (result[0] * float("nan"), result[1]) if bad else result
 
-    losses("gspo", spoil)
-    result = launch(tmp_path, f"{BASE} --steps 6 --save-every 1 --max-bad-updates 3")
+    losses("rloo", spoil)
+    result = launch(tmp_path, f"{BASE} --algo rloo --steps 6 --save-every 1 --max-bad-updates 3")
     assert result.status not in (0, None)
     assert result.err.count("\n") == 1 and "Traceback" not in result.err
     assert "step 3" in result.err or "step 4" in result.err
