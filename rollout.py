@@ -61,24 +61,25 @@ class Rollout:
                             r.lengths, F.pad(r.sampler_logprobs, (0, right)), r.truncated])
         return Rollout(*map(torch.cat, zip(*columns)), rollouts[0].group_size)
 
-def attention(module, query, key, value, seen, scaling=None, **kwargs):
-    """query (rows, heads, queries, dim) on key and value (rows, kv_heads, keys, dim) where `seen`:
-    (rows, queries, heads, dim). One query: heads that share a key head fold into the length."""
+def attention(module, query, key, value, mask, scaling=None, **kwargs):
+    """query (rows, heads, queries, dim) on key and value (rows, kv_heads, keys, dim), the mask
+    added: (rows, queries, heads, dim). One query: heads that share a key head fold into it."""
     rows, heads, queries, _ = query.shape
+    mask = mask.to(query.dtype)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         eager = sys.modules[type(module).__module__].eager_attention_forward
-        added = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
-        return eager(module, query, key, value, added, scaling=scaling, **kwargs)[0]
+        return eager(module, query, key, value, mask, scaling=scaling, **kwargs)[0]
     if queries == 1:
         query = query.reshape(rows, key.shape[1], heads // key.shape[1], -1)
     output = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     return output.reshape(rows, heads, queries, -1).transpose(1, 2)
 
 def visible(mask_function, queries, keys):
-    """The architecture's mask at positions (rows, queries) and (rows or 1, keys): bool, 4-d."""
+    """The architecture's mask at positions (rows, queries) and (rows or 1, keys): 0 or -inf."""
     row = torch.zeros(len(queries), 1, 1, 1, dtype=torch.long, device=queries.device)
-    return mask_function(row, row[:1], queries[:, None, :, None], keys[:, None, None, :])
+    seen = mask_function(row, row[:1], queries[:, None, :, None], keys[:, None, None, :])
+    return torch.where(seen, 0.0, -torch.inf)
 
 class Packed:
     """A layout: the distinct consecutive prompts of a rollout, and then its completions, in one
@@ -219,12 +220,12 @@ class Slots:
     def mask(self, mask_function):
         return visible(mask_function, self.queries, self.keys)
 
-    def attend(self, module, query, key, value, seen, **kwargs):
+    def attend(self, module, query, key, value, mask, **kwargs):
         memory = self.memory[2 * module.layer_idx:2 * module.layer_idx + 2]
         for kept, new in zip(memory, (key, value)):
             kept[self.range[:len(key)], :, self.queries[:, 0]] = new[:, :, 0]
-        key, value = [kept[:len(key), :, :seen.shape[3]] for kept in memory]
-        return attention(module, query, key, value, seen, **kwargs).contiguous(), None
+        key, value = [kept[:len(key), :, :mask.shape[3]] for kept in memory]
+        return attention(module, query, key, value, mask, **kwargs).contiguous(), None
 
     def decode_one_token(self, rows: int, span: int):
         """Sample one token in the first rows, all at positions below span; no host sync."""

@@ -8,23 +8,8 @@ Three policies: `policy` is trained; `old_policy` is the sampler's snapshot of i
 tensor old_logprobs; `ref_policy` anchors the KL term, where there is one. `train` is the loop: read
 it first. Every random number is a function of (seed, step), so there is no random state to keep.
 """
-
-import argparse
-import contextlib
-import dataclasses
-import difflib
-import functools
-import hashlib
-import importlib.util
-import inspect
-import itertools
-import json
-import math
-import os
-import random
-import re
-import sys
-import time
+import argparse, contextlib, dataclasses, difflib, functools, hashlib, importlib.util, inspect
+import itertools, json, math, os, random, re, shlex, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +24,7 @@ import rewards
 import rollout
 from rewards import UserError
 
-WARM_STEPS, WARM_ROWS, WARM_LR = 300, 48, 3e-3  # supervised learning of the built-in policy
+WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
 
 @dataclasses.dataclass
 class Config:
@@ -51,7 +36,7 @@ class Config:
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
     reward: str | None = None  # "math + 0.1*format" or file.py:function; default: the task's
-    steps: int = 40  # rollout steps [1, inf)
+    steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
     system: str | None = None  # system message, for tokenizers with a chat template
@@ -78,7 +63,7 @@ class Config:
     # --- optimiser
     completions_per_update: int | None = None  # default: a quarter of the rollout's P x G [1, inf)
     epochs: int = 1  # passes over a rollout [1, inf)
-    lr: float | None = None  # of AdamW; default 1e-4 for built-in models, else 1e-6 (0, inf)
+    lr: float | None = None  # of AdamW; default 2e-4 for built-in models, else 1e-6 (0, inf)
     max_grad_norm: float = 1.0  # gradient clipping (0, inf)
     micro_batch_tokens: int = 16384  # padded tokens of one forward and backward [1, inf)
     # --- evaluation
@@ -150,7 +135,7 @@ def resolve(given: dict) -> Config:
              f"--{name.replace('_', '-')}: does nothing with --algo {config.algo}")
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     for name, value in {
-            "reward": "math" if config.data else task.verifier, "lr": 1e-4 if tiny else 1e-6,
+            "reward": "math" if config.data else task.verifier, "lr": 2e-4 if tiny else 1e-6,
             "max_new_tokens": limit, "completions_per_update": max(rows // 4, 1),
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "dynamic_sampling": algorithm.dynamic_sampling,
@@ -196,42 +181,45 @@ def read_rows(path: str, flag: str, reward: rewards.Reward) -> list[dict]:
     need(rows, f"{flag} {path}: expected rows, and the file is empty")
     return rows
 
-def fitting(config: Config, tokenizer, context: int, flag: str, rows: list[dict]) -> list[dict]:
+def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") -> list[dict]:
     """The rows, with the "ids" of their prompts, less those that are too long."""
     limit = min(config.max_prompt_tokens or context, context - config.max_new_tokens)
-    for number, row in enumerate(rows, 1):
+    for row in rows:
         text = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
         row["ids"] = rollout.encode_prompt(tokenizer, text, config.system)
         need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
-             f"{flag}, row {number}: the built-in model only knows the characters "
-             f"{rewards.TASKS[config.task].alphabet!r}; expected --model with another one")
+             f"{flag}: the built-in model only knows {rewards.TASKS[config.task].alphabet!r}, the "
+             f"prompt {text[:60]!r} has other characters; expected --model with another one")
     kept = [row for row in rows if len(row["ids"]) <= limit]
-    message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts are longer than {limit} "
-               f"tokens (--max-prompt-tokens, or the context {context} less --max-new-tokens)")
-    need(kept, message)
-    print(f"skipped: {message}\n" if len(kept) < len(rows) else "", end="")
+    if flag and len(kept) < len(rows):  # problems without end are skipped without a word
+        message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts have more than {limit} "
+                   f"tokens (--max-prompt-tokens, or the context {context} less --max-new-tokens)")
+        need(kept, message)
+        print(f"skipped: {message}")
     return kept
 
 # ---- models
 
 def tiny_model(task: rewards.Task) -> Path:
-    """Folder of a built-in policy: supervised learning on demonstrations that are often wrong.
-
-    Made once, on the CPU, from fixed seeds; kept in a cache folder named by what it is made from.
-    """
+    """Folder of a built-in policy: supervised learning on demonstrations that are often wrong. Made
+    once, on the CPU, from fixed seeds; kept in a cache folder named by what it is made from."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
     characters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     characters.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    shape = dict(vocab_size=len(words), hidden_size=128, intermediate_size=384, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, head_dim=32, pad_token_id=0,
-                 eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
+    shape = dict(vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+                 num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.06,
+                 pad_token_id=0, eos_token_id=1, max_position_embeddings=512,
+                 tie_word_embeddings=True,
                  rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # short texts
     problems, rng = rewards.problems(task, seed=-1), random.Random(0)
     shown = [(row["prompt"], task.demonstration(row, rng))
              for row in itertools.islice(problems, WARM_STEPS * WARM_ROWS)]
+    window = 4 * WARM_ROWS  # sorted by length, so that there is little padding
+    shown = [pair for i in range(0, len(shown), window)
+             for pair in sorted(shown[i:i + window], key=lambda pair: len(pair[1]))]
     recipe = repr((shape, shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
                   f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
@@ -282,10 +270,10 @@ def start(config: Config) -> SimpleNamespace:
     tokenizer, context = rollout.inspect_model(source)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
-        prompts = (fit("--task", [row])[0] for row in rewards.problems(task, config.seed))
+        prompts = (row for problem in rewards.problems(task, config.seed) for row in fit([problem]))
         held_out = itertools.islice(rewards.problems(task, config.seed, True), config.eval_prompts)
     else:
-        rows = fit(f"--data {config.data}", rows)
+        rows = fit(rows, f"--data {config.data}")
         if not held_out:
             rows = random.Random(config.seed).sample(rows, len(rows))
             count = min(config.eval_prompts, max(1, len(rows) // 10))
@@ -294,7 +282,7 @@ def start(config: Config) -> SimpleNamespace:
             held_out, rows = rows[:count], rows[count:]
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
-    held_out = fit("held out", list(held_out)[:config.eval_prompts])
+    held_out = fit(list(held_out)[:config.eval_prompts], "held out")
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -334,6 +322,14 @@ def load_weights(run, source: str | Path) -> None:
 
 # ---- the phases of a step
 
+@contextlib.contextmanager
+def timed(run, phase: str):
+    begun = time.perf_counter()
+    yield
+    if run.config.device == "cuda":
+        torch.cuda.synchronize()
+    run.seconds[phase] = run.seconds.get(phase, 0.0) + time.perf_counter() - begun
+
 def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.Rollout, list[str]]:
     """Completions of prompts, and their texts; the same seed text gives the same ones."""
     config = run.config
@@ -353,9 +349,11 @@ def collect(run, step: int) -> SimpleNamespace:
     drawn, texts, rows, scores = [], [], [], []
     for attempt in range(1 + config.max_refills * config.dynamic_sampling):
         prompts = list(itertools.islice(run.prompts, wanted))
-        samples, new_texts = sample(run, run.old_policy, prompts, f"{step} {attempt}")
+        with timed(run, "sample"):
+            samples, new_texts = sample(run, run.old_policy, prompts, f"{step} {attempt}")
         new_rows = [row for row in prompts for _ in range(size)]
-        scores += run.reward.score(new_texts, new_rows)
+        with timed(run, "score"):
+            scores += run.reward.score(new_texts, new_rows)
         drawn, texts, rows = drawn + [samples], texts + new_texts, rows + new_rows
         groups = torch.tensor([score.correct for score in scores]).view(-1, size)
         alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
@@ -438,16 +436,18 @@ def update(run, batch, micro_batches: list) -> dict:
     denom = tokens if algorithm.denom == "token" else sum(map(len, micro_batches))
     run.optimizer.zero_grad()
     for rows in micro_batches:
-        mask = batch.mask[rows]
+        old, advantages, mask = batch.old_logprobs[rows], batch.advantages[rows], batch.mask[rows]
         logprobs, entropy = logprobs_of(run, run.policy, batch, rows)
-        batch.new_logprobs[rows] = logprobs.detach()
-        loss, metrics = algorithm.loss(logprobs, batch.old_logprobs[rows], batch.advantages[rows],
-                                       mask, denom=denom, **run.loss_args)
+        new = batch.new_logprobs[rows] = logprobs.detach()
+        options = {"denom": denom} | run.loss_args
+        loss, metrics = algorithm.loss(logprobs, old, advantages, mask, **options)
         metrics["entropy"] = (entropy * mask).sum() / tokens
+        high = algorithm.loss(new, old, advantages.clamp(min=0), mask, **options)[1]
+        metrics["clip_fraction_high"] = high["clip_fraction"]  # where the upper bound clips
         if run.ref_policy is not None:
             in_loss = algorithm.kl != "reward"  # else it is in the advantages, and here a metric
             kl, kl_metrics = gspo.kl_penalty(
-                logprobs if in_loss else logprobs.detach(), batch.ref_logprobs[rows], mask,
+                logprobs if in_loss else new, batch.ref_logprobs[rows], mask,
                 denom=denom, per=algorithm.denom, estimator=algorithm.kl if in_loss else "k1")
             loss, metrics = loss + config.kl_coef * kl * in_loss, metrics | kl_metrics
         loss.backward()
@@ -488,8 +488,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
         row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()
                 if value.isfinite()}  # log-probs of a skipped update may not be
     row["lr"] = run.config.lr
-    row |= {f"seconds_{name}": round(value, 3) for name, value in batch.seconds.items()}
-    row["tokens_per_second"] = round(float(lengths.sum()) / sum(batch.seconds.values()), 1)
+    row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
+    row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
     if run.config.device == "cuda":
         row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
     return row
@@ -532,7 +532,10 @@ def report(run, batch, row: dict) -> None:
 def warn(run, key: str, message: str) -> None:
     if key not in run.warned:  # once a run
         run.warned.add(key)
-        print(f"warning: {message}", flush=True)
+        print("warning:", printable(message), flush=True)
+
+def printable(text: str) -> str:
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 def save(run, step: int) -> Path:
     """checkpoints/step-N in Hugging Face layout, whole or not there."""
@@ -553,7 +556,7 @@ def train(config: Config) -> int:
     print(f"{config.algo}, {run.policy.num_parameters() / 1e6:.1f} M parameters, {config.device} "
           f"{config.dtype}, {run.folder}; held out: {percent(before)}", flush=True)
     for step in range(1, config.steps + 1):
-        clock, last = [time.perf_counter()], step == config.steps
+        run.seconds, last = {}, step == config.steps
         # 1. snapshot: pi_old <- pi_theta, and pi_ref <- pi_theta every ref_every steps
         if run.old_policy is not run.policy:
             rollout.refresh(run.old_policy, run.policy)
@@ -562,18 +565,15 @@ def train(config: Config) -> int:
         # 2. sample G completions for each of P prompts, 3. score them with the verifier; dynamic
         #    sampling drops dead groups and refills
         batch = collect(run, step)
-        clock.append(time.perf_counter())
         # 4. freeze: old_logprobs and ref_logprobs, no grad, before the first update
-        freeze(run, batch)
+        with timed(run, "freeze"):
+            freeze(run, batch)
         # 5. compare: advantages; after 4, as a KL in the reward comes into them
         compare(run, batch)
-        clock.append(time.perf_counter())
         # 6. improve: minibatches of completions, each one optimiser step
-        updates = improve(run, batch)
-        clock.append(time.perf_counter())
+        with timed(run, "update"):
+            updates = improve(run, batch)
         # 7. report: metrics, evaluation, samples, checkpoint
-        phases = zip(("sample", "freeze", "update"), clock, clock[1:])
-        batch.seconds = {name: after - before for name, before, after in phases}
         row, after = {"step": step} | measure(run, batch, updates), {}
         if last or (config.eval_every and step % config.eval_every == 0):
             after = evaluate(run, "after" if last else step, pass_k=last)
@@ -581,7 +581,7 @@ def train(config: Config) -> int:
         if last or (config.save_every and step % config.save_every == 0):
             folder = save(run, step)
         if last:
-            prompt = json.dumps(run.held_out[0]["prompt"])
+            prompt = shlex.quote(printable(run.held_out[0]["prompt"]))
             print(f"held out: {percent(before)} -> {percent(after)}, in "
                   f"{(time.time() - started) / 60:.1f} minutes\nthe model is in {folder}, try it:\n"
                   f"python rollout.py --model {folder} --prompt {prompt}")
@@ -592,8 +592,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return train(resolve(parse_flags(arguments)))
     except (UserError, OSError) as error:
-        text = "".join(x if x.isprintable() else ascii(x)[1:-1] for x in str(error))
-        print("error:", text, file=sys.stderr)
+        print("error:", printable(str(error)), file=sys.stderr)
         return 2
 
 if __name__ == "__main__":

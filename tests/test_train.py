@@ -254,12 +254,14 @@ def seen(monkeypatch):
 class Calls(list):
     """Stands in for a function and keeps every call of it: (positional, keyword, result)."""
 
-    def __init__(self, function, change=None):
+    def __init__(self, function, change=None, counts=None):
         super().__init__()
 
         @functools.wraps(function)
         def stand_in(*positional, **keyword):
             result = function(*positional, **keyword)
+            if counts is not None and not counts(*positional):
+                return result
             if change is not None:
                 result = change(len(self), result)
             self.append((positional, keyword, result))
@@ -272,7 +274,7 @@ def losses(monkeypatch):
     """losses(algorithm, change=None): the calls of its loss, whose results `change` may replace."""
     def spy(algorithm, change=None):
         row = gspo.ALGOS[algorithm]
-        calls = Calls(row.loss, change)
+        calls = Calls(row.loss, change, lambda logprobs, *rest: logprobs.requires_grad)
         monkeypatch.setitem(gspo.ALGOS, algorithm, dataclasses.replace(row, loss=calls.stand_in))
         return calls
     return spy
@@ -1417,7 +1419,7 @@ METRICS = {
     "length_finished": (0, 16), "truncated": (0, 1), "advantage_abs": (0.1, 2),
     "ratio_mean": (0.8, 1.2), "policy_ratio_min": (0.5, 1), "policy_ratio_max": (1, 2),
     "policy_outside_gspo_band": (0, 1), "policy_token_std": (0, 1), "policy_sequence_std": (0, 1),
-    "clip_fraction": (0, 1), "approx_kl": (0, 0.1), "kl": (0, 1), "entropy": (0, math.log(18)),
+    "clip_fraction": (0, 1), "clip_fraction_high": (0, 1), "approx_kl": (0, 0.1), "kl": (0, 1), "entropy": (0, math.log(18)),
     "grad_norm": (1e-3, 1e3), "lr": (2e-4, 2e-4), "sampler_kl": (0, 1e-6),
     "sampler_ratio_mean": (0.999, 1.001), "sampler_ratio_min": (0.999, 1),
     "sampler_ratio_max": (1, 1.001), "sampler_outside_gspo_band": (0, 0.1),
@@ -1458,10 +1460,23 @@ def test_metrics_agree_with_the_samples(finished, seen, tmp_path):
             sum(map(abs, by_group(pays, 4, z_scores))) / 16, abs=1e-4)
 
 
-@pytest.mark.parametrize("phase", ["sample", "freeze", "update"])
+@pytest.mark.parametrize("phase", ["sample", "score", "freeze", "update"])
 def test_seconds_are_told_by_phase(phase, finished):
     for row in finished.rows:
         assert 0 <= row[f"seconds_{phase}"] < 60
+
+
+def test_the_clip_fraction_is_told_by_side(losses, tmp_path):
+    """Ratios are clipped above where the advantage is positive, and below where it is negative."""
+    calls, over, under = losses("gspo"), 0, 0
+    row = metrics(good(tmp_path, f"{BASE} --lr 3e-3 --epochs 4 --steps 1").folder)[0]
+    for (logprobs, old_logprobs, advantages, mask), _, _ in calls:
+        log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1) / mask.sum(1)
+        over += int(((advantages > 0) & (log_ratio.exp() > 1 + 4e-4)).sum())
+        under += int(((advantages < 0) & (log_ratio.exp() < 1 - 3e-4)).sum())
+    assert over > 0 and under > 0
+    assert row["clip_fraction_high"] == pytest.approx(over / 64)
+    assert row["clip_fraction"] - row["clip_fraction_high"] == pytest.approx(under / 64)
 
 
 @pytest.mark.parametrize("flags", [
@@ -1486,6 +1501,24 @@ def test_evaluation_before_during_and_after(finished):
     assert f"python rollout.py --model {newest(finished.folder)} --prompt" in last
     first = [line for line in finished.out.splitlines() if "held out" in line][0]
     assert "solved" in first and "pass@2" in first
+
+
+def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
+    """Held-out prompts, once at temperature 0 and, before and after, k times at that of training."""
+    calls = Calls(rollout.generate)
+    monkeypatch.setattr(rollout, "generate", calls.stand_in)
+    good(tmp_path, f"{BASE} --steps 2 --eval-every 1 --eval-samples 3 --temperature 0.7")
+    kinds = [(len(positional[1]), keyword["group_size"], keyword["temperature"])
+             for positional, keyword, _ in calls]
+    greedy, sampled, training = (8, 1, 0.0), (8, 3, 0.7), (4, 4, 0.7)
+    assert kinds == [greedy, sampled, training, greedy, training, greedy, sampled]
+
+
+def test_every_step_draws_other_random_numbers(seen, tmp_path):
+    """The same prompts and, at this learning rate, the same policy: the completions differ."""
+    write_rows(Path("one.jsonl"), [{"prompt": "1+1=", "answer": "2"}] * 12)
+    good(tmp_path, f"{BASE} --data one.jsonl --lr 1e-9 --steps 2")
+    assert seen.batches[0].texts != seen.batches[1].texts
 
 
 def test_one_console_line_a_step_as_a_scientist_reads_it(finished):
@@ -1702,6 +1735,13 @@ def test_long_prompts_are_skipped_with_a_count(seen, tmp_path):
     assert "22" in line and "--data" in line
 
 
+def test_long_prompts_of_a_built_in_task_are_skipped_too(seen, tmp_path):
+    good(tmp_path, f"{BASE} --max-prompt-tokens 6 --steps 2")
+    assert all(len(row["prompt"]) <= 6 for batch in seen.batches for row in batch.rows)
+    result = launch(tmp_path / "none", f"{BASE} --max-prompt-tokens 5")
+    assert result.status == 2 and "--max-prompt-tokens" in result.err
+
+
 def test_every_end_token_of_the_generation_config_ends(home, seen, tmp_path):
     """Here `#` ends too, as <|im_end|> does beside <|endoftext|>."""
     folder = copied(home, "two-ends")
@@ -1793,6 +1833,19 @@ def test_prompts_are_printed_without_control_characters(tmp_path):
                                       for i in range(12)])
     result = good(tmp_path, f"{BASE} --data escape.jsonl --steps 1")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.out)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_the_last_line_can_be_pasted_into_a_shell(tmp_path):
+    """A prompt of the user's data is one word there: nothing in it is run, or left out."""
+    prompt = "1+$(touch ran)`touch ran`'\"$HOME\\!="
+    write_rows(Path("shell.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
+    result = good(tmp_path, f"{BASE} --data shell.jsonl --steps 1")
+    words = result.out.splitlines()[-1].removeprefix("python rollout.py")
+    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {words}"], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        "--model", str(newest(result.folder)), "--prompt", prompt]
+    assert not Path("ran").exists()
 
 
 @pytest.mark.parametrize("reward", ["never", "always"])
