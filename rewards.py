@@ -307,8 +307,7 @@ class Reward:
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
                 terms[name] = float(function(completion, row["answer"], **fields) + 0.0)
-                if not abs(terms[name]) < inf:
-                    raise ValueError(f"it returned {terms[name]}")
+                need(abs(terms[name]) < inf, f"it returned {terms[name]}")
             except Exception as error:
                 self.faults += 1
                 self.first_fault = self.first_fault or (
@@ -334,6 +333,10 @@ class Reward:
 class UserError(ValueError):
     """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
 
+def need(condition, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
 def parse_reward(spec: str) -> Reward:
     """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`."""
     terms = {}
@@ -343,13 +346,12 @@ def parse_reward(spec: str) -> Reward:
         try:
             function = (runpy.run_path(path) if path else VERIFIERS)[name]
             terms[name] = (float(weight or 1), function, inspect.signature(function))
-            if not 0 < terms[name][0] < inf:
-                raise ValueError("a weight is positive")
+            need(0 < terms[name][0] < inf, "a weight is positive")
             if place in ("code", "code_strict"):
                 layers = json.loads(run_program("")[0])
                 print(f"--reward {place}: layers of the sandbox: {layers}", file=sys.stderr)
-                if not layers or place == "code_strict" and not all(layers.values()):
-                    raise ValueError("not here, where layers of the sandbox are missing")
+                need(layers and (place == "code" or all(layers.values())),
+                     "not here, where layers of the sandbox are missing")
             continue
         except KeyError:
             near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, VERIFIERS, 1)]

@@ -6,22 +6,20 @@ Attention is ours, over a layout: Slots, where a finished completion makes room 
 or Packed, prompts and completions to be scored in one sequence, each prompt once. Models with more
 state than keys and values read all their text again for each token: slow, but right.
 """
-import argparse
-import contextlib
-import copy
-import sys
+import argparse, contextlib, copy, sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface,
                           AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rewards import UserError, parse_reward
+from rewards import UserError, need, parse_reward
 
 @dataclass
 class Rollout:
@@ -109,8 +107,8 @@ class Packed:
         body.config.layout = self
         hidden = body(self.ids, position_ids=self.positions, use_cache=False,
                       attention_mask=torch.ones_like(self.ids)).last_hidden_state
-        if len(self.memory) != 2 * body.config.num_hidden_layers:
-            raise ValueError(f"{body.config.model_type}: expected one attention in each layer")
+        need(len(self.memory) == 2 * body.config.num_hidden_layers,
+             f"{body.config.model_type}: expected one attention in each layer")
         return hidden[0, self.sizes[0]:]
 
     def mask(self, mask_function):
@@ -142,8 +140,8 @@ AttentionMaskInterface.register("slots", lambda **k: k["config"].layout.mask(k["
 @contextlib.contextmanager
 def exact(model, ours=True):
     """Dropout off, and our attention where keys and values are all the state and it fits in."""
-    if (config := model.config).is_encoder_decoder:
-        raise ValueError(f"{config.model_type} is an encoder-decoder: only decoders are supported")
+    config = model.config
+    need(not config.is_encoder_decoder, f"{config.model_type} is an encoder-decoder")
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     ours = ours and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
     with contextlib.ExitStack() as undo:
@@ -255,10 +253,9 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     temperature 0 is greedy (log-probs recorded at 1); top_k 0 and top_p 1 are off. generator gives
     one seed and with it the completions, whatever max_slots (rows at once) and cache_gb (memory of
     their keys and values) say; None is room for all. progress(done, total) is called on the way."""
-    if not (min(group_size, max_new_tokens, len(prompts), *map(len, prompts)) >= 1
-            and min(temperature, top_k) >= 0 and 0 < top_p <= 1):
-        raise ValueError("generate needs prompts, group_size, max_new_tokens >= 1, temperature, "
-                         "top_k >= 0 and 0 < top_p <= 1")
+    need(min(group_size, max_new_tokens, len(prompts), *map(len, prompts)) >= 1 and top_p <= 1
+         and min(temperature, top_k) >= 0 < top_p, "generate needs prompts, group_size and "
+         "max_new_tokens >= 1, temperature and top_k >= 0, 0 < top_p <= 1")
     generator = generator or torch.Generator().manual_seed(torch.Generator().seed())
     seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device).item()
     prompts = [torch.tensor(p, device=model.device) for p in prompts for _ in range(group_size)]
@@ -372,32 +369,40 @@ def completion_logprobs(model, rollout: Rollout, *, temperature: float,
         return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], dim=1)
     return tuple(score(model.base_model, rollout, micro_batch_tokens, head))
 
+def make_critic(policy) -> torch.nn.Module:
+    """A copy of the policy's body, with weights and bias of a value that is 0 everywhere."""
+    critic, size = copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size
+    critic.value = torch.nn.Parameter(torch.zeros(size + 1, device=policy.device))
+    return critic
+
+def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None = None):
+    """Value before each completion token, (N, T), 0 on padding; float32 in autocast, too."""
+    head = lambda hidden, _: ((hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1])[None]
+    return score(critic, rollout, micro_batch_tokens, head)[0]
+
 def inspect_model(source) -> tuple:
-    """(tokenizer, context in tokens) of a causal model, checked before its weights load. Raises
-    UserError: no model there, not causal, no tokenizer, no end token, no safetensors."""
-    folder, bin = Path(source), "only pickles, which can run code when they load"
+    """(tokenizer, context in tokens) of a causal model, UserError where it cannot be trained."""
+    folder, expected = Path(source), f"--model {source}: expected"
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        for path in folder.glob("*.safetensors"):
+            safe_open(path, "pt")  # reads its header
     except Exception as error:  # of many kinds
-        raise UserError(f"--model {source}: expected a folder or hub name of a causal language "
-                        f"model: {(str(error).strip() or 'none').splitlines()[0]}")
+        raise UserError(f"{expected} a folder or hub name of a causal language model: "
+                        f"{(str(error).strip() or 'none').splitlines()[0]}")
     causal = {kind.__name__ for kind in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
-    for wrong, message in (
-            (not causal & set(config.architectures or ()), "a causal language model, found "
-             f"{config.architectures or config.model_type}"),
-            (len(tokenizer) < 2, "a tokenizer in it, found none"),
-            (tokenizer.eos_token_id is None, "a tokenizer with an end token, found none"),
-            (folder.is_dir() and not any(folder.glob("*.safetensors")), "*.safetensors weights in "
-             f"it, found {bin if any(folder.glob('*.bin')) else 'none'}")):
-        if wrong:
-            raise UserError(f"--model {source}: expected {message}")
+    need(causal & set(config.architectures or ()), f"{expected} a causal language model, found "
+         f"{config.architectures or config.model_type}")
+    need(len(tokenizer) > 1, f"{expected} a tokenizer in it, found none")
+    need(tokenizer.eos_token_id is not None, f"{expected} a tokenizer with an end token")
+    need(not folder.is_dir() or any(folder.glob("*.safetensors")), f"{expected} *.safetensors "
+         "weights, found none (pickles do not count: they can run code when they load)")
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 def encode_prompt(tokenizer, text: str, system: str | None = None) -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template where it has one."""
-    if not tokenizer.chat_template and system:
-        raise UserError("--system: the tokenizer of this model has no chat template")
+    need(tokenizer.chat_template or not system, "--system: this model has no chat template")
     if not tokenizer.chat_template:
         return tokenizer.encode(text)
     chat = [{"role": "system", "content": system}] if system else []
@@ -418,8 +423,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Print completions of a prompt.")
     for name in ("--model", "--prompt", "--answer"):  # the answer: what --reward compares with
         parser.add_argument(name, required=name != "--answer")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    defaults = dict(n=4, temperature=1.0, max_new_tokens=256, reward="math", device=device, seed=0)
+    defaults = dict(n=4, temperature=1.0, max_new_tokens=256, reward="math", seed=0,
+                    device="cuda" if torch.cuda.is_available() else "cpu")
     for name, value in defaults.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     args = parser.parse_args()
@@ -435,14 +440,11 @@ def main() -> None:
             temperature=args.temperature, generator=torch.Generator().manual_seed(args.seed))
     except (ValueError, OSError) as error:
         parser.exit(2, f"error: {error}\n")
-    texts = [tokenizer.decode(ids[:length], skip_special_tokens=True)
-             for ids, length in zip(samples.completions, samples.lengths)]
-    marks = [""] * args.n
-    if args.answer is not None:
-        marks = [f"[reward {score.reward:g}] "
-                 for score in reward.score(texts, [vars(args)] * args.n)]
-    for mark, text in zip(marks, texts):  # a completion may hold escape sequences
-        print(mark + "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+    for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences
+        text = tokenizer.decode(ids[:length], skip_special_tokens=True)
+        [score] = reward.score([text], [vars(args)])
+        print(f"[reward {score.reward:g}] " if args.answer is not None else "", end="")
+        print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
 
 if __name__ == "__main__":
     main()

@@ -2,7 +2,6 @@
 
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
-    python train.py --algo dapo --task countdown
 
 Three policies: `policy` is trained; `old_policy` is the sampler's snapshot of it, together with the
 tensor old_logprobs; `ref_policy` anchors the KL term, where there is one. `train` is the loop: read
@@ -15,14 +14,13 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
 import gspo
 import rewards
 import rollout
-from rewards import UserError
+from rewards import UserError, need
 
 WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
 
@@ -60,6 +58,8 @@ class Config:
     overlong_cache: int | None = None  # punished tokens before the limit; DAPO a fifth [0, inf)
     overlong_filter: bool = False  # truncated completions leave the loss
     repetition_penalty: float = 0.0  # times the share of repeated 4-grams, off the reward [0, inf)
+    gae_lambda: float | None = None  # of PPO's advantages; default 0.95 [0, 1]
+    critic_lr: float | None = None  # of PPO's critic; default 10 x lr (0, inf)
     # --- optimiser
     completions_per_update: int | None = None  # default: a quarter of the rollout's P x G [1, inf)
     epochs: int = 1  # passes over a rollout [1, inf)
@@ -74,16 +74,11 @@ class Config:
     name: str | None = None  # folder of the run; default: the algorithm and a number
     runs: str = "runs"  # folder of all runs
     save_every: int = 0  # steps between checkpoints; 0: the last only [0, inf)
-    device: str = "auto"  # device {auto, cuda, cpu, mps}
-    dtype: str = "auto"  # of autocast, sampler and reference {auto, float32, bfloat16}
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"  # device {cuda, cpu, mps}
+    dtype: str | None = None  # of autocast and sampler; bfloat16 on CUDA {float32, bfloat16}
     tensorboard: bool = False  # write TensorBoard events too
 
 # ---- flags and input
-
-def need(condition, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         wrong = re.search(r"(?:arguments: |choice: ')([^' ]+)", message)
@@ -106,14 +101,12 @@ def parse_flags(arguments: list[str] | None) -> dict:
             name, kind, default, text, choices = found.groups()
             rules[name] = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
             text += "" if default == "None" else f"; default {default}"
-            options = {"type": kinds.get(kind), "metavar": kind.upper()}
-            if kind == "bool":
-                options = {"action": argparse.BooleanOptionalAction}
+            options = {"action": argparse.BooleanOptionalAction} if kind == "bool" else {
+                "type": kinds[kind], "metavar": kind.upper()}
             if choices:
                 options["choices"] = names.get(choices, choices).split(", ")
                 text += f": {', '.join(options['choices'])}"
-            flag = "--" + name.replace("_", "-")
-            group.add_argument(flag, help=text.replace("%", "%%"), **options)
+            group.add_argument("--" + name.replace("_", "-"), help=text, **options)
     given = vars(parser.parse_args(arguments))
     for name, value in given.items():
         if rule := rules[name]:
@@ -129,22 +122,20 @@ def resolve(given: dict) -> Config:
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
     rows = config.prompts_per_step * config.group_size
-    need(not algorithm.critic, f"--algo {config.algo}: there is no critic yet; expected another")
-    for name in ("clip_low", "clip_high"):
-        need(name in takes or getattr(config, name) is None,
+    for name, used in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
+                       "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic}.items():
+        need(used or getattr(config, name) is None,
              f"--{name.replace('_', '-')}: does nothing with --algo {config.algo}")
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     for name, value in {
             "reward": "math" if config.data else task.verifier, "lr": 2e-4 if tiny else 1e-6,
             "max_new_tokens": limit, "completions_per_update": max(rows // 4, 1),
+            "gae_lambda": 0.95, "critic_lr": 10 * (config.lr or (2e-4 if tiny else 1e-6)),
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "dynamic_sampling": algorithm.dynamic_sampling,
+            "dtype": "bfloat16" if config.device == "cuda" else "float32",
             "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
-    if config.device == "auto":
-        config.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if config.dtype == "auto":
-        config.dtype = "bfloat16" if config.device == "cuda" else "float32"
     need(rows % config.completions_per_update == 0, f"--completions-per-update "
          f"{config.completions_per_update}: expected a divisor of a rollout's {rows} completions")
     need(config.kl_coef or not config.ref_every, "--ref-every: expected --kl-coef above 0 with it")
@@ -164,18 +155,19 @@ def read_rows(path: str, flag: str, reward: rewards.Reward) -> list[dict]:
     try:
         for number, line in enumerate(open(path, "rb"), 1):
             place = f"{flag} {path}, line {number}"
-            row = json.loads(line) if line.strip() else None
-            if isinstance(row, dict) and "question" in row:
+            if not line.strip():
+                continue
+            row = json.loads(line)
+            fields = row if isinstance(row, dict) else {}
+            if "question" in fields:
                 row.setdefault("prompt", row.pop("question"))
-            found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-            need(row is None or {"prompt", "answer"} <= set(row if isinstance(row, dict) else ()),
-                 f"{place}: expected an object with the fields prompt and answer, found {found}")
-            if row is not None:
-                need(isinstance(row["prompt"], str) and row["prompt"].encode().strip(),
-                     f"{place}, field prompt: expected text")
-                problem = reward.check_answer(row["answer"])
-                need(problem is None, f"{place}, field answer: {problem}")
-                rows.append(row)
+            need({"prompt", "answer"} <= set(fields), f"{place}: expected an object with the "
+                 f"fields prompt and answer, found {', '.join(fields) or type(row).__name__}")
+            need(isinstance(row["prompt"], str) and row["prompt"].encode().strip(),
+                 f"{place}, field prompt: expected text")
+            problem = reward.check_answer(row["answer"])
+            need(problem is None, f"{place}, field answer: {problem}")
+            rows.append(row)
     except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
         raise UserError(f"{place}: expected JSON objects with prompt and answer, in UTF-8: {error}")
     need(rows, f"{flag} {path}: expected rows, and the file is empty")
@@ -195,11 +187,10 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
         message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts have more than {limit} "
                    f"tokens (--max-prompt-tokens, or the context {context} less --max-new-tokens)")
         need(kept, message)
-        print(f"skipped: {message}")
+        print("skipped:", message)
     return kept
 
 # ---- models
-
 def tiny_model(task: rewards.Task) -> Path:
     """Folder of a built-in policy: supervised learning on demonstrations that are often wrong. Made
     once, on the CPU, from fixed seeds; kept in a cache folder named by what it is made from."""
@@ -217,9 +208,8 @@ def tiny_model(task: rewards.Task) -> Path:
     problems, rng = rewards.problems(task, seed=-1), random.Random(0)
     shown = [(row["prompt"], task.demonstration(row, rng))
              for row in itertools.islice(problems, WARM_STEPS * WARM_ROWS)]
-    window = 4 * WARM_ROWS  # sorted by length, so that there is little padding
-    shown = [pair for i in range(0, len(shown), window)
-             for pair in sorted(shown[i:i + window], key=lambda pair: len(pair[1]))]
+    shown = [pair for _, pair in sorted(enumerate(shown), key=lambda item: (  # little padding
+        item[0] // (4 * WARM_ROWS), len(item[1][1])))]
     recipe = repr((shape, shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
                   f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
@@ -261,9 +251,8 @@ def start(config: Config) -> SimpleNamespace:
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
     config.name = config.name or next(x for x in names if not Path(config.runs, x).exists())
-    folder = Path(config.runs, config.name)
+    folder, source = Path(config.runs, config.name), config.model
     need(not folder.exists(), f"--name {config.name}: {folder} exists; expected a new name")
-    source = config.model
     if source == "tiny":
         torch.set_num_threads(1)  # at this size two threads only wait for each other
         source = tiny_model(task)
@@ -275,11 +264,8 @@ def start(config: Config) -> SimpleNamespace:
     else:
         rows = fit(rows, f"--data {config.data}")
         if not held_out:
-            rows = random.Random(config.seed).sample(rows, len(rows))
-            count = min(config.eval_prompts, max(1, len(rows) // 10))
-            need(len(rows) > count, f"--data {config.data}: expected two rows, to hold one out")
-            print(f"held out for evaluation: {count} of the {len(rows)} rows of --data")
-            held_out, rows = rows[:count], rows[count:]
+            held_out, rows = rows[::10], [row for i, row in enumerate(rows) if i % 10]
+            need(rows, f"--data {config.data}: expected two rows, as one in ten is held out")
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
     held_out = fit(list(held_out)[:config.eval_prompts], "held out")
@@ -290,38 +276,38 @@ def start(config: Config) -> SimpleNamespace:
     (folder / "config.json").write_text(json.dumps(vars(config), indent=1) + "\n")
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        prompts=prompts, held_out=held_out, folder=folder, ref_policy=None, tensorboard=None,
-        warned=set())
+        prompts=prompts, held_out=held_out, folder=folder, ref_policy=None, critic=None,
+        tensorboard=None, warned=set())
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.tensorboard = SummaryWriter(folder)
-    try:
-        load_weights(run, source)
-    except SafetensorError as error:
-        raise UserError(f"--model {source}: its weights cannot be read: {error}")
+    load_weights(run, source)
     return run
 
 def load_weights(run, source: str | Path) -> None:
     """The three policies, from safetensors only, and the optimiser."""
-    config, takes = run.config, inspect.signature(run.algorithm.loss).parameters
+    config, takes = run.config, inspect.signature(run.algorithm.loss).parameters.keys()
     load = lambda path: AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
     run.policy = load(source)
+    run.autocast = functools.partial(
+        torch.autocast, config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
     run.old_policy = run.policy  # nothing moves while it samples, so its own weights will do
     if config.dtype != "float32":
         run.old_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
     if config.kl_coef:
         run.ref_policy = load(source).to(getattr(torch, config.dtype)).requires_grad_(False)
-    run.optimizer = torch.optim.AdamW(
-        run.policy.parameters(), lr=config.lr, weight_decay=0.0, fused=config.device == "cuda")
+    groups = [{"params": list(run.policy.parameters()), "lr": config.lr}]
+    if run.algorithm.critic:
+        run.critic = rollout.make_critic(run.policy)
+        groups.append({"params": list(run.critic.parameters()), "lr": config.critic_lr})
+    run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
     run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
-    numbers = {"clip_low": config.clip_low, "clip_high": config.clip_high,
-               "per": run.algorithm.denom, "max_completion_length": config.max_new_tokens}
-    run.loss_args = {name: value for name, value in numbers.items()
-                     if name in takes and value is not None}
+    given = {"clip_low": config.clip_low, "clip_high": config.clip_high, "per": run.algorithm.denom,
+             "max_completion_length": config.max_new_tokens}
+    run.loss_args = {name: given[name] for name in takes & given.keys() if given[name] is not None}
 
 # ---- the phases of a step
-
 @contextlib.contextmanager
 def timed(run, phase: str):
     begun = time.perf_counter()
@@ -389,36 +375,45 @@ def collect(run, step: int) -> SimpleNamespace:
 
 def logprobs_of(run, model, batch, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs and entropies of some rows: one path for policy, old and ref."""
-    with torch.autocast(run.config.device, torch.bfloat16, enabled=run.config.dtype == "bfloat16"):
+    with run.autocast():
         return rollout.completion_logprobs(
             model, batch.rollout[rows], temperature=run.config.temperature)
 
 @torch.no_grad()
 def freeze(run, batch) -> None:
-    """What stays while pi_theta moves: old_logprobs and ref_logprobs. They are scored in the
+    """What stays while pi_theta moves: old_logprobs, ref_logprobs, values. They are scored in the
     updates' own micro-batches, so that the ratio of the first update is exactly 1."""
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
-    batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
+    batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
             batch.old_logprobs[rows] = logprobs_of(run, run.policy, batch, rows)[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = logprobs_of(run, run.ref_policy, batch, rows)[0]
+        if run.critic is not None:
+            with run.autocast():
+                batch.values[rows] = rollout.completion_values(run.critic, batch.rollout[rows])
 
 def compare(run, batch) -> None:
-    """Advantages (N,) or (N, T): how much better than its peers a completion is."""
-    rewards, kind, size = batch.rewards, run.algorithm.advantages, run.config.group_size
-    if kind == "group":
-        batch.advantages = gspo.group_advantages(rewards, size, scale=run.algorithm.scale)
-    elif kind == "leave_one_out":
-        batch.advantages = gspo.leave_one_out_advantages(rewards, size)
-    elif kind == "batch_mean":
-        batch.advantages = gspo.group_advantages(rewards, len(rewards), scale="none")
-    elif kind == "reward_to_go":  # the reward stands at the last token, the KL at every token
-        mask, last = batch.rollout.completion_mask, (batch.rollout.lengths - 1).clamp(min=0)
-        per_token = -run.config.kl_coef * mask * (batch.old_logprobs - batch.ref_logprobs)
-        per_token = per_token.scatter_add(1, last[:, None], rewards[:, None])
+    """Advantages (N,) or (N, T): how much better than its peers, or than the critic expected."""
+    config, algorithm, mask = run.config, run.algorithm, batch.rollout.completion_mask
+    last = (batch.rollout.lengths - 1).clamp(min=0)[:, None]
+    per_token = -config.kl_coef * mask * (batch.old_logprobs - batch.ref_logprobs)  # KL as reward
+    per_token = per_token.scatter_add(1, last, batch.rewards[:, None])
+    if algorithm.advantages == "group":
+        batch.advantages = gspo.group_advantages(
+            batch.rewards, config.group_size, scale=algorithm.scale)
+    elif algorithm.advantages == "leave_one_out":
+        batch.advantages = gspo.leave_one_out_advantages(batch.rewards, config.group_size)
+    elif algorithm.advantages == "batch_mean":
+        batch.advantages = gspo.group_advantages(batch.rewards, len(mask), scale="none")
+    elif algorithm.advantages == "reward_to_go":
         batch.advantages = gspo.reinforce_plus_plus_advantages(per_token, mask)
+    else:  # a completion that was cut off is not over: the critic's last word stands for the rest
+        advantages, batch.returns = gspo.gae_advantages(
+            per_token, batch.values, mask, lam=config.gae_lambda,
+            bootstrap=batch.values.gather(1, last)[:, 0] * batch.rollout.truncated)
+        batch.advantages = gspo.whiten(advantages, batch.mask)
 
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
@@ -450,18 +445,25 @@ def update(run, batch, micro_batches: list) -> dict:
                 logprobs if in_loss else new, batch.ref_logprobs[rows], mask,
                 denom=denom, per=algorithm.denom, estimator=algorithm.kl if in_loss else "k1")
             loss, metrics = loss + config.kl_coef * kl * in_loss, metrics | kl_metrics
+        if run.critic is not None:
+            with run.autocast():
+                values = rollout.completion_values(run.critic, batch.rollout[rows])
+            critic_loss, critic_metrics = gspo.value_loss(
+                values, batch.values[rows], batch.returns[rows], mask, denom=denom)
+            loss += critic_loss
+            metrics |= critic_metrics | {"value_loss": critic_loss}
         loss.backward()
         for name, value in metrics.items():
             totals[name] = totals.get(name, 0.0) + value.detach()
-    norm = torch.nn.utils.clip_grad_norm_(run.policy.parameters(), config.max_grad_norm)
-    totals = {name: float(value) for name, value in totals.items()} | {"grad_norm": float(norm)}
+    for group, name in zip(run.optimizer.param_groups, ("grad_norm", "critic_grad_norm")):
+        totals[name] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm)
+    totals = {name: float(value) for name, value in totals.items()}
     if not all(map(math.isfinite, totals.values())):  # one bad update must not ruin the weights
         return {"bad_updates": 1}
     run.optimizer.step()
     return totals
 
 # ---- report
-
 def measure(run, batch, updates: list[dict]) -> dict:
     """The row of metrics.jsonl: what a person may want to see of a step (README explains each)."""
     samples, groups, scores = batch.rollout, batch.groups, batch.scores
@@ -475,7 +477,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
         "length_finished": finished.sum() / max(len(finished), 1),
         "truncated": 1 - len(finished) / len(lengths),
         "advantage_abs": batch.advantages.abs().mean(), "verifier_faults": run.reward.faults,
-        "bad_updates": sum("bad_updates" in one for one in updates)}.items()}
+        "bad_updates": sum("bad_updates" in one for one in updates), "lr": run.config.lr}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
     updates = [one for one in updates if "bad_updates" not in one]
@@ -487,7 +489,9 @@ def measure(run, batch, updates: list[dict]) -> dict:
     for prefix, pair in pairs.items():
         row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()
                 if value.isfinite()}  # log-probs of a skipped update may not be
-    row["lr"] = run.config.lr
+    if run.critic is not None:
+        error, returns = (batch.returns - batch.values)[mask], batch.returns[mask]
+        row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
     row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
     row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
     if run.config.device == "cuda":
@@ -496,16 +500,15 @@ def measure(run, batch, updates: list[dict]) -> dict:
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
-    kinds, k = {"eval_solved": (1, 0.0)}, run.config.eval_samples
-    if pass_k and k:
-        kinds[f"eval_pass@{k}"] = k, run.config.temperature
-    for label, (size, temperature) in kinds.items():
+    k, result = run.config.eval_samples, {}
+    kinds = ("eval_solved", 1, 0.0), (f"eval_pass@{k}", k, run.config.temperature)
+    for label, size, temperature in kinds[:2 if pass_k and k else 1]:
         _, texts = sample(run, run.policy, run.held_out, f"eval {name}",
                           group_size=size, temperature=temperature)
         scores = run.reward.score(texts, [row for row in run.held_out for _ in range(size)])
         best = torch.tensor([score.correct for score in scores]).view(-1, size).amax(1)
-        kinds[label] = float(best.mean())
-    return kinds
+        result[label] = float(best.mean())
+    return result
 
 def report(run, batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
@@ -517,10 +520,9 @@ def report(run, batch, row: dict) -> None:
                             ("grad", "grad_norm", ".2f"), ("held out", "eval_solved", ".1%")):
         line += f" | {name} {row[key]:{form}}" if key in row else ""
     print(line, f"| {row['tokens_per_second'] / 1000:.1f}k tok/s", flush=True)
-    every = range(0, len(batch.texts), run.config.group_size)
     shown = [{"step": row["step"], "prompt": batch.rows[i]["prompt"], "completion": batch.texts[i],
               "answer": batch.rows[i]["answer"], "reward": float(batch.rewards[i])}
-             for i in every[:4]]
+             for i in range(0, len(batch.texts), run.config.group_size)[:4]]
     for name, rows in (("metrics.jsonl", [row]), ("samples.jsonl", shown)):
         with open(run.folder / name, "a") as file:
             file.writelines(json.dumps(one) + "\n" for one in rows)
@@ -547,7 +549,6 @@ def save(run, step: int) -> Path:
     return final
 
 # ---- the loop
-
 def train(config: Config) -> int:
     """The three-policy loop. Returns the exit status."""
     started, run = time.time(), start(config)
@@ -562,13 +563,12 @@ def train(config: Config) -> int:
             rollout.refresh(run.old_policy, run.policy)
         if config.ref_every and step > 1 and (step - 1) % config.ref_every == 0:
             rollout.refresh(run.ref_policy, run.policy)
-        # 2. sample G completions for each of P prompts, 3. score them with the verifier; dynamic
-        #    sampling drops dead groups and refills
+        # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
         batch = collect(run, step)
-        # 4. freeze: old_logprobs and ref_logprobs, no grad, before the first update
+        # 4. freeze: old_logprobs, ref_logprobs, values, no grad, before the first update
         with timed(run, "freeze"):
             freeze(run, batch)
-        # 5. compare: advantages; after 4, as a KL in the reward comes into them
+        # 5. compare: advantages; after 4, as a KL in the reward and a critic come into them
         compare(run, batch)
         # 6. improve: minibatches of completions, each one optimiser step
         with timed(run, "update"):
