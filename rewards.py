@@ -435,9 +435,8 @@ def main() -> None:
     scores = reward.score([row["completion"] for row in rows], rows)
     accuracy = sum(score.correct for score in scores) / max(len(rows), 1)
     print(f"accuracy {accuracy:.4f} of {len(rows)} {reward.first_fault}")
-    for number in [number for number, score in enumerate(scores) if score.correct < 1][:10]:
-        row = rows[number]
-        print(f"line {number + 1}: {row['answer']!r:.80} from {row['completion'][-160:]!r}")
+    for n in [n for n, score in enumerate(scores) if score.correct < 1][:10]:
+        print(f"line {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
 
 if __name__ == "__main__":
     main()

@@ -8,7 +8,7 @@ tensor old_logprobs; `ref_policy` anchors the KL term, where there is one. `trai
 it first. Every random number is a function of (seed, step), so there is no random state to keep.
 """
 import argparse, contextlib, dataclasses, difflib, functools, hashlib, importlib.util, inspect
-import itertools, json, math, os, random, re, shlex, sys, time
+import itertools, json, math, os, random, re, shlex, shutil, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,8 +208,8 @@ def tiny_model(task: rewards.Task) -> Path:
     problems, rng = rewards.problems(task, seed=-1), random.Random(0)
     shown = [(row["prompt"], task.demonstration(row, rng))
              for row in itertools.islice(problems, WARM_STEPS * WARM_ROWS)]
-    shown = [pair for _, pair in sorted(enumerate(shown), key=lambda item: (  # little padding
-        item[0] // (4 * WARM_ROWS), len(item[1][1])))]
+    window_and_length = lambda item: (item[0] // (4 * WARM_ROWS), len(item[1][1]))
+    shown = [pair for _, pair in sorted(enumerate(shown), key=window_and_length)]  # little padding
     recipe = repr((shape, shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
                   f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
@@ -543,6 +543,7 @@ def save(run, step: int) -> Path:
     """checkpoints/step-N in Hugging Face layout, whole or not there."""
     final = run.folder / "checkpoints" / f"step-{step}"
     temporary = final.with_name("unfinished")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
     run.policy.save_pretrained(temporary)
     run.tokenizer.save_pretrained(temporary)
     temporary.rename(final)
@@ -591,9 +592,9 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
         return train(resolve(parse_flags(arguments)))
-    except (UserError, OSError) as error:
-        print("error:", printable(str(error)), file=sys.stderr)
-        return 2
+    except (UserError, OSError, KeyboardInterrupt) as error:
+        print("error:", printable(str(error) or "interrupted"), file=sys.stderr)
+        return 130 if isinstance(error, KeyboardInterrupt) else 2
 
 if __name__ == "__main__":
     sys.exit(main())

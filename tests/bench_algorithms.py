@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 import gspo  # noqa: E402
 
 GOAL = 0.9  # held-out accuracy whose first step is reported
-# name of a variant -> its flags of train.py, which has no critic yet
-VARIANTS = {name: ["--algo", name] for name, row in gspo.ALGOS.items() if not row.critic}
+# name of a variant -> its flags of train.py
+VARIANTS = {name: ["--algo", name] for name in gspo.ALGOS}
 
 
 # ---------------------------------------------------------------- one run
