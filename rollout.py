@@ -394,8 +394,8 @@ def inspect_model(source) -> tuple:
     causal = {kind.__name__ for kind in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
     need(causal & set(config.architectures or ()), f"{expected} a causal language model, found "
          f"{config.architectures or config.model_type}")
-    need(len(tokenizer) > 1, f"{expected} a tokenizer in it, found none")
-    need(tokenizer.eos_token_id is not None, f"{expected} a tokenizer with an end token")
+    need(tokenizer.eos_token_id is not None and len(tokenizer) > 1,
+         f"{expected} a tokenizer with an end token, found none")
     need(not folder.is_dir() or any(folder.glob("*.safetensors")), f"{expected} *.safetensors "
          "weights, found none (pickles do not count: they can run code when they load)")
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20

@@ -66,6 +66,7 @@ class Config:
     lr: float | None = None  # of AdamW; default 2e-4 for built-in models, else 1e-6 (0, inf)
     max_grad_norm: float = 1.0  # gradient clipping (0, inf)
     micro_batch_tokens: int = 16384  # padded tokens of one forward and backward [1, inf)
+    gradient_checkpointing: bool = False  # less memory for activations, but slower
     # --- evaluation
     eval_every: int = 10  # steps between evaluations; 0: before and after only [0, inf)
     eval_prompts: int = 256  # held-out prompts, greedy [1, inf)
@@ -268,16 +269,15 @@ def start(config: Config) -> SimpleNamespace:
             need(rows, f"--data {config.data}: expected two rows, as one in ten is held out")
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
-    held_out = fit(list(held_out)[:config.eval_prompts], "held out")
+    run = SimpleNamespace(
+        config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
+        prompts=prompts, held_out=fit(list(held_out)[:config.eval_prompts], "held out"),
+        folder=folder, ref_policy=None, critic=None, tensorboard=None, warned=set())
     try:
         folder.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"--runs {config.runs} --name {config.name}: cannot be made: {error}")
     (folder / "config.json").write_text(json.dumps(vars(config), indent=1) + "\n")
-    run = SimpleNamespace(
-        config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        prompts=prompts, held_out=held_out, folder=folder, ref_policy=None, critic=None,
-        tensorboard=None, warned=set())
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.tensorboard = SummaryWriter(folder)
@@ -289,7 +289,9 @@ def load_weights(run, source: str | Path) -> None:
     config, takes = run.config, inspect.signature(run.algorithm.loss).parameters.keys()
     load = lambda path: AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
-    run.policy = load(source)
+    policy = run.policy = load(source)
+    if config.gradient_checkpointing:
+        getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)()
     run.autocast = functools.partial(
         torch.autocast, config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
     run.old_policy = run.policy  # nothing moves while it samples, so its own weights will do
@@ -381,8 +383,7 @@ def logprobs_of(run, model, batch, rows) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def freeze(run, batch) -> None:
-    """What stays while pi_theta moves: old_logprobs, ref_logprobs, values. They are scored in the
-    updates' own micro-batches, so that the ratio of the first update is exactly 1."""
+    """Constants of a step, scored in the updates' micro-batches: the first ratio is exactly 1."""
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
     for rows in itertools.chain(*batch.plan):
@@ -494,9 +495,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
     row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
     row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
-    if run.config.device == "cuda":
-        row["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
-    return row
+    cuda = run.config.device == "cuda"
+    return row | ({"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {})
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
