@@ -207,7 +207,7 @@ def countdown(completion: str, answer: dict) -> float:
 
 def arithmetic(completion: str, answer: str) -> float:
     """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
-    return completion.rpartition("#")[1:] == ("#", answer)
+    return completion.rpartition("#")[1:] == ("#", str(answer))
 
 def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> None:
     """The child's side of `run_program`: lays the limits on itself, then becomes the program."""
@@ -345,6 +345,7 @@ def parse_reward(spec: str) -> Reward:
         path, _, name = place.rpartition(":")
         try:
             function = (runpy.run_path(path) if path else VERIFIERS)[name]
+            need(name not in terms, "a name stands there twice")
             terms[name] = (float(weight or 1), function, inspect.signature(function))
             need(0 < terms[name][0] < inf, "a weight is positive")
             if place in ("code", "code_strict"):
@@ -433,8 +434,8 @@ def main() -> None:
     except (OSError, LookupError, TypeError, ValueError) as error:
         parser.exit(2, f"{place}{error}\n")
     scores = reward.score([row["completion"] for row in rows], rows)
-    accuracy = sum(score.correct for score in scores) / max(len(rows), 1)
-    print(f"accuracy {accuracy:.4f} of {len(rows)} {reward.first_fault}")
+    right = sum(score.correct for score in scores)
+    print(f"accuracy {right / max(len(rows), 1):.4f} of {len(rows)} {reward.first_fault}")
     for n in [n for n, score in enumerate(scores) if score.correct < 1][:10]:
         print(f"line {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
 

@@ -30,10 +30,10 @@ class Config:
     # --- what to run
     algo: str = "gspo"  # algorithm {ALGOS}
     model: str = "tiny"  # tiny (built in), a folder, or a name on the hub
-    task: str = "arithmetic"  # built-in problems, unless there is --data {TASKS}
+    task: str = "arithmetic"  # built-in problems, and what tiny has seen {TASKS}
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
-    reward: str | None = None  # "math + 0.1*format" or file.py:function; default: the task's
+    reward: str | None = None  # "math + 0.1*format" or file.py:function; default with --data: math
     steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
@@ -409,7 +409,7 @@ def compare(run, batch) -> None:
     elif algorithm.advantages == "batch_mean":
         batch.advantages = gspo.group_advantages(batch.rewards, len(mask), scale="none")
     elif algorithm.advantages == "reward_to_go":
-        batch.advantages = gspo.reinforce_plus_plus_advantages(per_token, mask)
+        batch.advantages = gspo.reinforce_plus_plus_advantages(per_token, batch.mask)
     else:  # a completion that was cut off is not over: the critic's last word stands for the rest
         advantages, batch.returns = gspo.gae_advantages(
             per_token, batch.values, mask, lam=config.gae_lambda,
@@ -471,8 +471,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
     lengths, finished = samples.lengths.float(), samples.lengths[~samples.truncated].float()
     row = {name: float(value) for name, value in {
         "reward": batch.rewards.mean(), "reward_std": batch.rewards.std(), "solved": groups.mean(),
-        "solved_any": (groups.amax(1) > 0).float().mean(),
-        "dead_right": (groups.amin(1) == 1).float().mean(),
+        "solved_any": groups.amax(1).mean(), "dead_right": (groups.amin(1) == 1).float().mean(),
         "dead_wrong": (groups.amax(1) == 0).float().mean(), "prompts_drawn": len(groups),
         "length_mean": lengths.mean(), "length_min": lengths.min(), "length_max": lengths.max(),
         "length_finished": finished.sum() / max(len(finished), 1),

@@ -47,7 +47,8 @@ def flags_table() -> str:
             for key, choices in names.items():
                 text = text.replace(key, "{" + ", ".join(choices) + "}")
             flag = "--" + field.replace("_", "-") + ("" if kind == "bool" else f" {kind.upper()}")
-            default = {"None": "", "False": "off", "True": "on"}.get(default, default.strip('"'))
+            default = {"None": "", "False": "off", "True": "on"}.get(
+                default, f"`{default}`" if " if " in default else default.strip('"'))
             rows.append(f"| `{flag}` | {default} | {text} |")
     return "\n".join(rows)
 

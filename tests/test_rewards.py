@@ -1198,6 +1198,19 @@ def test_countdown_problems_can_be_solved():
                    repeat=len(rest)))
 
 
+def test_arithmetic_takes_a_number_as_answer():
+    assert rewards.VERIFIERS["arithmetic"]("7+5=2#2", 2) == 1.0
+    assert rewards.VERIFIERS["arithmetic"]("7+5=2#2", 3) == 0.0
+
+
+def test_a_name_stands_once_in_a_sum(tmp_path):
+    """Two functions of one name would else overwrite each other in silence."""
+    for name, value in (("a", 1.0), ("b", 0.0)):
+        (tmp_path / f"{name}.py").write_text(f"def f(completion, answer):\n    return {value}\n")
+    with pytest.raises(rewards.UserError, match="twice"):
+        rewards.parse_reward(f"{tmp_path}/a.py:f + {tmp_path}/b.py:f")
+
+
 # ---- command line ----
 
 def command(*arguments):
