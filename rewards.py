@@ -333,6 +333,9 @@ class Reward:
 class UserError(ValueError):
     """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
 
+def printable(text: str) -> str:
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
+
 def need(condition, message: str) -> None:
     if not condition:
         raise UserError(message)

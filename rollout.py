@@ -19,7 +19,7 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Atten
                           AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rewards import UserError, need, parse_reward
+from rewards import UserError, need, parse_reward, printable
 
 @dataclass
 class Rollout:
@@ -303,7 +303,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                    slots.logprobs[:total, :lengths.max()], truncated, group_size)
 
 def sampler_copy(policy, dtype: torch.dtype):
-    """A frozen copy in dtype to `generate` with; its tensors stay where they are when refreshed."""
+    """A frozen copy in dtype, as sampler or reference; `refresh` leaves its tensors in place."""
     sampler = copy.deepcopy(policy).eval().requires_grad_(False)
     for parameter in sampler.parameters():  # not buffers: bf16 rotary frequencies blur positions
         parameter.data = parameter.data.to(dtype)
@@ -442,9 +442,9 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
-        [score] = reward.score([text], [vars(args)])
-        print(f"[reward {score.reward:g}] " if args.answer is not None else "", end="")
-        print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+        if args.answer is not None:
+            print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] ", end="")
+        print(*map(printable, text.split("\n")), sep="\n")
 
 if __name__ == "__main__":
     main()

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import gspo
 import rewards
 import rollout
-from rewards import UserError, need
+from rewards import UserError, need, printable
 
 WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
 
@@ -128,10 +128,11 @@ def resolve(given: dict) -> Config:
         need(used or getattr(config, name) is None,
              f"--{name.replace('_', '-')}: does nothing with --algo {config.algo}")
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
+    lr = config.lr or (2e-4 if tiny else 1e-6)
     for name, value in {
-            "reward": "math" if config.data else task.verifier, "lr": 2e-4 if tiny else 1e-6,
+            "reward": "math" if config.data else task.verifier, "lr": lr, "critic_lr": 10 * lr,
             "max_new_tokens": limit, "completions_per_update": max(rows // 4, 1),
-            "gae_lambda": 0.95, "critic_lr": 10 * (config.lr or (2e-4 if tiny else 1e-6)),
+            "gae_lambda": 0.95 if algorithm.critic else None,
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "dynamic_sampling": algorithm.dynamic_sampling,
             "dtype": "bfloat16" if config.device == "cuda" else "float32",
@@ -287,9 +288,8 @@ def start(config: Config) -> SimpleNamespace:
 def load_weights(run, source: str | Path) -> None:
     """The three policies, from safetensors only, and the optimiser."""
     config, takes = run.config, inspect.signature(run.algorithm.loss).parameters.keys()
-    load = lambda path: AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
-    policy = run.policy = load(source)
+    policy = run.policy = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
     if config.gradient_checkpointing:
         getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)()
     run.autocast = functools.partial(
@@ -298,7 +298,7 @@ def load_weights(run, source: str | Path) -> None:
     if config.dtype != "float32":
         run.old_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
     if config.kl_coef:
-        run.ref_policy = load(source).to(getattr(torch, config.dtype)).requires_grad_(False)
+        run.ref_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
     groups = [{"params": list(run.policy.parameters()), "lr": config.lr}]
     if run.algorithm.critic:
         run.critic = rollout.make_critic(run.policy)
@@ -534,9 +534,6 @@ def warn(run, key: str, message: str) -> None:
     if key not in run.warned:  # once a run
         run.warned.add(key)
         print("warning:", printable(message), flush=True)
-
-def printable(text: str) -> str:
-    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 def save(run, step: int) -> Path:
     """checkpoints/step-N in Hugging Face layout, whole or not there."""

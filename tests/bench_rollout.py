@@ -7,6 +7,7 @@ The same model, prompts and lengths for all: lengths are forced, from a seeded l
 Contestants take turns, and the ratios are medians over the turns. On a GPU: --models qwen3-0.6b.
 """
 import argparse
+import contextlib
 import statistics
 import sys
 import time
@@ -36,7 +37,8 @@ def published(hidden, inner, layers, heads):
 
 
 SHAPES = {
-    "default": shape(128, 2, 4, 19), "3m": shape(192, 6, 6, 1000), "80m": shape(640, 12, 10, 32_000),
+    "default": shape(128, 2, 8, 18, inner=2) | {"num_key_value_heads": 4},  # train.tiny_model's
+    "3m": shape(192, 6, 6, 1000), "80m": shape(640, 12, 10, 32_000),
     "80m-151k": shape(384, 8, 6, 151_936), "qwen3-0.6b": published(1024, 3072, 28, 16),
     "qwen3-1.7b": published(2048, 6144, 28, 16), "qwen3-4b": published(2560, 9728, 36, 32)}
 
@@ -85,11 +87,28 @@ def ratio(times, name, base):
 
 
 class Forced(StoppingCriteria):
-    def __init__(self, lengths):
-        self.lengths = lengths
+    """`generate` ends each completion at its given length."""
+    def __init__(self, lengths, prompt):
+        self.lengths, self.prompt = lengths, prompt
 
     def __call__(self, ids, scores, **kwargs):
-        return ids.shape[1] - PROMPT >= self.lengths.to(ids.device)
+        return ids.shape[1] - self.prompt >= self.lengths.to(ids.device)
+
+
+@contextlib.contextmanager
+def forced(lengths, steps):
+    """So does ours; the rows of each of its steps are appended to steps."""
+    one = R.Slots.decode_one_token
+
+    def step(slots, live, span):
+        one(slots, live, span)
+        state = slots.state[:live]
+        state[:, 4] *= state[:, 2] < lengths[state[:, 3]]
+        steps.append(live)
+
+    R.Slots.decode_one_token = step
+    yield
+    R.Slots.decode_one_token = one
 
 
 def sampling(name, rows, kind, longest, repeats, batch):
@@ -99,26 +118,18 @@ def sampling(name, rows, kind, longest, repeats, batch):
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, model.config.vocab_size, (rows // GROUP, PROMPT), generator=draw)
     ids, steps = prompts.to(model.device), []
-    one = R.Slots.decode_one_token
-
-    def forced(slots, live, span):
-        one(slots, live, span)
-        state = slots.state[:live]
-        state[:, 4] *= state[:, 2] < ends[state[:, 3]]
-        steps.append(live)
 
     def ours():
         steps.clear()
-        R.Slots.decode_one_token = forced
-        R.generate(model, prompts.tolist(), group_size=GROUP, max_new_tokens=longest, eos_ids=[],
-                   pad_id=0, generator=torch.Generator().manual_seed(0))
-        R.Slots.decode_one_token = one
+        with forced(ends, steps):
+            R.generate(model, prompts.tolist(), group_size=GROUP, max_new_tokens=longest,
+                       eos_ids=[], pad_id=0, generator=torch.Generator().manual_seed(0))
 
     def theirs(**options):
         model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, eos_token_id=None,
             num_return_sequences=GROUP, max_new_tokens=longest, pad_token_id=0,
-            stopping_criteria=[Forced(lengths)], **options)
+            stopping_criteria=[Forced(lengths, PROMPT)], **options)
 
     def continuous():
         options = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=longest, eos_token_id=-1)
@@ -169,11 +180,9 @@ def scoring(name, rows, prompt, longest, repeats):
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, model.config.vocab_size, (rows, prompt + lengths.max()), generator=draw)
     tokens[:, :prompt] = tokens[::GROUP, :prompt].repeat_interleave(GROUP, 0)
-    out = R.Rollout(tokens, torch.full((rows,), prompt), lengths, torch.zeros(rows, lengths.max()),
-                    torch.zeros(rows, dtype=torch.bool), GROUP).__class__(
-        *[getattr(t, "to", lambda _: t)(model.device) for t in (
-            tokens, torch.full((rows,), prompt), lengths, torch.zeros(rows, int(lengths.max())),
-            torch.zeros(rows, dtype=torch.bool))], GROUP)
+    columns = (tokens, torch.full((rows,), prompt), lengths, torch.zeros(rows, lengths.max()),
+               torch.zeros(rows, dtype=torch.bool))
+    out = R.Rollout(*[column.to(model.device) for column in columns], GROUP)
 
     def run(score, parts):
         for part in parts:
@@ -216,18 +225,12 @@ def rollout_step(repeats):
     """What a step of the default run costs: 256 completions, and four updates of 64 of them."""
     model = build("default")
     lengths = torch.randint(8, 28, (256,), generator=torch.Generator().manual_seed(0))
-    prompts = torch.randint(3, 19, (32, 6), generator=torch.Generator().manual_seed(1))
-    one = R.Slots.decode_one_token
-
-    def forced(slots, live, span):
-        one(slots, live, span)
-        slots.state[:live, 4] *= slots.state[:live, 2] < lengths[slots.state[:live, 3]]
+    prompts = torch.randint(3, 18, (32, 6), generator=torch.Generator().manual_seed(1))
 
     def ours():
-        R.Slots.decode_one_token = forced
-        out = R.generate(model, prompts.tolist(), group_size=8, max_new_tokens=28, eos_ids=[],
-                         pad_id=0, generator=torch.Generator().manual_seed(0))
-        R.Slots.decode_one_token = one
+        with forced(lengths, []):
+            out = R.generate(model, prompts.tolist(), group_size=8, max_new_tokens=28, eos_ids=[],
+                             pad_id=0, generator=torch.Generator().manual_seed(0))
         out.lengths[:] = lengths
         update(out, lambda part: R.completion_logprobs(model, part, temperature=1.0))
 
@@ -235,7 +238,7 @@ def rollout_step(repeats):
         ids = model.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=True, top_k=0,
             eos_token_id=None, num_return_sequences=8, max_new_tokens=28, pad_token_id=0,
-            stopping_criteria=[StoppingLengths(lengths, 6)])
+            stopping_criteria=[Forced(lengths, 6)])
         out = R.Rollout(ids, torch.full((256,), 6), lengths, torch.zeros(256, ids.shape[1] - 6),
                         torch.zeros(256, dtype=torch.bool), 8)
         update(out, lambda part: padded(model, part))
@@ -251,14 +254,6 @@ def rollout_step(repeats):
     times = turns(model.device, {"ours": ours, "theirs": theirs}, repeats)
     print(f"| {statistics.median(times['theirs']):.2f} | {statistics.median(times['ours']):.2f} "
           f"| **{ratio(times, 'ours', 'theirs')}** |", flush=True)
-
-
-class StoppingLengths(StoppingCriteria):
-    def __init__(self, lengths, prompt):
-        self.lengths, self.prompt = lengths, prompt
-
-    def __call__(self, ids, scores, **kwargs):
-        return ids.shape[1] - self.prompt >= self.lengths
 
 
 def main():
