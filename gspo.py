@@ -266,11 +266,9 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
     return advantages, advantages + values
 
 def drift(logprobs, old_logprobs, mask):
-    """How far two scorings (N, T) of the same completions are apart: a dict of 0-d tensors.
-
-    kl (k3, over tokens), std of the log-ratio of tokens and of sequences (mean over tokens), mean,
-    min and max of the sequence ratio s_i, and the share of completions outside GSPO's clip.
-    """
+    """How far two scorings (N, T) of the same completions are apart, a dict of 0-d tensors: kl (k3,
+    over tokens), std of the log-ratios of tokens and of sequences (means over their tokens), mean,
+    min and max of the ratio s_i of sequences, and the share of them outside GSPO's clip."""
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     tokens, sequences = log_ratio[mask], log_ratio.sum(1) / mask.sum(1).clamp(min=1)
     ratio = sequences.exp()

@@ -347,23 +347,21 @@ def parse_reward(spec: str) -> Reward:
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         path, _, name = place.rpartition(":")
         try:
-            function = (runpy.run_path(path) if path else VERIFIERS)[name]
+            table = runpy.run_path(path) if path else VERIFIERS
+            near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, table, 1)]
+            need(name in table, f"{path or 'the table'} has no verifier {name!r}{''.join(near)}")
             need(name not in terms, "a name stands there twice")
-            terms[name] = (float(weight or 1), function, inspect.signature(function))
+            terms[name] = (float(weight or 1), table[name], inspect.signature(table[name]))
             need(0 < terms[name][0] < inf, "a weight is positive")
             if place in ("code", "code_strict"):
                 layers = json.loads(run_program("")[0])
                 print(f"--reward {place}: layers of the sandbox: {layers}", file=sys.stderr)
                 need(layers and (place == "code" or all(layers.values())),
                      "not here, where layers of the sandbox are missing")
-            continue
-        except KeyError:
-            near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, VERIFIERS, 1)]
-            problem = f"{path or 'the table'} has no verifier {name!r}{''.join(near)}"
         except Exception as error:
-            problem = f"{part.strip()} cannot be used, {error!r:.200}"
-        raise UserError(f"--reward {spec}: {problem}; expected a sum of [weight*]verifier, each "
-                         f"file.py:function or one of {', '.join(VERIFIERS)}")
+            problem = str(error) if isinstance(error, UserError) else repr(error)
+            raise UserError(f"--reward {spec}: {part.strip()}: {problem:.200}; expected a sum of "
+                            f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:

@@ -400,18 +400,18 @@ def inspect_model(source) -> tuple:
          "weights, found none (pickles do not count: they can run code when they load)")
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
-def encode_prompt(tokenizer, text: str, system: str | None = None) -> list[int]:
-    """Token ids of a prompt, in the tokenizer's chat template where it has one."""
-    need(tokenizer.chat_template or not system, "--system: this model has no chat template")
+def encode_prompt(tokenizer, text: str, system: str | None = None, args=None) -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template (and its args) where it has one."""
     if not tokenizer.chat_template:
+        need(not (system or args), "--system, --chat-template-args: the model has no chat template")
         return tokenizer.encode(text)
     chat = [{"role": "system", "content": system}] if system else []
     chat.append({"role": "user", "content": text})
     try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(
+            chat, tokenize=True, add_generation_prompt=True, return_dict=False, **args or {})
     except Exception as error:  # the template's own: Gemma's takes no system message
-        raise UserError(f"--system: the chat template of this model refuses it: {error}")
-    return tokenizer.encode(text, add_special_tokens=False)
+        raise UserError(f"--system, --chat-template-args: the chat template refuses them: {error}")
 
 def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
     """All end tokens, the tokenizer's and the generation config's; the pad token, or an end."""
@@ -438,7 +438,7 @@ def main() -> None:
             model.to(args.device), [prompt], group_size=args.n, eos_ids=ends, pad_id=pad,
             max_new_tokens=min(args.max_new_tokens, context - len(prompt)),
             temperature=args.temperature, generator=torch.Generator().manual_seed(args.seed))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         parser.exit(2, f"error: {error}\n")
     for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)

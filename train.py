@@ -33,11 +33,12 @@ class Config:
     task: str = "arithmetic"  # built-in problems, and what tiny has seen {TASKS}
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
-    reward: str | None = None  # "math + 0.1*format" or file.py:function; default with --data: math
+    reward: str | None = None  # "math + 0.1*format" or file.py:function; default math or the task's
     steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
     system: str | None = None  # system message, for tokenizers with a chat template
+    chat_template_args: dict | None = None  # of its chat template, JSON: {"enable_thinking": false}
     prompt_template: str | None = None  # text around the prompt, with {prompt} in it
     max_prompt_tokens: int | None = None  # longer ones are skipped; default: the context [1, inf)
     # --- rollout
@@ -88,17 +89,20 @@ class Parser(argparse.ArgumentParser):
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(message.removeprefix("argument ") + hint)
 
+def JSON(text: str) -> dict:  # its name is part of argparse's message
+    return dict(json.loads(text))
+
 def parse_flags(arguments: list[str] | None) -> dict:
     """The flags that were given, name -> value. The parser and its checks are Config's source."""
     parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group, rules = parser, {}
-    kinds = {"int": int, "float": float, "str": str}
+    kinds = {"int": int, "float": float, "str": str, "dict": JSON}
     names = {"ALGOS": ", ".join(gspo.ALGOS), "TASKS": ", ".join(rewards.TASKS)}
     for line in inspect.getsource(Config).splitlines():
         if "# --- " in line:
             group = parser.add_argument_group(line.split("# --- ")[1])
-        if found := re.match(r"    (\w+): (\w+).*? = (.+?)  # (.+?)(?: \{(.*)\})?$", line):
+        if found := re.match(r"    (\w+): (\w+).*? = (.+?)  # (.+?)(?: \{([\w, ]+)\})?$", line):
             name, kind, default, text, choices = found.groups()
             rules[name] = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
             text += "" if default == "None" else f"; default {default}"
@@ -130,9 +134,9 @@ def resolve(given: dict) -> Config:
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     lr = config.lr or (2e-4 if tiny else 1e-6)
     for name, value in {
-            "reward": "math" if config.data else task.verifier, "lr": lr, "critic_lr": 10 * lr,
-            "max_new_tokens": limit, "completions_per_update": max(rows // 4, 1),
-            "gae_lambda": 0.95 if algorithm.critic else None,
+            "reward": "math" if config.data and not tiny else task.verifier, "lr": lr,
+            "critic_lr": 10 * lr, "max_new_tokens": limit,
+            "completions_per_update": max(rows // 4, 1), "gae_lambda": 0.95,
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "dynamic_sampling": algorithm.dynamic_sampling,
             "dtype": "bfloat16" if config.device == "cuda" else "float32",
@@ -179,11 +183,11 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
     """The rows, with the "ids" of their prompts, less those that are too long."""
     limit = min(config.max_prompt_tokens or context, context - config.max_new_tokens)
     for row in rows:
-        text = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
-        row["ids"] = rollout.encode_prompt(tokenizer, text, config.system)
+        raw = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
+        row["ids"] = rollout.encode_prompt(tokenizer, raw, config.system, config.chat_template_args)
         need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
              f"{flag}: the built-in model only knows {rewards.TASKS[config.task].alphabet!r}, the "
-             f"prompt {text[:60]!r} has other characters; expected --model with another one")
+             f"prompt {raw[:60]!r} has other characters; expected --model with another one")
     kept = [row for row in rows if len(row["ids"]) <= limit]
     if flag and len(kept) < len(rows):  # problems without end are skipped without a word
         message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts have more than {limit} "

@@ -49,7 +49,7 @@ LATER_FLAGS = {
     "--resume", "--keep", "--max-bad-updates", "--watch", "--stale-steps", "--warmup-steps",
     "--tis-cap", "--tis-level", "--entropy-coef", "--advantage-scale",
     "--gamma", "--reward-model", "--reward-model-weight",
-    "--loss-args", "--chat-template-args", "--routing-replay",
+    "--loss-args", "--routing-replay",
 }
 LATER_WORDS = {"tiny-moe": "tiny-moe", "steps": "step_rewards",
                "warnings": "quiet", "memory": "OutOfMemoryError", "band": "_band"}
