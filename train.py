@@ -66,6 +66,7 @@ class Config:
     epochs: int = 1  # passes over a rollout [1, inf)
     lr: float | None = None  # of AdamW; default 2e-4 for built-in models, else 1e-6 (0, inf)
     max_grad_norm: float = 1.0  # gradient clipping (0, inf)
+    max_bad_updates: int = 5  # skipped in a row, as not finite; one more stops the run [0, inf)
     micro_batch_tokens: int = 16384  # padded tokens of one forward and backward [1, inf)
     gradient_checkpointing: bool = False  # less memory for activations, but slower
     # --- evaluation
@@ -211,31 +212,28 @@ def tiny_model(task: rewards.Task) -> Path:
                  pad_token_id=0, eos_token_id=1, max_position_embeddings=512,
                  tie_word_embeddings=True,
                  rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # short texts
-    problems, rng = rewards.problems(task, seed=-1), random.Random(0)
-    shown = [(row["prompt"], task.demonstration(row, rng))
-             for row in itertools.islice(problems, WARM_STEPS * WARM_ROWS)]
-    window_and_length = lambda item: (item[0] // (4 * WARM_ROWS), len(item[1][1]))
-    shown = [pair for _, pair in sorted(enumerate(shown), key=window_and_length)]  # little padding
+    shown, rng = [], random.Random(0)
+    for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
+        texts = row["prompt"], task.demonstration(row, rng)
+        prompt, ids = ([words[character] for character in text] for text in texts)
+        shown.append({"input_ids": prompt + ids + [1], "labels": [-100] * len(prompt) + ids + [1]})
+    window_and_length = lambda i: (i // (4 * WARM_ROWS), len(shown[i]["labels"]))  # little padding
+    shown = [shown[i] for i in sorted(range(len(shown)), key=window_and_length)]
     recipe = repr((shape, shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
                   f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
     if folder.exists():
         return folder
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        policy = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**shape))
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**shape))
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    pad = transformers.DataCollatorForSeq2Seq(tokenizer)
     for step in range(WARM_STEPS):
-        pairs = shown[step * WARM_ROWS:(step + 1) * WARM_ROWS]
-        ids = [torch.tensor([words[one] for one in prompt + text] + [1]) for prompt, text in pairs]
-        ids = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        labels = ids.masked_fill(ids == 0, -100)
-        for row, (prompt, _) in zip(labels, pairs):
-            row[:len(prompt)] = -100
+        batch = pad(shown[step * WARM_ROWS:(step + 1) * WARM_ROWS])
         warm = min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
         optimizer.param_groups[0]["lr"] = WARM_LR * warm
         optimizer.zero_grad()
-        policy(ids, labels=labels, use_cache=False).loss.backward()
+        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
         optimizer.step()
         progress("warm start", step + 1, WARM_STEPS)
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -277,7 +275,7 @@ def start(config: Config) -> SimpleNamespace:
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
         prompts=prompts, held_out=fit(list(held_out)[:config.eval_prompts], "held out"),
-        folder=folder, ref_policy=None, critic=None, tensorboard=None, warned=set())
+        folder=folder, ref_policy=None, critic=None, writer=None, warned=set(), saved=None, bad=0)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -285,7 +283,7 @@ def start(config: Config) -> SimpleNamespace:
     (folder / "config.json").write_text(json.dumps(vars(config), indent=1) + "\n")
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
-        run.tensorboard = SummaryWriter(folder)
+        run.writer = SummaryWriter(folder)
     load_weights(run, source)
     return run
 
@@ -360,7 +358,7 @@ def collect(run, step: int) -> SimpleNamespace:
     samples = rollout.Rollout.cat(drawn, run.pad_id)[keep]
     batch = SimpleNamespace(
         rollout=samples, texts=[texts[i] for i in keep], rows=[rows[i] for i in keep],
-        scores=[scores[i] for i in keep], groups=groups, mask=samples.completion_mask)
+        scores=[scores[i] for i in keep], groups=groups, mask=samples.completion_mask, step=step)
     rows = zip(batch.scores, samples.completions.tolist(), samples.lengths.tolist())
     batch.rewards = torch.tensor([
         score.reward + config.repetition_penalty * rewards.repetition_penalty(ids[:n])
@@ -425,6 +423,9 @@ def improve(run, batch) -> list[dict]:
     batch.new_logprobs, updates = torch.zeros_like(batch.old_logprobs), []
     for micro_batches in batch.plan * run.config.epochs:
         updates.append(update(run, batch, micro_batches))
+        run.bad = run.bad + 1 if "bad_updates" in updates[-1] else 0
+        need(run.bad <= run.config.max_bad_updates, f"step {batch.step}: {run.bad} bad updates in "
+             f"a row, not finite in {updates[-1].get('bad_updates')}; last checkpoint: {run.saved}")
         if len(updates) == 1:  # of pi_theta before it moved: what the sampler compares with
             batch.first_logprobs = batch.new_logprobs.clone()
     return updates
@@ -458,13 +459,13 @@ def update(run, batch, micro_batches: list) -> dict:
             loss += critic_loss
             metrics |= critic_metrics | {"value_loss": critic_loss}
         loss.backward()
-        for name, value in metrics.items():
+        for name, value in (metrics | {"loss": loss}).items():
             totals[name] = totals.get(name, 0.0) + value.detach()
     for group, name in zip(run.optimizer.param_groups, ("grad_norm", "critic_grad_norm")):
         totals[name] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm)
     totals = {name: float(value) for name, value in totals.items()}
-    if not all(map(math.isfinite, totals.values())):  # one bad update must not ruin the weights
-        return {"bad_updates": 1}
+    if bad := [name for name, value in totals.items() if not math.isfinite(value)]:
+        return {"bad_updates": ", ".join(bad)}  # they must not ruin the weights
     run.optimizer.step()
     return totals
 
@@ -484,9 +485,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
         "bad_updates": sum("bad_updates" in one for one in updates), "lr": run.config.lr}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
-    updates = [one for one in updates if "bad_updates" not in one]
-    for name in updates[0] if updates else ():
-        row[name] = sum(one[name] for one in updates) / len(updates)
+    if good := [one for one in updates if "bad_updates" not in one]:
+        row |= {name: sum(one[name] for one in good) / len(good) for name in good[0]}
     first, mask = torch.cat(batch.plan[0]), samples.completion_mask
     pairs = {"policy": (batch.new_logprobs, batch.old_logprobs, mask), "sampler": (
         batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])}
@@ -529,8 +529,8 @@ def report(run, batch, row: dict) -> None:
     for name, rows in (("metrics.jsonl", [row]), ("samples.jsonl", shown)):
         with open(run.folder / name, "a") as file:
             file.writelines(json.dumps(one) + "\n" for one in rows)
-    for name, value in row.items() if run.tensorboard else ():
-        run.tensorboard.add_scalar(name, value, row["step"])
+    for name, value in row.items() if run.writer else ():
+        run.writer.add_scalar(name, value, row["step"])
     if run.reward.first_fault:
         warn(run, "fault", run.reward.first_fault)
 
@@ -580,7 +580,7 @@ def train(config: Config) -> int:
             after = evaluate(run, "after" if last else step, pass_k=last)
         report(run, batch, row | after)
         if last or (config.save_every and step % config.save_every == 0):
-            folder = save(run, step)
+            folder = run.saved = save(run, step)
         if last:
             prompt = shlex.quote(printable(run.held_out[0]["prompt"]))
             print(f"held out: {percent(before)} -> {percent(after)}, in "

@@ -99,6 +99,20 @@ def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
     torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
 
 
+def test_curves_are_drawn(tmp_path, monkeypatch, capsys):
+    """Also of a run in progress: the last line is being written, and nothing was evaluated yet."""
+    names = ("reward", "solved", "length_mean", "truncated", "clip_fraction", "entropy")
+    rows = [dict.fromkeys(names, 0.5) | {"step": step, "reward": step} for step in range(8)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "rew')
+    monkeypatch.setattr(sys, "argv", ["curves.py", str(tmp_path)])
+    exec(code("A run's folder", "python"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7
+    assert lines[0].split() == ["reward", "▁▂▃▄▅▆▇█", "0", "to", "7,", "now", "7"]
+    assert lines[1].split() == ["solved", "▁" * 8, "0.5", "to", "0.5,", "now", "0.5"]
+
+
 @pytest.fixture
 def short_warm_start(monkeypatch, tmp_path):
     """The built-in policy after two steps of its warm start, in a cache folder of its own."""
