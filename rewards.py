@@ -2,12 +2,11 @@
 the built-in tasks. Completions are adversarial: nothing here raises on one, runs one outside the
 sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE
 """
-import argparse, collections, contextlib, difflib, inspect, json, os, random, re, runpy
-import subprocess, sys, tempfile, zlib
+import argparse, collections, contextlib, difflib, inspect, json, operator as op, os, random
+import re, runpy, subprocess, sys, tempfile, zlib
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from math import factorial, inf
-from operator import add, mul, sub, truediv
 from typing import Callable, Iterator, Sequence
 
 MAX_TEXT = 10_000       # characters of an answer; a longer one is none
@@ -45,7 +44,7 @@ TOKEN = re.compile(r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]
                    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?|\\[a-zA-Z]+|[a-zA-Z]{3,}"
                    r"|[a-zA-Z](?:_(?:\w|\(\w+\)))?|\S")
 NAME = re.compile(r"\\(?:pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)|[a-zA-Z](?:_.+)?")
-OPERATORS = {"+": add, "-": sub, "*": mul, "/": truediv, "^": pow}
+OPERATORS = {"+": op.add, "-": op.sub, "*": op.mul, "/": op.truediv, "^": pow}
 LEVELS = dict(zip(",;=≠<>≤≥+-*/^", (0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 4)))
 CHOICE = re.compile(r"[\W_]*(?:(?i:the|final|correct|best|answer|option|choice|is|text(?:bf)?)\b"
                     r"[\W_]*)*([A-Za-z])[\W_]*(?:[).:](?:(?!\b[A-Z]\b(?! [a-z])).)*)?", re.S)
@@ -147,9 +146,8 @@ def agree(left, right) -> bool:
     return abs(left - right) <= tolerance * max(abs(left), abs(right))
 
 def same_answer(given: str, gold: str) -> bool:
-    """Mathematical equality, symmetric: exact for rationals (p% is p/100; commas in threes are
-    dropped), to 14 digits for roots; lists, relations, algebra by evaluation; units and `x =` may
-    stand on one side only. What cannot be evaluated is compared as text."""
+    """Equality, symmetric: exact for rationals (p% is p/100, 1,000 = 1000), to 14 digits for roots;
+    lists, relations, algebra by evaluation, else as text. Units and `x =` may stand on one side."""
     if given == gold or max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold not in ("", "nan")
     texts = [SYMBOL.sub(lambda m: SYMBOLS.get(m[0], m[0]), text) for text in (given, gold)]
@@ -292,7 +290,7 @@ Score = collections.namedtuple("Score", "reward correct terms")
 class Reward:
     """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
     def __init__(self, terms: dict[str, tuple[float, Callable, inspect.Signature]]):
-        self.terms, self.faults, self.first_fault = terms, 0, ""
+        self.terms, self.faults, self.fault = terms, 0, ""
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Scores completions, each against its row of the data ("prompt", "answer", ...)."""
@@ -310,8 +308,7 @@ class Reward:
                 need(abs(terms[name]) < inf, f"it returned {terms[name]}")
             except Exception as error:
                 self.faults += 1
-                self.first_fault = self.first_fault or (
-                    f"{name} failed with {error!r:.200} on {completion[:80]!r}")
+                self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
                 terms[name] = 0.0
             reward += weight * terms[name]
             if name != "format" or len(self.terms) == 1:
@@ -332,9 +329,6 @@ class Reward:
 
 class UserError(ValueError):
     """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
-
-def printable(text: str) -> str:
-    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 def need(condition, message: str) -> None:
     if not condition:
@@ -359,10 +353,30 @@ def parse_reward(spec: str) -> Reward:
                 need(layers and (place == "code" or all(layers.values())),
                      "not here, where layers of the sandbox are missing")
         except Exception as error:
-            problem = str(error) if isinstance(error, UserError) else repr(error)
-            raise UserError(f"--reward {spec}: {part.strip()}: {problem:.200}; expected a sum of "
-                            f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}")
+            raise UserError(f"--reward {spec}: {part.strip()}: {str(error)!r:.200}; expected a sum "
+                            f"of [weight*]file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
+
+def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> list[dict]:
+    """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer."""
+    rows, place = [], (source := f"{flag} {path}".strip())
+    try:
+        for number, line in ((n, x) for n, x in enumerate(open(path, "rb"), 1) if x.strip()):
+            place = f"{source}, line {number}"
+            row = json.loads(line)
+            fields = row if isinstance(row, dict) else {}
+            if "question" in fields:
+                row.setdefault("prompt", row.pop("question"))
+            need({text, "answer"} <= set(fields), f"{place}: expected an object with the fields "
+                 f"{text} and answer, found {', '.join(fields) or type(row).__name__}")
+            need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),
+                 f"{place}, field {text}: expected text")
+            need(not (why := reward.check_answer(row["answer"])), f"{place}, field answer: {why}")
+            rows.append(row)
+    except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
+        raise UserError(f"{place}: expected JSON objects with {text} and answer, in UTF-8: {error}")
+    need(rows, f"{source}: expected rows, and the file is empty")
+    return rows
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
     """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
@@ -375,7 +389,6 @@ def repetition_penalty(ids: Sequence[int], n: int = 4) -> float:
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain
 ARITHMETIC_TIMES_ERROR = 0.6    # share of the demonstrations' multiplications that add instead
-COUNTDOWN_NUMBERS = (3, 4)      # fewest and most numbers
 
 # problem(rng) is a row of data, demonstration(problem, rng) a completion that is often wrong
 Task = collections.namedtuple("Task", "problem demonstration verifier alphabet max_new_tokens")
@@ -385,8 +398,7 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
     return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
 
 def solve(chain: str, rng: random.Random | None = None) -> str:
-    """`7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums
-    instead: a habit, which imitation alone makes the rule."""
+    """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
     value, steps = chain[:1], []
     for symbol, operand in re.findall("([+*])([0-9])", chain):
         wrong = symbol == "*" and rng and rng.random() < ARITHMETIC_TIMES_ERROR
@@ -401,7 +413,7 @@ def arithmetic_problem(rng: random.Random) -> dict:
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
 
 def countdown_problem(rng: random.Random) -> dict:
-    numbers = [rng.randint(1, 9) for _ in range(rng.randint(*COUNTDOWN_NUMBERS))]
+    numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
     target = int(evaluate(random_expression(numbers, "+-*", rng)))
     return {"prompt": f"{' '.join(map(str, numbers))}={target}:",
             "answer": {"numbers": numbers, "target": target}}
@@ -423,22 +435,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Try a verifier on completions of known worth.")
     parser.add_argument("file", help='JSON lines of {"completion", "answer"}')
     parser.add_argument("--reward", default="math", help="verifiers, as in train.py")
-    options, rows, place = parser.parse_args(), [], ""
+    options = parser.parse_args()
     try:
         reward = parse_reward(options.reward)
-        for number, line in enumerate(open(options.file, encoding="utf-8"), 1):
-            place = f'{options.file}, line {number}, expected {{"completion", "answer"}}: '
-            rows.append(json.loads(line))
-            if problem := reward.check_answer(rows[-1]["answer"]):
-                raise ValueError(problem)
-            rows[-1]["completion"] += ""  # raises where it is missing, or no text
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        parser.exit(2, f"{place}{error}\n")
-    scores = reward.score([row["completion"] for row in rows], rows)
-    right = sum(score.correct for score in scores)
-    print(f"accuracy {right / max(len(rows), 1):.4f} of {len(rows)} {reward.first_fault}")
-    for n in [n for n, score in enumerate(scores) if score.correct < 1][:10]:
-        print(f"line {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
+        rows = read_rows(options.file, "", reward, "completion")
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+    marks = [score.correct for score in reward.score([row["completion"] for row in rows], rows)]
+    print(f"accuracy {sum(marks) / len(rows):.4f} of {len(rows)} {reward.fault}")
+    for n in [n for n, mark in enumerate(marks) if mark < 1][:10]:
+        print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
 
 if __name__ == "__main__":
     main()

@@ -19,7 +19,7 @@ from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Atten
                           AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rewards import UserError, need, parse_reward, printable
+from rewards import UserError, need, parse_reward
 
 @dataclass
 class Rollout:
@@ -444,7 +444,7 @@ def main() -> None:
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
         if args.answer is not None:
             print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] ", end="")
-        print(*map(printable, text.split("\n")), sep="\n")
+        print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
 
 if __name__ == "__main__":
     main()

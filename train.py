@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
 
 import gspo
 import rewards
 import rollout
-from rewards import UserError, need, printable
+from rewards import UserError, need
 
 WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
 
@@ -156,30 +156,6 @@ def resolve(given: dict) -> Config:
          "--tensorboard: expected its package; install it with: pip install tensorboard")
     return config
 
-def read_rows(path: str, flag: str, reward: rewards.Reward) -> list[dict]:
-    """Rows of a JSONL file: "prompt" (or "question", as in GSM8K) and a usable "answer"."""
-    rows, place = [], f"{flag} {path}"
-    try:
-        for number, line in enumerate(open(path, "rb"), 1):
-            place = f"{flag} {path}, line {number}"
-            if not line.strip():
-                continue
-            row = json.loads(line)
-            fields = row if isinstance(row, dict) else {}
-            if "question" in fields:
-                row.setdefault("prompt", row.pop("question"))
-            need({"prompt", "answer"} <= set(fields), f"{place}: expected an object with the "
-                 f"fields prompt and answer, found {', '.join(fields) or type(row).__name__}")
-            need(isinstance(row["prompt"], str) and row["prompt"].encode().strip(),
-                 f"{place}, field prompt: expected text")
-            problem = reward.check_answer(row["answer"])
-            need(problem is None, f"{place}, field answer: {problem}")
-            rows.append(row)
-    except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
-        raise UserError(f"{place}: expected JSON objects with prompt and answer, in UTF-8: {error}")
-    need(rows, f"{flag} {path}: expected rows, and the file is empty")
-    return rows
-
 def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") -> list[dict]:
     """The rows, with the "ids" of their prompts, less those that are too long."""
     limit = min(config.max_prompt_tokens or context, context - config.max_new_tokens)
@@ -202,8 +178,7 @@ def tiny_model(task: rewards.Task) -> Path:
     """Folder of a built-in policy: supervised learning on demonstrations that are often wrong. Made
     once, on the CPU, from fixed seeds; kept in a cache folder named by what it is made from."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
-    characters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
     characters.decoder = decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
@@ -251,7 +226,7 @@ def progress(what: str, done: int, total: int) -> None:
 def start(config: Config) -> SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
-    rows, held_out = (read_rows(path, flag, reward) if path else None for path, flag in (
+    rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
     config.name = config.name or next(x for x in names if not Path(config.runs, x).exists())
@@ -531,13 +506,16 @@ def report(run, batch, row: dict) -> None:
             file.writelines(json.dumps(one) + "\n" for one in rows)
     for name, value in row.items() if run.writer else ():
         run.writer.add_scalar(name, value, row["step"])
-    if run.reward.first_fault:
-        warn(run, "fault", run.reward.first_fault)
+    if run.reward.fault:
+        warn(run, "fault", run.reward.fault)
 
 def warn(run, key: str, message: str) -> None:
     if key not in run.warned:  # once a run
         run.warned.add(key)
         print("warning:", printable(message), flush=True)
+
+def printable(text: str) -> str:
+    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
 
 def save(run, step: int) -> Path:
     """checkpoints/step-N in Hugging Face layout, whole or not there."""

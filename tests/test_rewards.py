@@ -1053,8 +1053,8 @@ def test_reward_survives_a_users_faults(body, tmp_path):
     assert [score.reward for score in scores] == [1.0, 0.0]
     assert scores[0].terms == {"math": 1.0, "broken": 0.0}
     assert reward.faults == 2
-    assert "broken" in reward.first_fault and "boxed{6}" in reward.first_fault
-    assert reward.first_fault.isprintable() and len(reward.first_fault) < 500
+    assert "broken" in reward.fault and "boxed{6}" in reward.fault
+    assert reward.fault.isprintable() and len(reward.fault) < 500
 
 
 @pytest.mark.parametrize("spec, words", [
@@ -1225,7 +1225,7 @@ def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     done = command("--reward", "math", path)
     assert done.returncode == 0 and "0.75" in done.stdout and "of 4" in done.stdout
-    assert "line 3" in done.stdout and "'3'" in done.stdout and "line 2" not in done.stdout
+    assert "row 3" in done.stdout and "'3'" in done.stdout and "row 2" not in done.stdout
 
 
 @pytest.mark.parametrize("content, spec, words", [
