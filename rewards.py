@@ -153,7 +153,7 @@ def same_answer(given: str, gold: str) -> bool:
     texts = [SYMBOL.sub(lambda m: SYMBOLS.get(m[0], m[0]), text) for text in (given, gold)]
     for pattern, meant in REWRITES:
         texts = [pattern.sub(meant, text) for text in texts]
-    if sum("=" in text for text in texts) == 1:
+    if ("=" in texts[0]) != ("=" in texts[1]):
         texts = [NAMED.sub("", text) for text in texts]
     units = [re.sub(r"[^a-z0-9/]", "", str(UNIT.findall(text.lower()))) for text in texts]
     try:
@@ -350,11 +350,11 @@ def parse_reward(spec: str) -> Reward:
             if place in ("code", "code_strict"):
                 layers = json.loads(run_program("")[0])
                 print(f"--reward {place}: layers of the sandbox: {layers}", file=sys.stderr)
-                need(layers and (place == "code" or all(layers.values())),
-                     "not here, where layers of the sandbox are missing")
+                need(layers and (place == "code" or all(layers.values())), "layers are missing")
         except Exception as error:
-            raise UserError(f"--reward {spec}: {part.strip()}: {str(error)!r:.200}; expected a sum "
-                            f"of [weight*]file.py:function or one of {', '.join(VERIFIERS)}")
+            why = repr(error).removeprefix("UserError")
+            raise UserError(f"--reward {spec}: {part.strip()}: {why:.200}; expected a sum of "
+                            f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
 
 def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> list[dict]:

@@ -65,6 +65,7 @@ class Config:
     completions_per_update: int | None = None  # default: a quarter of the rollout's P x G [1, inf)
     epochs: int = 1  # passes over a rollout [1, inf)
     lr: float | None = None  # of AdamW; default 2e-4 for built-in models, else 1e-6 (0, inf)
+    warmup_steps: int | None = None  # of the lr; default 0 for built-in models, else 10 [0, inf)
     max_grad_norm: float = 1.0  # gradient clipping (0, inf)
     max_bad_updates: int = 5  # skipped in a row, as not finite; one more stops the run [0, inf)
     micro_batch_tokens: int = 16384  # padded tokens of one forward and backward [1, inf)
@@ -138,6 +139,7 @@ def resolve(given: dict) -> Config:
             "reward": "math" if config.data and not tiny else task.verifier, "lr": lr,
             "critic_lr": 10 * lr, "max_new_tokens": limit,
             "completions_per_update": max(rows // 4, 1), "gae_lambda": 0.95,
+            "warmup_steps": 0 if tiny else 10,
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "dynamic_sampling": algorithm.dynamic_sampling,
             "dtype": "bfloat16" if config.device == "cuda" else "float32",
@@ -250,7 +252,8 @@ def start(config: Config) -> SimpleNamespace:
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
         prompts=prompts, held_out=fit(list(held_out)[:config.eval_prompts], "held out"),
-        folder=folder, ref_policy=None, critic=None, writer=None, warned=set(), saved=None, bad=0)
+        folder=folder, ref_policy=None, critic=None, writer=None, warned=set(), saved=None,
+        bad=0, quiet=0)
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -396,6 +399,8 @@ def compare(run, batch) -> None:
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
     batch.new_logprobs, updates = torch.zeros_like(batch.old_logprobs), []
+    for group, lr in zip(run.optimizer.param_groups, (run.config.lr, run.config.critic_lr)):
+        group["lr"] = lr * min(1.0, batch.step / max(run.config.warmup_steps, 1))
     for micro_batches in batch.plan * run.config.epochs:
         updates.append(update(run, batch, micro_batches))
         run.bad = run.bad + 1 if "bad_updates" in updates[-1] else 0
@@ -457,7 +462,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
         "length_finished": finished.sum() / max(len(finished), 1),
         "truncated": 1 - len(finished) / len(lengths),
         "advantage_abs": batch.advantages.abs().mean(), "verifier_faults": run.reward.faults,
-        "bad_updates": sum("bad_updates" in one for one in updates), "lr": run.config.lr}.items()}
+        "bad_updates": sum("bad_updates" in one for one in updates),
+        "lr": run.optimizer.param_groups[0]["lr"]}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
     if good := [one for one in updates if "bad_updates" not in one]:
@@ -508,6 +514,11 @@ def report(run, batch, row: dict) -> None:
         run.writer.add_scalar(name, value, row["step"])
     if run.reward.fault:
         warn(run, "fault", run.reward.fault)
+    run.quiet = run.quiet + 1 if row["truncated"] == 1 or row["advantage_abs"] == 0 else 0
+    if run.quiet == 10:
+        warn(run, "quiet", f"10 steps taught little or nothing: now {row['truncated']:.0%} of the "
+             "completions are cut off (if many: --max-new-tokens), and a prompt whose rewards are "
+             "all equal teaches nothing (try easier or harder ones, a larger --group-size)")
 
 def warn(run, key: str, message: str) -> None:
     if key not in run.warned:  # once a run
@@ -569,10 +580,15 @@ def train(config: Config) -> int:
 def main(arguments: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     try:
-        return train(resolve(parse_flags(arguments)))
-    except (UserError, OSError, KeyboardInterrupt) as error:
-        print("error:", printable(str(error) or "interrupted"), file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else 2
+        config = resolve(parse_flags(arguments))
+        return train(config)
+    except (UserError, OSError, KeyboardInterrupt, torch.OutOfMemoryError) as error:
+        text = str(error) or "interrupted"
+        if isinstance(error, torch.OutOfMemoryError):
+            text = (f"out of memory; lower --micro-batch-tokens {config.micro_batch_tokens}, "
+                    f"--max-slots {config.max_slots} or --max-new-tokens {config.max_new_tokens}")
+        print("error:", printable(text), file=sys.stderr)
+        return {UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
 
 if __name__ == "__main__":
     sys.exit(main())

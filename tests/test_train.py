@@ -46,13 +46,13 @@ ROOT = Path(train.__file__).parent
 # What has not come yet: tests of it are here already, and are skipped. A flag, or a word and the
 # text that the source has once it has come; then a test fails until the word has left this list.
 LATER_FLAGS = {
-    "--resume", "--keep", "--watch", "--stale-steps", "--warmup-steps",
+    "--resume", "--keep", "--watch", "--stale-steps",
     "--tis-cap", "--tis-level", "--entropy-coef", "--advantage-scale",
     "--gamma", "--reward-model", "--reward-model-weight",
     "--loss-args", "--routing-replay",
 }
 LATER_WORDS = {"tiny-moe": "tiny-moe", "steps": "step_rewards",
-               "warnings": "quiet", "memory": "OutOfMemoryError", "band": "_band"}
+               "band": "_band"}
 LATER = LATER_FLAGS | LATER_WORDS.keys()
 SMALL = ("--lr 1e-3 --steps 2 --prompts-per-step 4 --group-size 4 "
          "--max-new-tokens 8 --eval-prompts 8 --eval-samples 0 --eval-every 0 --name run")
@@ -1851,7 +1851,6 @@ def test_the_last_line_can_be_pasted_into_a_shell(tmp_path):
 @pytest.mark.parametrize("reward", ["never", "always"])
 def test_dead_groups_for_many_steps_are_warned_about_once(reward, tmp_path):
     """Dead is a group of equal rewards: all 0, and all 0.7 as well."""
-    later("warnings")
     result = good(tmp_path, f"{BASE} --reward pay.py:{reward} --steps 15 --prompts-per-step 2 "
                   "--group-size 2 --max-new-tokens 24")
     told = [line for line in result.out.splitlines() if "warning" in line]
@@ -1861,7 +1860,6 @@ def test_dead_groups_for_many_steps_are_warned_about_once(reward, tmp_path):
 
 
 def test_truncation_of_everything_is_warned_about_once(tmp_path):
-    later("warnings")
     result = good(tmp_path, f"{BASE} --steps 15 --prompts-per-step 1 --max-new-tokens 2")
     told = [line for line in result.out.splitlines() if "warning" in line]
     assert len(told) == 1 and "--max-new-tokens" in told[0]
@@ -1895,7 +1893,6 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, tmp_
 
 
 def test_out_of_gpu_memory_names_the_flags_that_help(monkeypatch, tmp_path):
-    later("memory")
 
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
