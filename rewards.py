@@ -38,8 +38,8 @@ REWRITES = [(re.compile(pattern), meant) for pattern, meant in (
     (r"^[(\[⟨].*", lambda m: m[0].replace(",", ", ")),  # no thousands inside brackets
 )]
 NAMED = re.compile(r"(?:^|(?<=,))\s*[A-Za-z][\w']*(?:\([A-Za-z]\))?\s*=")
-UNIT = re.compile(r'(?<=[0-9.)])\s*("[^"]*"|(?:\s+(?!\w*(?:illion|u\w*red|sand|dozen|plus|minus)'
-                  r"|[abcnxyz]+\b)[A-Za-z]{2,}[/.]?)+)\s*(\^\(?[23]\)?)?\s*(?=[],;)⟩]|$)")
+UNIT = re.compile(r'(?<=[0-9.)])(\s*+"[^"]*"|(?:\s++(?!\w*(?:illion|u\w*red|sand|dozen|plus|minus)'
+                  r"|[abcnxyz]+\b)[A-Za-z]{2,}[/.]?)+)\s*+(\^\(?[23]\)?)?\s*+(?=[],;)⟩]|$)")
 TOKEN = re.compile(r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
                    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?|\\[a-zA-Z]+|[a-zA-Z]{3,}"
                    r"|[a-zA-Z](?:_(?:\w|\(\w+\)))?|\S")
@@ -47,7 +47,7 @@ NAME = re.compile(r"\\(?:pi|infty|alpha|beta|gamma|theta|lambda|mu|phi|omega)|[a
 OPERATORS = {"+": op.add, "-": op.sub, "*": op.mul, "/": op.truediv, "^": pow}
 LEVELS = dict(zip(",;=≠<>≤≥+-*/^", (0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3, 4)))
 CHOICE = re.compile(r"[\W_]*(?:(?i:the|final|correct|best|answer|option|choice|is|text(?:bf)?)\b"
-                    r"[\W_]*)*([A-Za-z])[\W_]*(?:[).:](?:(?!\b[A-Z]\b(?! [a-z])).)*)?", re.S)
+    r"[\W_]*)*([A-Za-z])(?:[^\w).:]|_)*+(?:[).:](?:(?!\b[A-Z]\b(?! [a-z])).)*+)?", re.S)
 
 def after_thinking(completion: str) -> str:
     """Text after the last `</think>`; none where a `<think>` is still open."""
@@ -198,7 +198,7 @@ def format(completion: str, answer: object = None) -> float:
 def countdown(completion: str, answer: dict) -> float:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
     text = SYMBOL.sub(lambda m: SYMBOLS.get(m[0], m[0]), final_answer(completion))
-    text = re.sub(rf"\s*=\s*{answer['target']}$", "", text)
+    text = re.sub(rf"(?<!\s)\s*=\s*{answer['target']}$", "", text)
     used, numbers = sorted(map(int, re.findall("[0-9]+", text))), sorted(answer["numbers"])
     allowed = min(numbers) >= 0 and re.fullmatch("[-+*/() 0-9]+", text)
     return bool(allowed) and used == numbers and evaluate(text) == answer["target"]
@@ -301,12 +301,12 @@ class Reward:
     def score_one(self, completion: str, row: dict) -> Score:
         terms, reward, correct, judges = {}, 0.0, 0.0, 0.0
         for name, (weight, function, signature) in self.terms.items():
-            takes = row.keys() if "**" in str(signature) else row.keys() & signature.parameters
+            takes = row.keys() if ", **" in str(signature) else row.keys() & signature.parameters
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
                 terms[name] = float(function(completion, row["answer"], **fields) + 0.0)
                 need(abs(terms[name]) < inf, f"it returned {terms[name]}")
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self.faults += 1
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
                 terms[name] = 0.0
@@ -351,7 +351,7 @@ def parse_reward(spec: str) -> Reward:
                 layers = json.loads(run_program("")[0])
                 print(f"--reward {place}: layers of the sandbox: {layers}", file=sys.stderr)
                 need(layers and (place == "code" or all(layers.values())), "layers are missing")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             why = repr(error).removeprefix("UserError")
             raise UserError(f"--reward {spec}: {part.strip()}: {why:.200}; expected a sum of "
                             f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}")
@@ -366,7 +366,7 @@ def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> lis
             row = json.loads(line)
             fields = row if isinstance(row, dict) else {}
             if "question" in fields:
-                row.setdefault("prompt", row.pop("question"))
+                row.setdefault("prompt", row["question"])
             need({text, "answer"} <= set(fields), f"{place}: expected an object with the fields "
                  f"{text} and answer, found {', '.join(fields) or type(row).__name__}")
             need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),

@@ -421,8 +421,8 @@ def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print completions of a prompt.")
-    for name in ("--model", "--prompt", "--answer"):  # the answer: what --reward compares with
-        parser.add_argument(name, required=name != "--answer")
+    for name in ("--model", "--prompt", "--answer", "--system"):  # the answer is for --reward
+        parser.add_argument(name, required=name in ("--model", "--prompt"))
     defaults = dict(n=4, temperature=1.0, max_new_tokens=256, reward="math", seed=0,
                     device="cuda" if torch.cuda.is_available() else "cpu")
     for name, value in defaults.items():
@@ -431,14 +431,14 @@ def main() -> None:
     try:
         tokenizer, context = inspect_model(args.model)
         reward = parse_reward(args.reward)
-        prompt = encode_prompt(tokenizer, args.prompt)
+        prompt = encode_prompt(tokenizer, args.prompt, args.system)
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
         ends, pad = end_and_pad_ids(model, tokenizer)
         samples = generate(
             model.to(args.device), [prompt], group_size=args.n, eos_ids=ends, pad_id=pad,
             max_new_tokens=min(args.max_new_tokens, context - len(prompt)),
             temperature=args.temperature, generator=torch.Generator().manual_seed(args.seed))
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, AssertionError) as error:
         parser.exit(2, f"error: {error}\n")
     for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)

@@ -62,7 +62,7 @@ class Config:
     gae_lambda: float | None = None  # of PPO's advantages; default 0.95 [0, 1]
     critic_lr: float | None = None  # of PPO's critic; default 10 x lr (0, inf)
     # --- optimiser
-    completions_per_update: int | None = None  # default: a quarter of the rollout's P x G [1, inf)
+    completions_per_update: int | None = None  # default: for 4 updates a rollout, or fewer [1, inf)
     epochs: int = 1  # passes over a rollout [1, inf)
     lr: float | None = None  # of AdamW; default 2e-4 for built-in models, else 1e-6 (0, inf)
     warmup_steps: int | None = None  # of the lr; default 0 for built-in models, else 10 [0, inf)
@@ -128,7 +128,7 @@ def resolve(given: dict) -> Config:
     config = Config(**given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
-    rows = config.prompts_per_step * config.group_size
+    n = config.prompts_per_step * config.group_size  # completions of a rollout
     for name, used in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
                        "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic}.items():
         need(used or getattr(config, name) is None,
@@ -138,15 +138,15 @@ def resolve(given: dict) -> Config:
     for name, value in {
             "reward": "math" if config.data and not tiny else task.verifier, "lr": lr,
             "critic_lr": 10 * lr, "max_new_tokens": limit,
-            "completions_per_update": max(rows // 4, 1), "gae_lambda": 0.95,
-            "warmup_steps": 0 if tiny else 10,
+            "completions_per_update": next(k for k in range(-(-n // 4), n + 1) if n % k == 0),
+            "gae_lambda": 0.95, "warmup_steps": 0 if tiny else 10,
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "dynamic_sampling": algorithm.dynamic_sampling,
             "dtype": "bfloat16" if config.device == "cuda" else "float32",
             "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
-    need(rows % config.completions_per_update == 0, f"--completions-per-update "
-         f"{config.completions_per_update}: expected a divisor of a rollout's {rows} completions")
+    need(n % config.completions_per_update == 0, f"--completions-per-update "
+         f"{config.completions_per_update}: expected a divisor of a rollout's {n} completions")
     need(config.kl_coef or not config.ref_every, "--ref-every: expected --kl-coef above 0 with it")
     need(config.data or not config.eval_data, "--eval-data: expected --data with it")
     need(re.fullmatch(r"\w[\w.+-]{0,99}", config.name or "x"),
@@ -169,8 +169,8 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
              f"prompt {raw[:60]!r} has other characters; expected --model with another one")
     kept = [row for row in rows if len(row["ids"]) <= limit]
     if flag and len(kept) < len(rows):  # problems without end are skipped without a word
-        message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts have more than {limit} "
-                   f"tokens (--max-prompt-tokens, or the context {context} less --max-new-tokens)")
+        message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
+                   f"tokens (--max-prompt-tokens, or {context} less --max-new-tokens)")
         need(kept, message)
         print("skipped:", message)
     return kept
@@ -203,15 +203,14 @@ def tiny_model(task: rewards.Task) -> Path:
         return folder
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**shape))
-    optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
     for step in range(WARM_STEPS):
         batch = pad(shown[step * WARM_ROWS:(step + 1) * WARM_ROWS])
-        warm = min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
-        optimizer.param_groups[0]["lr"] = WARM_LR * warm
-        optimizer.zero_grad()
+        adam.param_groups[0]["lr"] = WARM_LR * min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
+        adam.zero_grad()
         policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
-        optimizer.step()
+        adam.step()
         progress("warm start", step + 1, WARM_STEPS)
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
     policy.save_pretrained(temporary)
@@ -342,8 +341,6 @@ def collect(run, step: int) -> SimpleNamespace:
         score.reward + config.repetition_penalty * rewards.repetition_penalty(ids[:n])
         + rewards.soft_overlong_penalty(n, config.max_new_tokens, config.overlong_cache)
         for score, ids, n in rows]).to(config.device)
-    if config.dynamic_sampling and not alive.any():
-        batch.rewards.zero_()  # a dead group moves nothing, its lengths neither
     if config.overlong_filter:  # out of the loss, not out of the attention
         batch.mask = batch.mask & ~samples.truncated[:, None]
     order = torch.arange(len(keep)).view(-1, size)
@@ -395,6 +392,8 @@ def compare(run, batch) -> None:
             per_token, batch.values, mask, lam=config.gae_lambda,
             bootstrap=batch.values.gather(1, last)[:, 0] * batch.rollout.truncated)
         batch.advantages = gspo.whiten(advantages, batch.mask)
+    if config.dynamic_sampling and (batch.groups.amax(1) == batch.groups.amin(1)).all():
+        batch.advantages.zero_()  # a dead group moves nothing, its lengths neither
 
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
@@ -413,8 +412,9 @@ def improve(run, batch) -> list[dict]:
 def update(run, batch, micro_batches: list) -> dict:
     """One optimiser step, its gradient accumulated over micro-batches; returns its metrics."""
     config, algorithm, totals = run.config, run.algorithm, {}
-    tokens = batch.mask[torch.cat(micro_batches)].sum().clamp(min=1)
-    denom = tokens if algorithm.denom == "token" else sum(map(len, micro_batches))
+    kept = batch.mask[torch.cat(micro_batches)]  # what --overlong-filter leaves
+    tokens, completions = kept.sum().clamp(min=1), kept.any(1).sum().clamp(min=1)
+    denom = tokens if algorithm.denom == "token" else completions
     run.optimizer.zero_grad()
     for rows in micro_batches:
         old, advantages, mask = batch.old_logprobs[rows], batch.advantages[rows], batch.mask[rows]
@@ -454,6 +454,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
     """The row of metrics.jsonl: what a person may want to see of a step (README explains each)."""
     samples, groups, scores = batch.rollout, batch.groups, batch.scores
     lengths, finished = samples.lengths.float(), samples.lengths[~samples.truncated].float()
+    first, mask = torch.cat(batch.plan[0]), samples.completion_mask
     row = {name: float(value) for name, value in {
         "reward": batch.rewards.mean(), "reward_std": batch.rewards.std(), "solved": groups.mean(),
         "solved_any": groups.amax(1).mean(), "dead_right": (groups.amin(1) == 1).float().mean(),
@@ -461,14 +462,13 @@ def measure(run, batch, updates: list[dict]) -> dict:
         "length_mean": lengths.mean(), "length_min": lengths.min(), "length_max": lengths.max(),
         "length_finished": finished.sum() / max(len(finished), 1),
         "truncated": 1 - len(finished) / len(lengths),
-        "advantage_abs": batch.advantages.abs().mean(), "verifier_faults": run.reward.faults,
-        "bad_updates": sum("bad_updates" in one for one in updates),
-        "lr": run.optimizer.param_groups[0]["lr"]}.items()}
+        "advantage_abs": batch.advantages.abs().sum() / mask[:, :batch.advantages[0].numel()].sum(),
+        "verifier_faults": run.reward.faults, "lr": run.optimizer.param_groups[0]["lr"],
+        "bad_updates": sum("bad_updates" in one for one in updates)}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
     if good := [one for one in updates if "bad_updates" not in one]:
         row |= {name: sum(one[name] for one in good) / len(good) for name in good[0]}
-    first, mask = torch.cat(batch.plan[0]), samples.completion_mask
     pairs = {"policy": (batch.new_logprobs, batch.old_logprobs, mask), "sampler": (
         batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])}
     for prefix, pair in pairs.items():

@@ -931,7 +931,9 @@ def hostile():
         "quotes": boxed('"' * 990), "texts": boxed("\\text{" * 160), "pm": boxed("\\pm" * 330),
         "wide pm": boxed(" \\pm 1" * 160), "choice words": "is " * 3000 + "!",
         "choice marks": "(" * 9000 + "B" + "." * 900,
-        "choice rest": "B. " + "x " * 4000 + "C",
+        "choice rest": "B. " + "x " * 4000 + "C", "choice brackets": "A" + ")" * 9900 + "B",
+        "choice gaps": "A" + ") " * 4900 + "B",
+        "ties": "~" * 9900, "unit ties": boxed("1" + "~" * 990 + "x"),
         "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>", "json": "[" * 500_000,
         "stars": "*" * 1_000_000, "equations": boxed("x=" * 400 + "x"),
         "spaces in tags": "<answer>" + " " * 9000 + "x</answer>", "mixed": boxed("3 " * 490),
@@ -1091,6 +1093,25 @@ def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
             rewards.parse_reward(str(tmp_path / spec))
         assert all(word in str(error.value) for word in ["--reward", *words])
         assert "\n" not in str(error.value)
+
+
+def test_users_function_gets_the_fields_it_asks_for(tmp_path):
+    """Two stars in a default ask for nothing; `question` stays where it also is the prompt; and a
+    function that exits is one that raises."""
+    (tmp_path / "mine.py").write_text(
+        "import sys\n"
+        "def bold(completion, answer, marker='**'): return marker in completion\n"
+        "def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'\n"
+        "def exits(completion, answer): sys.exit(3)\n")
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    mine = rewards.parse_reward(f"{tmp_path}/mine.py:bold + {tmp_path}/mine.py:asks")
+    rows = rewards.read_rows(str(tmp_path / "rows.jsonl"), "--data", mine)
+    assert mine.score(["**x**"], rows)[0].terms == {"bold": 1.0, "asks": 1.0}
+    exits = rewards.parse_reward(f"{tmp_path}/mine.py:exits")
+    assert exits.score(["x"], rows)[0].reward == 0 and exits.faults == 1
+    (tmp_path / "gone.py").write_text("raise SystemExit\n")
+    with pytest.raises(rewards.UserError):
+        rewards.parse_reward(f"{tmp_path}/gone.py:f")
 
 
 @pytest.mark.parametrize("name", list(VERIFY))

@@ -1060,6 +1060,39 @@ def test_overlong_filtering_leaves_the_attention_alone(losses, seen, tmp_path):
     assert before[truncated[rows]].abs().sum() > 0
 
 
+@pytest.mark.parametrize("algo", ["gspo", "grpo", "dapo"])
+def test_overlong_filtering_counts_only_what_is_left(algo, tmp_path):
+    """The mean is over completions, or tokens, in the loss: one update a rollout has the ratio 1."""
+    [row] = metrics(good(tmp_path, f"{BASE} --algo {algo} --steps 1 --completions-per-update 16 "
+                         "--max-new-tokens 12 --overlong-filter").folder)
+    assert 0 < row["truncated"] < 1
+    assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+
+
+def test_dead_groups_of_dapo_keep_their_rewards_in_the_metrics(tmp_path):
+    """0.7 each, with nothing off for length: no advantage, and a mean reward of 0.7 all the same."""
+    folder = good(tmp_path, f"{BASE} --algo dapo --reward pay.py:always --overlong-cache 0").folder
+    for row in metrics(folder):
+        assert row["reward"] == pytest.approx(0.7) and row["advantage_abs"] == 0
+    assert all(strict(line)["reward"] == pytest.approx(0.7)
+               for line in (folder / "samples.jsonl").read_text().splitlines())
+
+
+def test_advantages_per_token_are_averaged_over_tokens(seen, tmp_path):
+    """Not over padding: PPO's are whitened, so that their mean size is near 0.8, and never 0.1."""
+    [row] = metrics(good(tmp_path, f"{BASE} --algo ppo --steps 1").folder)
+    [batch] = seen.batches
+    mask = batch.rollout.completion_mask
+    assert not mask.all()
+    assert row["advantage_abs"] == pytest.approx(float(batch.advantages[mask].abs().mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("prompts, group, expected", [(32, 8, 64), (10, 5, 25), (3, 3, 3), (1, 2, 1)])
+def test_a_rollout_is_at_most_four_updates_of_equal_size(prompts, group, expected):
+    config = train.resolve({"prompts_per_step": prompts, "group_size": group})
+    assert config.completions_per_update == expected
+
+
 def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     """Length 12 of at most 12 with a cache of 5: -1; 8: -1/5; 7 and less: 0."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
