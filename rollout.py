@@ -420,7 +420,7 @@ def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
     return sorted(ends), min(ends) if pad is None else pad
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Print completions of a prompt.")
+    parser = argparse.ArgumentParser(description="Print completions.", allow_abbrev=False)
     for name in ("--model", "--prompt", "--answer", "--system"):  # the answer is for --reward
         parser.add_argument(name, required=name in ("--model", "--prompt"))
     defaults = dict(n=4, temperature=1.0, max_new_tokens=256, reward="math", seed=0,
@@ -443,7 +443,7 @@ def main() -> None:
     for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
         if args.answer is not None:
-            print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] ", end="")
+            print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] {reward.fault}", end="")
         print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
 
 if __name__ == "__main__":
