@@ -443,7 +443,7 @@ def main() -> None:
     for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
         if args.answer is not None:
-            print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] {reward.fault}", end="")
+            print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] ", end="")
         print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
 
 if __name__ == "__main__":
