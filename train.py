@@ -278,10 +278,10 @@ def load_weights(run, source: str | Path) -> None:
         run.old_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
     if config.kl_coef:
         run.ref_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
-    groups = [{"params": list(run.policy.parameters()), "lr": config.lr}]
+    groups = [{"params": list(run.policy.parameters()), "initial_lr": config.lr}]
     if run.algorithm.critic:
         run.critic = rollout.make_critic(run.policy)
-        groups.append({"params": list(run.critic.parameters()), "lr": config.critic_lr})
+        groups.append({"params": list(run.critic.parameters()), "initial_lr": config.critic_lr})
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
     run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
     given = {"clip_low": config.clip_low, "clip_high": config.clip_high, "per": run.algorithm.denom,
@@ -398,8 +398,8 @@ def compare(run, batch) -> None:
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
     batch.new_logprobs, updates = torch.zeros_like(batch.old_logprobs), []
-    for group, lr in zip(run.optimizer.param_groups, (run.config.lr, run.config.critic_lr)):
-        group["lr"] = lr * min(1.0, batch.step / max(run.config.warmup_steps, 1))
+    for group in run.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * min(1.0, batch.step / max(run.config.warmup_steps, 1))
     for micro_batches in batch.plan * run.config.epochs:
         updates.append(update(run, batch, micro_batches))
         run.bad = run.bad + 1 if "bad_updates" in updates[-1] else 0
@@ -445,7 +445,7 @@ def update(run, batch, micro_batches: list) -> dict:
         totals[name] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm)
     totals = {name: float(value) for name, value in totals.items()}
     if bad := [name for name, value in totals.items() if not math.isfinite(value)]:
-        return {"bad_updates": ", ".join(bad)}  # they must not ruin the weights
+        return {"bad_updates": ", ".join(bad)}  # and no step: it would ruin the weights
     run.optimizer.step()
     return totals
 

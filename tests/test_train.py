@@ -51,8 +51,7 @@ LATER_FLAGS = {
     "--gamma", "--reward-model", "--reward-model-weight",
     "--loss-args", "--routing-replay",
 }
-LATER_WORDS = {"tiny-moe": "tiny-moe", "steps": "step_rewards",
-               "band": "_band"}
+LATER_WORDS = {"tiny-moe": "tiny-moe", "steps": "step_rewards", "band": "_band"}
 LATER = LATER_FLAGS | LATER_WORDS.keys()
 SMALL = ("--lr 1e-3 --steps 2 --prompts-per-step 4 --group-size 4 "
          "--max-new-tokens 8 --eval-prompts 8 --eval-samples 0 --eval-every 0 --name run")
@@ -1926,7 +1925,6 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, tmp_
 
 
 def test_out_of_gpu_memory_names_the_flags_that_help(monkeypatch, tmp_path):
-
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
