@@ -12,10 +12,6 @@ Losses: xxx_loss(logprobs, old_logprobs, advantages, mask, *, ..., denom=None) -
                   clipped branch is the active one
 `weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything.
 float32 overflows at a token log-ratio of 88: nothing is clamped, the caller skips such an update.
-
-Departures from the papers: 1. Sequence losses average (N, T) advantages over a completion, and an
-empty one adds 0. 2. Equal rewards give exactly 0, not 0 / 0. 3. CISPO's paper keeps its bound to
-itself: 5 is of later work. 4. RLOO and REINFORCE take several updates a rollout here, as others do.
 """
 
 from dataclasses import dataclass
@@ -42,14 +38,12 @@ def ppo_loss(logprobs, old_logprobs, advantages, mask, *,
 
 def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     """PPO's value loss, mean over tokens: max((v-R)^2, (v_old + clip(v-v_old, -c, c) - R)^2) / 2.
-    values, old_values, returns (N, T), in units of reward. clip=None: the squared error alone."""
+    values, old_values, returns (N, T), in units of reward. clip=inf: the squared error alone."""
     mask = mask.bool()
     weight = mask.to(values.dtype) / (mask.sum().clamp(min=1) if denom is None else denom)
     error = torch.where(mask, values - returns, 0.0).square()
-    worst = error
-    if clip is not None:
-        near = values.clamp(old_values - clip, old_values + clip)
-        worst = torch.max(error, torch.where(mask, near - returns, 0.0).square())
+    near = values.clamp(old_values - clip, old_values + clip)
+    worst = torch.max(error, torch.where(mask, near - returns, 0.0).square())
     metrics = {"value_clip_fraction": (weight * (worst != error)).sum(),
                "value_error": (weight * error.detach()).sum()}
     return 0.5 * (weight * worst).sum(), metrics

@@ -235,7 +235,7 @@ CASES = [
     case("value", "token", value_rule, **VALUE),
     case("value 0.6", "token", value_rule, dict(clip=0.6), **VALUE),
     case("value 0", "token", value_rule, dict(clip=0.0), **VALUE),
-    case("value unclipped", "token", value_rule, dict(clip=None), **VALUE),
+    case("value unclipped", "token", value_rule, dict(clip=math.inf), **VALUE),
     kl_case("kl", "k3", "completion"),
     kl_case("kl k3 token", "k3", "token"),
     kl_case("kl k2", "k2", "completion"),
