@@ -6,7 +6,7 @@ Attention is ours, over a layout: Slots, where a finished completion makes room 
 or Packed, prompts and completions to be scored in one sequence, each prompt once. Models with more
 state than keys and values read all their text again for each token: slow, but right.
 """
-import argparse, contextlib, copy, sys
+import argparse, contextlib, copy, json, sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface,
                           AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.utils.logging import tqdm
 
 from rewards import UserError, need, parse_reward
 
@@ -155,16 +156,6 @@ def exact(model, ours=True):
             config._attn_implementation = "slots"
         yield
 
-def uniforms(seed: int, samples: int, steps: int, device) -> torch.Tensor:
-    """Two numbers in [0, 1) for each sample and step, (samples, steps, 2): a hash, splitmix64."""
-    bits = seed
-    for shape in ((samples, 1), (steps,)):  # int64 products wrap; & makes of >> a logical shift
-        bits = bits + torch.arange(shape[0], device=device).view(shape) * -0x61C8864680B583EB
-        bits = (bits ^ (bits >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-        bits = (bits ^ (bits >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-        bits = bits ^ (bits >> 31 & 0x1FFFFFFFF)
-    return torch.stack([bits >> 40 & 0xFFFFFF, bits >> 16 & 0xFFFFFF], -1).float() * 2.0**-24
-
 def draw(logits: torch.Tensor, uniform: torch.Tensor):
     """Exact inverse-CDF draw: first a block of the vocabulary by its mass, then a token inside it.
     logits (rows, V) float32, uniform (rows, 2); returns tokens (rows,) and log-probs (rows,)."""
@@ -199,10 +190,10 @@ class Slots:
     """The samples under way: slot b is row b of state and of memory.
     memory[2 * layer][b, :, p] is the key of slot b's token at position p, memory[2 * layer + 1] its
     value. state: last token, its position, tokens sampled, index of the sample, alive (0 or 1)."""
-    def __init__(self, model, slots, width, memory, tokens, eos_ids, seed, options):
+    def __init__(self, model, slots, width, memory, tokens, eos_ids, generator, options):
         self.model, self.tokens, self.options, device = model, tokens, options, tokens.device
         self.logprobs = torch.zeros(tokens.shape, device=device)
-        self.uniforms = uniforms(seed, *tokens.shape, device)
+        self.uniforms = torch.rand(*tokens.shape, 2, generator=generator).to(device)
         self.range = torch.arange(max(slots, width), device=device)
         self.eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
@@ -248,16 +239,14 @@ class Slots:
 def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens: int,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, eos_ids: list[int],
              pad_id: int, generator: torch.Generator | None = None, max_slots: int | None = None,
-             cache_gb: float | None = None, progress=None) -> Rollout:
+             cache_gb: float | None = None) -> Rollout:
     """Sample group_size completions of each prompt (token ids); ValueError for what cannot be.
-    temperature 0 is greedy (log-probs recorded at 1); top_k 0 and top_p 1 are off. generator gives
-    one seed and with it the completions, whatever max_slots (rows at once) and cache_gb (memory of
-    their keys and values) say; None is room for all. progress(done, total) is called on the way."""
+    temperature 0 is greedy (log-probs recorded at 1); top_k 0 and top_p 1 are off. generator, a CPU
+    one, gives two numbers for each sample and step, and with them the completions, whatever
+    max_slots (rows at once) and cache_gb (memory of their keys and values; None: enough) say."""
     need(min(group_size, max_new_tokens, len(prompts), *map(len, prompts)) >= 1 and top_p <= 1
          and min(temperature, top_k) >= 0 < top_p, "generate needs prompts, group_size and "
          "max_new_tokens >= 1, temperature and top_k >= 0, 0 < top_p <= 1")
-    generator = generator or torch.Generator().manual_seed(torch.Generator().seed())
-    seed = torch.randint(2**63 - 1, (), generator=generator, device=generator.device).item()
     prompts = [torch.tensor(p, device=model.device) for p in prompts for _ in range(group_size)]
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     longest, total, zeros = int(sizes.max()), len(prompts), torch.zeros_like(sizes)
@@ -269,14 +258,14 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
     bucket, stride = (256, 8) if page.is_cuda else (32, 1)
-    with exact(model):
+    with exact(model), tqdm(total=total, desc="sampling", disable=None, leave=False) as bar:
         memory, owner = [ids[:, None]], list(range(total))
         if model.config._attn_implementation == "slots":
             layout.run(model.base_model)
             memory, owner = layout.memory, layout.owner.tolist()
         row_gb = sum(m[0, :, 0].nbytes for m in memory) * width / 1e9
         rows = max(1, min(total, max_slots or total, int((cache_gb or 1e9) / row_gb)))
-        slots = Slots(model, rows, width, memory, page[:, longest:], list(eos_ids), seed,
+        slots = Slots(model, rows, width, memory, page[:, longest:], list(eos_ids), generator,
                       (temperature, top_k, top_p))
         holes, waiting, span = list(range(rows)), list(range(total)), width
         while rows:
@@ -288,14 +277,13 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                 rows -= len(holes)
                 slots.fill([hole for hole in holes if hole < rows],
                            [m[:, :, :span] for m in slots.memory], last, slots.state[last])
-                if progress:
-                    progress(total - len(waiting) - rows, total)
             if rows:
                 span = int(slots.state[:rows, 1].max()) + stride
                 span = min(width, span + -span % bucket)
                 for _ in range(stride):
                     slots.decode_one_token(rows, span)
                 holes = (slots.state[:rows, 4] == 0).nonzero()[:, 0].tolist()
+                bar.update(len(holes))
     ends = torch.isin(page[:total, longest:-1], slots.eos_ids)
     truncated = ~ends.any(1)
     lengths = torch.where(truncated, max_new_tokens, ends.int().argmax(1) + 1)
@@ -303,17 +291,11 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                    slots.logprobs[:total, :lengths.max()], truncated, group_size)
 
 def sampler_copy(policy, dtype: torch.dtype):
-    """A frozen copy in dtype, as sampler or reference; `refresh` leaves its tensors in place."""
+    """A frozen copy in dtype, as sampler or reference; load_state_dict refreshes it in place."""
     sampler = copy.deepcopy(policy).eval().requires_grad_(False)
     for parameter in sampler.parameters():  # not buffers: bf16 rotary frequencies blur positions
         parameter.data = parameter.data.to(dtype)
     return sampler
-
-@torch.no_grad()
-def refresh(sampler, policy):
-    """Copy the policy's weights and buffers into the sampler, in place."""
-    for old, new in zip(sampler.state_dict().values(), policy.state_dict().values(), strict=True):
-        old.copy_(new)
 
 def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torch.Tensor]:
     """Partition the rows, by length, under a budget of tokens (None: one part), the prompt of a
@@ -400,8 +382,8 @@ def inspect_model(source) -> tuple:
          "weights, found none (pickles do not count: they can run code when they load)")
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
-def encode_prompt(tokenizer, text: str, system: str | None = None, args=None) -> list[int]:
-    """Token ids of a prompt, in the tokenizer's chat template (and its args) where it has one."""
+def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "") -> list[int]:
+    """Token ids of a prompt, in the tokenizer's chat template where it has one; its args: JSON."""
     if not tokenizer.chat_template:
         need(not (system or args), "--system, --chat-template-args: the model has no chat template")
         return tokenizer.encode(text)
@@ -409,9 +391,10 @@ def encode_prompt(tokenizer, text: str, system: str | None = None, args=None) ->
     chat.append({"role": "user", "content": text})
     try:
         return tokenizer.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=False, **args or {})
-    except Exception as error:  # the template's own: Gemma's takes no system message
-        raise UserError(f"--system, --chat-template-args: the chat template refuses them: {error}")
+            chat, tokenize=True, add_generation_prompt=True, return_dict=False,
+            **json.loads(args or "{}"))
+    except Exception as error:  # no JSON object, or the template's: Gemma's takes no system message
+        raise UserError(f"--system, --chat-template-args (JSON): the template refuses them: {error}")
 
 def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
     """All end tokens, the tokenizer's and the generation config's; the pad token, or an end."""

@@ -16,6 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar, tqdm
 
 import gspo
 import rewards
@@ -38,7 +39,7 @@ class Config:
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
     system: str | None = None  # system message, for tokenizers with a chat template
-    chat_template_args: dict | None = None  # of its chat template, JSON: {"enable_thinking": false}
+    chat_template_args: str | None = None  # for its chat template: '{"enable_thinking": false}'
     prompt_template: str | None = None  # text around the prompt, with {prompt} in it
     max_prompt_tokens: int | None = None  # longer ones are skipped; default: the context [1, inf)
     # --- rollout
@@ -91,15 +92,12 @@ class Parser(argparse.ArgumentParser):
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(message.removeprefix("argument ") + hint)
 
-def JSON(text: str) -> dict:  # its name is part of argparse's message
-    return dict(json.loads(text))
-
 def parse_flags(arguments: list[str] | None) -> dict:
     """The flags that were given, name -> value. The parser and its checks are Config's source."""
     parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group, rules = parser, {}
-    kinds = {"int": int, "float": float, "str": str, "dict": JSON}
+    kinds = {"int": int, "float": float, "str": str}
     names = {"ALGOS": ", ".join(gspo.ALGOS), "TASKS": ", ".join(rewards.TASKS)}
     for line in inspect.getsource(Config).splitlines():
         if "# --- " in line:
@@ -205,24 +203,18 @@ def tiny_model(task: rewards.Task) -> Path:
     policy = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**shape))
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    for step in range(WARM_STEPS):
+    for step in tqdm(range(WARM_STEPS), "warm start", disable=None, leave=False):
         batch = pad(shown[step * WARM_ROWS:(step + 1) * WARM_ROWS])
         adam.param_groups[0]["lr"] = WARM_LR * min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
         adam.zero_grad()
         policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
         adam.step()
-        progress("warm start", step + 1, WARM_STEPS)
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
     policy.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     with contextlib.suppress(OSError):  # another run may have been faster
         temporary.rename(folder)
     return folder
-
-def progress(what: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        end = "\r" if done < total else "\r\033[K"
-        print(f"{what} [{'#' * (30 * done // total):30}] {done}/{total}", end=end, file=sys.stderr)
 
 def start(config: Config) -> SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
@@ -271,8 +263,10 @@ def load_weights(run, source: str | Path) -> None:
         source, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
     if config.gradient_checkpointing:
         getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)()
-    run.autocast = functools.partial(
-        torch.autocast, config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    autocast = torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    run.values = autocast(rollout.completion_values)
+    run.logprobs = autocast(functools.partial(  # one path for policy, old and ref
+        rollout.completion_logprobs, temperature=config.temperature))
     run.old_policy = run.policy  # nothing moves while it samples, so its own weights will do
     if config.dtype != "float32":
         run.old_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
@@ -305,8 +299,7 @@ def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.
     samples = rollout.generate(
         model, [row["ids"] for row in rows], max_new_tokens=config.max_new_tokens,
         eos_ids=run.eos_ids, pad_id=run.pad_id, generator=torch.Generator().manual_seed(number),
-        max_slots=config.max_slots, cache_gb=config.cache_gb,
-        progress=lambda done, total: progress("sampling", done, total), **options)
+        max_slots=config.max_slots, cache_gb=config.cache_gb, **options)
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     return samples, [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
 
@@ -352,12 +345,6 @@ def collect(run, step: int) -> SimpleNamespace:
         batch.plan.append([rows[part] for part in parts])
     return batch
 
-def logprobs_of(run, model, batch, rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of some rows: one path for policy, old and ref."""
-    with run.autocast():
-        return rollout.completion_logprobs(
-            model, batch.rollout[rows], temperature=run.config.temperature)
-
 @torch.no_grad()
 def freeze(run, batch) -> None:
     """Constants of a step, scored in the updates' micro-batches: the first ratio is exactly 1."""
@@ -365,12 +352,11 @@ def freeze(run, batch) -> None:
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            batch.old_logprobs[rows] = logprobs_of(run, run.policy, batch, rows)[0]
+            batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
         if run.ref_policy is not None:
-            batch.ref_logprobs[rows] = logprobs_of(run, run.ref_policy, batch, rows)[0]
+            batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
         if run.critic is not None:
-            with run.autocast():
-                batch.values[rows] = rollout.completion_values(run.critic, batch.rollout[rows])
+            batch.values[rows] = run.values(run.critic, batch.rollout[rows])
 
 def compare(run, batch) -> None:
     """Advantages (N,) or (N, T): how much better than its peers, or than the critic expected."""
@@ -418,7 +404,7 @@ def update(run, batch, micro_batches: list) -> dict:
     run.optimizer.zero_grad()
     for rows in micro_batches:
         old, advantages, mask = batch.old_logprobs[rows], batch.advantages[rows], batch.mask[rows]
-        logprobs, entropy = logprobs_of(run, run.policy, batch, rows)
+        logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
         new = batch.new_logprobs[rows] = logprobs.detach()
         options = {"denom": denom} | run.loss_args
         loss, metrics = algorithm.loss(logprobs, old, advantages, mask, **options)
@@ -432,8 +418,7 @@ def update(run, batch, micro_batches: list) -> dict:
                 denom=denom, per=algorithm.denom, estimator=algorithm.kl if in_loss else "k1")
             loss, metrics = loss + config.kl_coef * kl * in_loss, metrics | kl_metrics
         if run.critic is not None:
-            with run.autocast():
-                values = rollout.completion_values(run.critic, batch.rollout[rows])
+            values = run.values(run.critic, batch.rollout[rows])
             critic_loss, critic_metrics = gspo.value_loss(
                 values, batch.values[rows], batch.returns[rows], mask, denom=denom)
             loss += critic_loss
@@ -479,8 +464,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
     row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
     row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
-    cuda = run.config.device == "cuda"
-    return row | ({"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {})
+    return row | {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
@@ -550,9 +534,9 @@ def train(config: Config) -> int:
         run.seconds, last = {}, step == config.steps
         # 1. snapshot: pi_old <- pi_theta, and pi_ref <- pi_theta every ref_every steps
         if run.old_policy is not run.policy:
-            rollout.refresh(run.old_policy, run.policy)
+            run.old_policy.load_state_dict(run.policy.state_dict())
         if config.ref_every and step > 1 and (step - 1) % config.ref_every == 0:
-            rollout.refresh(run.ref_policy, run.policy)
+            run.ref_policy.load_state_dict(run.policy.state_dict())
         # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
         batch = collect(run, step)
         # 4. freeze: old_logprobs, ref_logprobs, values, no grad, before the first update
@@ -578,7 +562,8 @@ def train(config: Config) -> int:
     return 0
 
 def main(arguments: list[str] | None = None) -> int:
-    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # transformers' own, too
     try:
         config = resolve(parse_flags(arguments))
         return train(config)

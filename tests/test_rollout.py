@@ -1,5 +1,6 @@
 """Sampling and scoring against transformers' own forward and `generate`, on tiny random models."""
 
+import io
 import math
 import sys
 import warnings
@@ -153,7 +154,7 @@ def filtered(logits, temperature, top_k, top_p):
 def test_frequencies_and_logprobs_are_those_of_the_filtered_distribution(temperature, top_k, top_p):
     """χ² of 20,000 draws over 7 tokens: the right distribution stays below 28 in 99.99%."""
     logits = torch.randn(1, 7, generator=torch.Generator().manual_seed(3)) * 2
-    uniform = R.uniforms(11, 20_000, 1, "cpu")[:, 0]
+    uniform = torch.rand(20_000, 2, generator=torch.Generator().manual_seed(11))
     token, logprobs = R.sample(logits.expand(20_000, -1), uniform, temperature, top_k, top_p)
     probs = filtered(logits, temperature, top_k, top_p)[0]
     torch.testing.assert_close(logprobs, probs[token].log(), atol=1e-5, rtol=0)
@@ -199,25 +200,6 @@ def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
     assert set(token.tolist()) <= {3, 255, 256} and logprobs.isfinite().all()
 
 
-def test_uniforms_are_splitmix64_of_seed_sample_and_step():
-    """Against Python's integers, modulo 2^64."""
-    def mixed(x):
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-        return x ^ (x >> 31)
-
-    seed, golden = 2**62 + 12345, 0x9E3779B97F4A7C15
-    numbers = R.uniforms(seed, 3, 4, "cpu")
-    for i in range(3):
-        for j in range(4):
-            bits = mixed((mixed((seed + i * golden) % 2**64) + j * golden) % 2**64)
-            assert numbers[i, j].tolist() == [(bits >> 40) / 2**24, (bits >> 16) % 2**24 / 2**24]
-    numbers = R.uniforms(1, 300, 300, "cpu")
-    assert 0 <= numbers.min() and numbers.max() < 1
-    assert numbers.mean().item() == pytest.approx(0.5, abs=0.005)
-    assert torch.corrcoef(numbers.flatten(0, 1).T)[0, 1].abs() < 0.01
-
-
 def test_greedy_records_logprobs_at_temperature_1():
     model = tiny()
     out = sampled(model, temperature=0)
@@ -256,17 +238,17 @@ def test_cache_gb_bounds_the_keys_and_values(monkeypatch):
     assert max(rows) == 5 * 8448
 
 
-def test_the_same_seed_gives_the_same_completions_and_no_global_state_moves():
+def test_the_same_seed_gives_the_same_completions_and_a_generator_moves_no_global_state():
     model = tiny()
     state = torch.get_rng_state()
     first, again, other = sampled(model), sampled(model), sampled(model, seed=1)
     assert torch.equal(first.tokens, again.tokens)
     assert torch.equal(first.sampler_logprobs, again.sampler_logprobs)
     assert not torch.equal(first.tokens[:, :12], other.tokens[:, :12])
+    assert torch.equal(state, torch.get_rng_state())
     options = dict(group_size=3, max_new_tokens=16, eos_ids=[2], pad_id=2)
     free = [R.generate(model, PROMPTS, **options).tokens for _ in range(2)]
-    assert free[0].shape != free[1].shape or not torch.equal(*free)  # no generator: a new seed
-    assert torch.equal(state, torch.get_rng_state())
+    assert free[0].shape != free[1].shape or not torch.equal(*free)  # no generator: torch's own
 
 
 def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_apart():
@@ -298,11 +280,17 @@ def counted(forward, tokens):
     return count
 
 
-def test_progress_counts_up_to_all():
-    seen = []
-    sampled(tiny(), max_slots=5, progress=lambda done, total: seen.append((done, total)))
-    done = [n for n, _ in seen]
-    assert done == sorted(done) and done[0] == 0 and seen[-1] == (12, 12)
+def test_progress_counts_up_to_all(monkeypatch):
+    """A bar for each call, that ends at the number of samples."""
+    bars, bar = [], R.tqdm
+
+    def seen(*args, **kwargs):
+        bars.append(bar(*args, **{**kwargs, "disable": False, "file": io.StringIO()}))
+        return bars[-1]
+
+    monkeypatch.setattr(R, "tqdm", seen)
+    sampled(tiny(), max_slots=5)
+    assert [(one.n, one.total) for one in bars] == [(12, 12)]
 
 
 def test_one_new_token_and_one_token_prompts():
@@ -367,7 +355,7 @@ def test_a_decode_step_never_waits_for_the_device():
     """On the meta device whatever reads a value fails: the step could be captured in a graph."""
     model = tiny()
     options = dict(
-        memory=[torch.zeros(1, 2, 4, 8, device="meta")] * 4, width=12, slots=6, eos_ids=[2], seed=5,
+        memory=[torch.zeros(1, 2, 4, 8, device="meta")] * 4, width=12, slots=6, eos_ids=[2], generator=None,
         tokens=torch.zeros(7, 9, dtype=torch.long, device="meta"))
     for sampling in ((1.0, 0, 1.0), (0.7, 3, 0.9), (0.0, 0, 1.0)):
         with torch.device("meta"), R.exact(model), torch.no_grad():
@@ -530,7 +518,7 @@ def test_a_bf16_sampler_is_frozen_and_refreshed_in_place():
     for parameter in policy.parameters():
         parameter.data += 1
     policy.counter += 5
-    R.refresh(sampler, policy)
+    sampler.load_state_dict(policy.state_dict())
     assert [p.data_ptr() for p in sampler.parameters()] == places
     for a, b in zip(sampler.parameters(), policy.parameters()):
         assert torch.equal(a, b.to(torch.bfloat16))
