@@ -44,9 +44,9 @@ def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     error = torch.where(mask, values - returns, 0.0).square()
     near = values.clamp(old_values - clip, old_values + clip)
     worst = torch.max(error, torch.where(mask, near - returns, 0.0).square())
-    metrics = {"value_clip_fraction": (weight * (worst != error)).sum(),
-               "value_error": (weight * error.detach()).sum()}
-    return 0.5 * (weight * worst).sum(), metrics
+    loss = 0.5 * (weight * worst).sum()
+    metrics = {"value_clip_fraction": (weight * (worst != error)).sum()}
+    return loss, metrics | {"value_loss": loss.detach()}
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, *,
               clip_low=0.2, clip_high=0.2, ref_logprobs=None, kl_coef=0.04, denom=None):
@@ -275,8 +275,7 @@ def drift(logprobs, old_logprobs, mask):
 class Algorithm:
     """All that defines an algorithm. The numbers of its paper are its loss's defaults."""
     loss: Callable
-    advantages: str = "group"  # group, leave_one_out, batch_mean, reward_to_go, gae
-    scale: str = "group"  # what group advantages are divided by: group, batch or none
+    advantages: Callable = group_advantages  # of rewards (N,), or of token rewards with kl="reward"
     denom: str = "completion"  # unit of the loss's mean, and of the KL term's
     kl: str = "k3"  # where --kl-coef goes: an estimator of kl_penalty, or "reward" (k1 per token)
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
@@ -287,13 +286,14 @@ ALGOS = {
     "gspo": Algorithm(gspo_loss),
     "gspo-token": Algorithm(gspo_token_loss),
     "grpo": Algorithm(grpo_loss),
-    "dr-grpo": Algorithm(dr_grpo_loss, scale="none"),
+    "dr-grpo": Algorithm(dr_grpo_loss, lambda r, size: group_advantages(r, size, scale="none")),
     "dapo": Algorithm(dapo_loss, denom="token", dynamic_sampling=True, overlong_shaping=True),
-    "ppo": Algorithm(ppo_loss, "gae", denom="token", kl="reward", critic=True),
+    "ppo": Algorithm(ppo_loss, gae_advantages, denom="token", kl="reward", critic=True),
     "cispo": Algorithm(cispo_loss, denom="token"),
     "sapo": Algorithm(sapo_loss),
     "gmpo": Algorithm(gmpo_loss),
-    "rloo": Algorithm(reinforce_loss, "leave_one_out", denom="token"),
-    "reinforce++": Algorithm(ppo_loss, "reward_to_go", denom="token", kl="reward"),
-    "reinforce": Algorithm(reinforce_loss, "batch_mean", denom="token"),
+    "rloo": Algorithm(reinforce_loss, leave_one_out_advantages, denom="token"),
+    "reinforce++": Algorithm(ppo_loss, reinforce_plus_plus_advantages, denom="token", kl="reward"),
+    "reinforce": Algorithm(reinforce_loss, lambda r, size: group_advantages(
+        r, len(r), scale="none"), denom="token"),  # the batch's mean is the baseline
 }

@@ -15,8 +15,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tokenizers import Tokenizer, decoders, models
 from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface,
-                          AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache)
+                          AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache,
+                          PreTrainedTokenizerFast, Qwen3Config)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils.logging import tqdm
 
@@ -52,10 +54,9 @@ class Rollout:
     @staticmethod
     def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":
         """All rows in order, padded to the widest prompt and the widest completion."""
-        columns = []
-        for r in rollouts:
-            left = max(other.prompt_width for other in rollouts) - r.prompt_width
-            right = max(len(other.completions[0]) for other in rollouts) - len(r.completions[0])
+        columns, widths = [], [(r.prompt_width, r.completions.shape[1]) for r in rollouts]
+        for r, (prompt, completion) in zip(rollouts, widths):
+            left, right = max(s for s, _ in widths) - prompt, max(t for _, t in widths) - completion
             columns.append([F.pad(r.tokens, (left, right), value=pad_id), r.prompt_lengths,
                             r.lengths, F.pad(r.sampler_logprobs, (0, right)), r.truncated])
         return Rollout(*map(torch.cat, zip(*columns)), rollouts[0].group_size)
@@ -300,17 +301,16 @@ def sampler_copy(policy, dtype: torch.dtype):
 def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torch.Tensor]:
     """Partition the rows, by length, under a budget of tokens (None: one part), the prompt of a
     group counting once. Groups are together, but for those at borders. Returns LongTensors."""
-    counts = Packed(rollout).counts
-    groups = list(zip(rollout.lengths.split(counts), rollout.prompt_lengths.split(counts)))
-    longest = torch.cat([lengths.max().expand_as(lengths) for lengths, _ in groups])
-    cost = torch.cat([lengths + prompts / len(prompts) for lengths, prompts in groups]).tolist()
+    groups = torch.arange(len(rollout.lengths)).split(Packed(rollout).counts)
     batches, tokens = [[]], 0
-    for row in longest.argsort(descending=True, stable=True).tolist():
-        tokens += cost[row]
-        if batches[-1] and tokens > (micro_batch_tokens or tokens):
-            batches.append([])
-            tokens = cost[row]
-        batches[-1].append(row)
+    for group in sorted(groups, key=lambda rows: -rollout.lengths[rows].max().item()):
+        cost = rollout.lengths[group] + rollout.prompt_lengths[group] / len(group)
+        for row, more in zip(group.tolist(), cost.tolist()):
+            tokens += more
+            if batches[-1] and tokens > (micro_batch_tokens or tokens):
+                batches.append([])
+                tokens = more
+            batches[-1].append(row)
     return [torch.tensor(sorted(batch)) for batch in batches]
 
 def score(body, rollout: Rollout, micro_batch_tokens: int | None, head) -> torch.Tensor:
@@ -362,6 +362,19 @@ def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None =
     head = lambda hidden, _: ((hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1])[None]
     return score(critic, rollout, micro_batch_tokens, head)[0]
 
+def tiny(alphabet: str) -> tuple:
+    """(tokenizer, config) of the built-in policy: a character a token, 0.3 M parameters."""
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
+    characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return tokenizer, Qwen3Config(
+        vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.06,
+        pad_token_id=0, eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # for short texts
+
 def inspect_model(source) -> tuple:
     """(tokenizer, context in tokens) of a causal model, UserError where it cannot be trained."""
     folder, expected = Path(source), f"--model {source}: expected"
@@ -394,7 +407,11 @@ def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "
             chat, tokenize=True, add_generation_prompt=True, return_dict=False,
             **json.loads(args or "{}"))
     except Exception as error:  # no JSON object, or the template's: Gemma's takes no system message
-        raise UserError(f"--system, --chat-template-args (JSON): the template refuses them: {error}")
+        raise UserError(f"--system, --chat-template-args (JSON): refused by the template: {error}")
+
+def printable(text: str) -> str:
+    """Text without control characters: a terminal would obey those of a completion."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
     """All end tokens, the tokenizer's and the generation config's; the pad token, or an end."""
@@ -427,7 +444,7 @@ def main() -> None:
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
         if args.answer is not None:
             print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] ", end="")
-        print("".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text))
+        print("\n".join(map(printable, text.split("\n"))))
 
 if __name__ == "__main__":
     main()

@@ -7,14 +7,15 @@ Three policies: `policy` is trained; `old_policy` is the sampler's snapshot of i
 tensor old_logprobs; `ref_policy` anchors the KL term, where there is one. `train` is the loop: read
 it first. Every random number is a function of (seed, step), so there is no random state to keep.
 """
-import argparse, contextlib, dataclasses, difflib, functools, hashlib, importlib.util, inspect
-import itertools, json, math, os, random, re, shlex, shutil, sys, time
+import argparse, collections, contextlib, dataclasses, difflib, functools, hashlib, importlib.util
+import inspect, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, tqdm
 
@@ -78,7 +79,9 @@ class Config:
     # --- run
     name: str | None = None  # folder of the run; default: the algorithm and a number
     runs: str = "runs"  # folder of all runs
-    save_every: int = 0  # steps between checkpoints; 0: the last only [0, inf)
+    resume: bool = False  # go on from the newest checkpoint of --name, with its flags
+    save_every: int = 10  # steps between checkpoints; 0: the last only [0, inf)
+    keep: int = 2  # newest checkpoints that stay [1, inf)
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # device {cuda, cpu, mps}
     dtype: str | None = None  # of autocast and sampler; bfloat16 on CUDA {float32, bfloat16}
     tensorboard: bool = False  # write TensorBoard events too
@@ -88,16 +91,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         wrong = re.search(r"(?:arguments: |choice: ')([^' ]+)", message)
         names = re.findall(r"'([^']+)'", message)[1:] or list(self._option_string_actions)
-        near = difflib.get_close_matches(wrong[1], names, 1, 0.5) if wrong else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(message.removeprefix("argument ") + hint)
+        for near in difflib.get_close_matches(wrong[1] if wrong else "", names, 1, 0.5):
+            message += f"; did you mean {near}?"
+        raise UserError(message.removeprefix("argument "))
 
 def parse_flags(arguments: list[str] | None) -> dict:
     """The flags that were given, name -> value. The parser and its checks are Config's source."""
     parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group, rules = parser, {}
-    kinds = {"int": int, "float": float, "str": str}
     names = {"ALGOS": ", ".join(gspo.ALGOS), "TASKS": ", ".join(rewards.TASKS)}
     for line in inspect.getsource(Config).splitlines():
         if "# --- " in line:
@@ -107,7 +109,7 @@ def parse_flags(arguments: list[str] | None) -> dict:
             rules[name] = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
             text += "" if default == "None" else f"; default {default}"
             options = {"action": argparse.BooleanOptionalAction} if kind == "bool" else {
-                "type": kinds[kind], "metavar": kind.upper()}
+                "type": {"int": int, "float": float, "str": str}[kind], "metavar": kind.upper()}
             if choices:
                 options["choices"] = names.get(choices, choices).split(", ")
                 text += f": {', '.join(options['choices'])}"
@@ -123,6 +125,15 @@ def parse_flags(arguments: list[str] | None) -> dict:
 
 def resolve(given: dict) -> Config:
     """Config with every default filled in; raises UserError for what cannot be or does nothing."""
+    if given.get("resume"):
+        path = Path(given.get("runs", Config.runs), given.get("name", ""), "config.json")
+        try:
+            before = {**json.loads(path.read_text())}
+        except (OSError, TypeError, ValueError) as error:
+            raise UserError(f"--resume: expected the --name of a run, with {path}: {error}")
+        for name in [x for x in given if x != "resume" and given[x] != before.get(x)]:
+            print(f"resume: {name} was {before.get(name)}, from now on it is {given[name]}")
+        given = before | given
     config = Config(**given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
@@ -134,14 +145,14 @@ def resolve(given: dict) -> Config:
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     lr = config.lr or (2e-4 if tiny else 1e-6)
     for name, value in {
-            "reward": "math" if config.data and not tiny else task.verifier, "lr": lr,
-            "critic_lr": 10 * lr, "max_new_tokens": limit,
+            "reward": "math" if config.data and not tiny else task.verifier,
+            "lr": lr, "critic_lr": 10 * lr if algorithm.critic else None,
+            "gae_lambda": 0.95 if algorithm.critic else None, "warmup_steps": 0 if tiny else 10,
             "completions_per_update": next(k for k in range(-(-n // 4), n + 1) if n % k == 0),
-            "gae_lambda": 0.95, "warmup_steps": 0 if tiny else 10,
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
-            "dynamic_sampling": algorithm.dynamic_sampling,
-            "dtype": "bfloat16" if config.device == "cuda" else "float32",
-            "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0}.items():
+            "max_new_tokens": limit, "dynamic_sampling": algorithm.dynamic_sampling,
+            "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0,
+            "dtype": "bfloat16" if config.device == "cuda" else "float32"}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
     need(n % config.completions_per_update == 0, f"--completions-per-update "
          f"{config.completions_per_update}: expected a divisor of a rollout's {n} completions")
@@ -163,8 +174,8 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
         raw = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
         row["ids"] = rollout.encode_prompt(tokenizer, raw, config.system, config.chat_template_args)
         need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
-             f"{flag}: the built-in model only knows {rewards.TASKS[config.task].alphabet!r}, the "
-             f"prompt {raw[:60]!r} has other characters; expected --model with another one")
+             f"{flag}: the built-in model knows {rewards.TASKS[config.task].alphabet!r}, no other "
+             f"characters; expected another --model for {raw[:60]!r}")
     kept = [row for row in rows if len(row["ids"]) <= limit]
     if flag and len(kept) < len(rows):  # problems without end are skipped without a word
         message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
@@ -175,32 +186,22 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
 
 # ---- models
 def tiny_model(task: rewards.Task) -> Path:
-    """Folder of a built-in policy: supervised learning on demonstrations that are often wrong. Made
-    once, on the CPU, from fixed seeds; kept in a cache folder named by what it is made from."""
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
-    characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
-    characters.decoder = decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    shape = dict(vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-                 num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.06,
-                 pad_token_id=0, eos_token_id=1, max_position_embeddings=512,
-                 tie_word_embeddings=True,
-                 rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # short texts
-    shown, rng = [], random.Random(0)
+    """Folder (cached) of a built-in policy: supervised on demonstrations that are often wrong."""
+    torch.set_num_threads(1)  # at this size two threads only wait for each other
+    tokenizer, shape = rollout.tiny(task.alphabet)
+    to_id, shown, rng = tokenizer.get_vocab().get, [], random.Random(0)
     for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
-        texts = row["prompt"], task.demonstration(row, rng)
-        prompt, ids = ([words[character] for character in text] for text in texts)
+        prompt, ids = (list(map(to_id, x)) for x in (row["prompt"], task.demonstration(row, rng)))
         shown.append({"input_ids": prompt + ids + [1], "labels": [-100] * len(prompt) + ids + [1]})
     window_and_length = lambda i: (i // (4 * WARM_ROWS), len(shown[i]["labels"]))  # little padding
     shown = [shown[i] for i in sorted(range(len(shown)), key=window_and_length)]
-    recipe = repr((shape, shown, WARM_LR, torch.__version__, transformers.__version__))
+    recipe = repr((shape.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
                   f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
     if folder.exists():
         return folder
     torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_config(transformers.Qwen3Config(**shape))
+    policy = AutoModelForCausalLM.from_config(shape)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
     for step in tqdm(range(WARM_STEPS), "warm start", disable=None, leave=False):
@@ -223,11 +224,12 @@ def start(config: Config) -> SimpleNamespace:
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
     config.name = config.name or next(x for x in names if not Path(config.runs, x).exists())
-    folder, source = Path(config.runs, config.name), config.model
-    need(not folder.exists(), f"--name {config.name}: {folder} exists; expected a new name")
-    if source == "tiny":
-        torch.set_num_threads(1)  # at this size two threads only wait for each other
-        source = tiny_model(task)
+    folder = Path(config.runs, config.name)
+    saved = checkpoints(folder)
+    done = int(saved[-1].name[5:]) if saved else 0
+    need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
+    need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
+    source = [tiny_model(task) if config.model == "tiny" else config.model, *saved][-1]
     tokenizer, context = rollout.inspect_model(source)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
@@ -240,19 +242,23 @@ def start(config: Config) -> SimpleNamespace:
             need(rows, f"--data {config.data}: expected two rows, as one in ten is held out")
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
+    held_out = fit(list(held_out)[:config.eval_prompts], "held out")
+    folder.mkdir(parents=True, exist_ok=config.resume)
+    for name in ("samples.jsonl", "metrics.jsonl"):  # what came after a checkpoint comes again
+        with open(folder / name, "a+b") as file:
+            file.seek(0)
+            lines = [x for x in file if x[-1:] == b"\n" and json.loads(x)["step"] <= done]
+            file.truncate(sum(map(len, lines)))
+    drawn = int(sum(json.loads(line)["prompts_drawn"] for line in lines))
+    (folder / "config.new").write_text(json.dumps(vars(config), indent=1) + "\n")
+    (folder / "config.new").rename(folder / "config.json")
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        prompts=prompts, held_out=fit(list(held_out)[:config.eval_prompts], "held out"),
-        folder=folder, ref_policy=None, critic=None, writer=None, warned=set(), saved=None,
-        bad=0, quiet=0)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"--runs {config.runs} --name {config.name}: cannot be made: {error}")
-    (folder / "config.json").write_text(json.dumps(vars(config), indent=1) + "\n")
+        prompts=itertools.islice(prompts, drawn, None), held_out=held_out, folder=folder, done=done,
+        critic=None, writer=None, warned=set(), bad=0, quiet=0, stopped=False)
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
-        run.writer = SummaryWriter(folder)
+        run.writer = SummaryWriter(folder, purge_step=done + 1)
     load_weights(run, source)
     return run
 
@@ -267,55 +273,62 @@ def load_weights(run, source: str | Path) -> None:
     run.values = autocast(rollout.completion_values)
     run.logprobs = autocast(functools.partial(  # one path for policy, old and ref
         rollout.completion_logprobs, temperature=config.temperature))
-    run.old_policy = run.policy  # nothing moves while it samples, so its own weights will do
-    if config.dtype != "float32":
-        run.old_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
-    if config.kl_coef:
-        run.ref_policy = rollout.sampler_copy(run.policy, getattr(torch, config.dtype))
-    groups = [{"params": list(run.policy.parameters()), "initial_lr": config.lr}]
+    copied = functools.partial(rollout.sampler_copy, policy, getattr(torch, config.dtype))
+    run.old_policy = policy if config.dtype == "float32" else copied()  # it rests while it samples
+    run.ref_policy = copied() if config.kl_coef else None
+    groups = [{"params": list(policy.parameters()), "initial_lr": config.lr}]
     if run.algorithm.critic:
-        run.critic = rollout.make_critic(run.policy)
+        run.critic = rollout.make_critic(policy)
         groups.append({"params": list(run.critic.parameters()), "initial_lr": config.critic_lr})
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
     run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
     given = {"clip_low": config.clip_low, "clip_high": config.clip_high, "per": run.algorithm.denom,
              "max_completion_length": config.max_new_tokens}
     run.loss_args = {name: given[name] for name in takes & given.keys() if given[name] is not None}
+    # what a checkpoint holds beside the policy, where it lives: AdamW fills in its moments itself
+    run.state = [run.optimizer.state[weight] for group in groups for weight in group["params"]]
+    others = [model.parameters() for model in (run.critic, run.ref_policy) if model is not None]
+    run.state += [{"weight": weight.data} for weight in itertools.chain(*others)]
+    if run.done:
+        saved = load_file(source / "trainer" / "state.safetensors", config.device)
+        for (index, name), tensor in ((name.split(), tensor) for name, tensor in saved.items()):
+            run.state[int(index)].setdefault(name, tensor).copy_(tensor)
 
 # ---- the phases of a step
-@contextlib.contextmanager
-def timed(run, phase: str):
+def timed(run, function, *args):
+    """function(*args); its seconds go to the metrics under its name."""
     begun = time.perf_counter()
-    yield
+    result = function(*args)
     if run.config.device == "cuda":
         torch.cuda.synchronize()
-    run.seconds[phase] = run.seconds.get(phase, 0.0) + time.perf_counter() - begun
+    run.seconds[f"seconds_{function.__name__}"] += time.perf_counter() - begun
+    return result
 
-def sample(run, model, rows: list[dict], seed: str, **options) -> tuple[rollout.Rollout, list[str]]:
-    """Completions of prompts, and their texts; the same seed text gives the same ones."""
+def sample(run, model, rows: list[dict], seed: str, size: int, temperature: float) -> tuple:
+    """A Rollout of prompts, and its texts (list[str]); the same seed text gives the same ones."""
     config = run.config
     number = int(hashlib.sha256(f"{config.seed} {seed}".encode()).hexdigest()[:15], 16)
-    options = {"group_size": config.group_size, "temperature": config.temperature} | options
     samples = rollout.generate(
-        model, [row["ids"] for row in rows], max_new_tokens=config.max_new_tokens,
-        eos_ids=run.eos_ids, pad_id=run.pad_id, generator=torch.Generator().manual_seed(number),
-        max_slots=config.max_slots, cache_gb=config.cache_gb, **options)
+        model, [row["ids"] for row in rows], group_size=size, temperature=temperature,
+        max_new_tokens=config.max_new_tokens, eos_ids=run.eos_ids, pad_id=run.pad_id,
+        max_slots=config.max_slots, cache_gb=config.cache_gb,
+        generator=torch.Generator().manual_seed(number))
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     return samples, [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
 
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
     config, size, wanted = run.config, run.config.group_size, run.config.prompts_per_step
-    drawn, texts, rows, scores = [], [], [], []
+    run.reward.faults = 0
+    drawn, judged = [], []
     for attempt in range(1 + config.max_refills * config.dynamic_sampling):
         prompts = list(itertools.islice(run.prompts, wanted))
-        with timed(run, "sample"):
-            samples, new_texts = sample(run, run.old_policy, prompts, f"{step} {attempt}")
-        new_rows = [row for row in prompts for _ in range(size)]
-        with timed(run, "score"):
-            scores += run.reward.score(new_texts, new_rows)
-        drawn, texts, rows = drawn + [samples], texts + new_texts, rows + new_rows
-        groups = torch.tensor([score.correct for score in scores]).view(-1, size)
+        samples, texts = timed(run, sample, run, run.old_policy, prompts, f"{step} {attempt}",
+                               size, config.temperature)
+        rows = [row for row in prompts for _ in range(size)]
+        judged += zip(texts, rows, timed(run, run.reward.score, texts, rows))
+        drawn.append(samples)
+        groups = torch.tensor([score.correct for _, _, score in judged]).view(-1, size)
         alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
         keep = (alive if config.dynamic_sampling else alive | True).nonzero().flatten()[:wanted]
         if len(keep) == wanted:
@@ -326,9 +339,8 @@ def collect(run, step: int) -> SimpleNamespace:
     keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
     keep = (keep[:, None] * size + torch.arange(size)).flatten()
     samples = rollout.Rollout.cat(drawn, run.pad_id)[keep]
-    batch = SimpleNamespace(
-        rollout=samples, texts=[texts[i] for i in keep], rows=[rows[i] for i in keep],
-        scores=[scores[i] for i in keep], groups=groups, mask=samples.completion_mask, step=step)
+    batch = SimpleNamespace(rollout=samples, groups=groups, mask=samples.completion_mask, step=step)
+    batch.texts, batch.rows, batch.scores = zip(*[judged[i] for i in keep])
     rows = zip(batch.scores, samples.completions.tolist(), samples.lengths.tolist())
     batch.rewards = torch.tensor([
         score.reward + config.repetition_penalty * rewards.repetition_penalty(ids[:n])
@@ -364,20 +376,16 @@ def compare(run, batch) -> None:
     last = (batch.rollout.lengths - 1).clamp(min=0)[:, None]
     per_token = -config.kl_coef * mask * (batch.old_logprobs - batch.ref_logprobs)  # KL as reward
     per_token = per_token.scatter_add(1, last, batch.rewards[:, None])
-    if algorithm.advantages == "group":
-        batch.advantages = gspo.group_advantages(
-            batch.rewards, config.group_size, scale=algorithm.scale)
-    elif algorithm.advantages == "leave_one_out":
-        batch.advantages = gspo.leave_one_out_advantages(batch.rewards, config.group_size)
-    elif algorithm.advantages == "batch_mean":
-        batch.advantages = gspo.group_advantages(batch.rewards, len(mask), scale="none")
-    elif algorithm.advantages == "reward_to_go":
-        batch.advantages = gspo.reinforce_plus_plus_advantages(per_token, batch.mask)
-    else:  # a completion that was cut off is not over: the critic's last word stands for the rest
-        advantages, batch.returns = gspo.gae_advantages(
+    if algorithm.critic:
+        # a completion that was cut off is not over: the critic's last word stands for the rest
+        advantages, batch.returns = algorithm.advantages(
             per_token, batch.values, mask, lam=config.gae_lambda,
             bootstrap=batch.values.gather(1, last)[:, 0] * batch.rollout.truncated)
         batch.advantages = gspo.whiten(advantages, batch.mask)
+    elif algorithm.kl == "reward":
+        batch.advantages = algorithm.advantages(per_token, batch.mask)
+    else:
+        batch.advantages = algorithm.advantages(batch.rewards, config.group_size)
     if config.dynamic_sampling and (batch.groups.amax(1) == batch.groups.amin(1)).all():
         batch.advantages.zero_()  # a dead group moves nothing, its lengths neither
 
@@ -390,7 +398,7 @@ def improve(run, batch) -> list[dict]:
         updates.append(update(run, batch, micro_batches))
         run.bad = run.bad + 1 if "bad_updates" in updates[-1] else 0
         need(run.bad <= run.config.max_bad_updates, f"step {batch.step}: {run.bad} bad updates in "
-             f"a row, not finite in {updates[-1].get('bad_updates')}; last checkpoint: {run.saved}")
+             f"a row, not finite in {updates[-1].get('bad_updates')}")
         if len(updates) == 1:  # of pi_theta before it moved: what the sampler compares with
             batch.first_logprobs = batch.new_logprobs.clone()
     return updates
@@ -421,8 +429,7 @@ def update(run, batch, micro_batches: list) -> dict:
             values = run.values(run.critic, batch.rollout[rows])
             critic_loss, critic_metrics = gspo.value_loss(
                 values, batch.values[rows], batch.returns[rows], mask, denom=denom)
-            loss += critic_loss
-            metrics |= critic_metrics | {"value_loss": critic_loss}
+            loss, metrics = loss + critic_loss, metrics | critic_metrics
         loss.backward()
         for name, value in (metrics | {"loss": loss}).items():
             totals[name] = totals.get(name, 0.0) + value.detach()
@@ -443,12 +450,12 @@ def measure(run, batch, updates: list[dict]) -> dict:
     row = {name: float(value) for name, value in {
         "reward": batch.rewards.mean(), "reward_std": batch.rewards.std(), "solved": groups.mean(),
         "solved_any": groups.amax(1).mean(), "dead_right": (groups.amin(1) == 1).float().mean(),
-        "dead_wrong": (groups.amax(1) == 0).float().mean(), "prompts_drawn": len(groups),
+        "dead_wrong": (groups.amax(1) == 0).float().mean(), "verifier_faults": run.reward.faults,
         "length_mean": lengths.mean(), "length_min": lengths.min(), "length_max": lengths.max(),
         "length_finished": finished.sum() / max(len(finished), 1),
-        "truncated": 1 - len(finished) / len(lengths),
+        "truncated": 1 - len(finished) / len(lengths), "lr": run.optimizer.param_groups[0]["lr"],
         "advantage_abs": batch.advantages.abs().sum() / mask[:, :batch.advantages[0].numel()].sum(),
-        "verifier_faults": run.reward.faults, "lr": run.optimizer.param_groups[0]["lr"],
+        "prompts_drawn": len(groups), "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
         "bad_updates": sum("bad_updates" in one for one in updates)}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
@@ -462,20 +469,18 @@ def measure(run, batch, updates: list[dict]) -> dict:
     if run.critic is not None:
         error, returns = (batch.returns - batch.values)[mask], batch.returns[mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
-    row |= {f"seconds_{name}": round(value, 3) for name, value in run.seconds.items()}
-    row["tokens_per_second"] = round(float(lengths.sum()) / sum(run.seconds.values()), 1)
-    return row | {"memory_gb": torch.cuda.max_memory_allocated() / 1e9}
+    row |= {name: round(value, 3) for name, value in run.seconds.items()}
+    return row | {"tokens_per_second": round(float(lengths.sum()) / run.seconds.total(), 1)}
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
     k, result = run.config.eval_samples, {}
     kinds = ("eval_solved", 1, 0.0), (f"eval_pass@{k}", k, run.config.temperature)
     for label, size, temperature in kinds[:2 if pass_k and k else 1]:
-        _, texts = sample(run, run.policy, run.held_out, f"eval {name}",
-                          group_size=size, temperature=temperature)
+        _, texts = sample(run, run.policy, run.held_out, f"eval {name}", size, temperature)
         scores = run.reward.score(texts, [row for row in run.held_out for _ in range(size)])
-        best = torch.tensor([score.correct for score in scores]).view(-1, size).amax(1)
-        result[label] = float(best.mean())
+        groups = torch.tensor([score.correct for score in scores]).view(-1, size)
+        result[label] = float(groups.amax(1).mean())
     return result
 
 def report(run, batch, row: dict) -> None:
@@ -496,8 +501,7 @@ def report(run, batch, row: dict) -> None:
             file.writelines(json.dumps(one) + "\n" for one in rows)
     for name, value in row.items() if run.writer else ():
         run.writer.add_scalar(name, value, row["step"])
-    if run.reward.fault:
-        warn(run, "fault", run.reward.fault)
+    warn(run, "fault", run.reward.fault)
     run.quiet = run.quiet + 1 if row["truncated"] == 1 or row["advantage_abs"] == 0 else 0
     if run.quiet == 10:
         warn(run, "quiet", f"10 steps taught little or nothing: now {row['truncated']:.0%} of the "
@@ -505,33 +509,47 @@ def report(run, batch, row: dict) -> None:
              "all equal teaches nothing (try easier or harder ones, a larger --group-size)")
 
 def warn(run, key: str, message: str) -> None:
-    if key not in run.warned:  # once a run
+    if message and key not in run.warned:  # once a run
         run.warned.add(key)
-        print("warning:", printable(message), flush=True)
+        print("warning:", rollout.printable(message), flush=True)
 
-def printable(text: str) -> str:
-    return "".join(x if x.isprintable() else ascii(x)[1:-1] for x in text)
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole ones of a run, the newest last."""
+    found = folder.glob("checkpoints/step-*/trainer/state.safetensors")
+    return sorted((path.parents[1] for path in found), key=lambda path: int(path.name[5:]))
 
 def save(run, step: int) -> Path:
-    """checkpoints/step-N in Hugging Face layout, whole or not there."""
+    """checkpoints/step-N in Hugging Face layout, and trainer/ for --resume; whole or not there."""
     final = run.folder / "checkpoints" / f"step-{step}"
     temporary = final.with_name("unfinished")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+    for stale in (temporary, final):  # of a run that was killed, or a copy that broke off
+        shutil.rmtree(stale, ignore_errors=True)
     run.policy.save_pretrained(temporary)
     run.tokenizer.save_pretrained(temporary)
+    (temporary / "trainer").mkdir()
+    save_file({f"{index} {name}": tensor for index, part in enumerate(run.state)
+               for name, tensor in part.items()}, temporary / "trainer" / "state.safetensors")
+    os.sync()  # the files and the rows so far are on the disk before the name is there
     temporary.rename(final)
+    for old in checkpoints(run.folder)[:-run.config.keep]:
+        shutil.rmtree(old)
     return final
 
 # ---- the loop
-def train(config: Config) -> int:
-    """The three-policy loop. Returns the exit status."""
+def train(config: Config) -> None:
+    """The three-policy loop. A signal to stop raises KeyboardInterrupt when its step is saved."""
     started, run = time.time(), start(config)
     percent = lambda result: ", ".join(f"{name[5:]} {value:.1%}" for name, value in result.items())
     before = evaluate(run, "before", pass_k=True)
     print(f"{config.algo}, {run.policy.num_parameters() / 1e6:.1f} M parameters, {config.device} "
           f"{config.dtype}, {run.folder}; held out: {percent(before)}", flush=True)
-    for step in range(1, config.steps + 1):
-        run.seconds, last = {}, step == config.steps
+    def stop(number, frame):  # the first signal ends the run after its step, the next one at once
+        run.stopped = True
+        signal.signal(number, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    for step in range(run.done + 1, config.steps + 1):
+        run.seconds, last = collections.Counter(), step == config.steps
         # 1. snapshot: pi_old <- pi_theta, and pi_ref <- pi_theta every ref_every steps
         if run.old_policy is not run.policy:
             run.old_policy.load_state_dict(run.policy.state_dict())
@@ -540,40 +558,43 @@ def train(config: Config) -> int:
         # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
         batch = collect(run, step)
         # 4. freeze: old_logprobs, ref_logprobs, values, no grad, before the first update
-        with timed(run, "freeze"):
-            freeze(run, batch)
+        timed(run, freeze, run, batch)
         # 5. compare: advantages; after 4, as a KL in the reward and a critic come into them
         compare(run, batch)
         # 6. improve: minibatches of completions, each one optimiser step
-        with timed(run, "update"):
-            updates = improve(run, batch)
+        updates = timed(run, improve, run, batch)
         # 7. report: metrics, evaluation, samples, checkpoint
         row, after = {"step": step} | measure(run, batch, updates), {}
         if last or (config.eval_every and step % config.eval_every == 0):
             after = evaluate(run, "after" if last else step, pass_k=last)
         report(run, batch, row | after)
-        if last or (config.save_every and step % config.save_every == 0):
-            folder = run.saved = save(run, step)
+        if last or run.stopped or (config.save_every and step % config.save_every == 0):
+            folder = save(run, step)
         if last:
-            prompt = shlex.quote(printable(run.held_out[0]["prompt"]))
+            prompt = shlex.quote(rollout.printable(run.held_out[0]["prompt"]))
             print(f"held out: {percent(before)} -> {percent(after)}, in "
                   f"{(time.time() - started) / 60:.1f} minutes\nthe model is in {folder}, try it:\n"
                   f"python rollout.py --model {folder} --prompt {prompt}")
-    return 0
+        elif run.stopped:
+            raise KeyboardInterrupt
 
 def main(arguments: list[str] | None = None) -> int:
     if not sys.stderr.isatty():
         disable_progress_bar()  # transformers' own, too
+    config = Config()
     try:
         config = resolve(parse_flags(arguments))
-        return train(config)
-    except (UserError, OSError, KeyboardInterrupt, torch.OutOfMemoryError) as error:
-        text = str(error) or "interrupted"
-        if isinstance(error, torch.OutOfMemoryError):
+        train(config)
+        return 0
+    except (UserError, OSError, SafetensorError, KeyboardInterrupt, torch.OutOfMemoryError) as why:
+        text = f"--runs {config.runs}: {why}" if isinstance(why, OSError) else str(why) or "stopped"
+        if isinstance(why, torch.OutOfMemoryError):
             text = (f"out of memory; lower --micro-batch-tokens {config.micro_batch_tokens}, "
                     f"--max-slots {config.max_slots} or --max-new-tokens {config.max_new_tokens}")
-        print("error:", printable(text), file=sys.stderr)
-        return {UserError: 2, KeyboardInterrupt: 130}.get(type(error), 1)
+        for last in checkpoints(Path(config.runs, config.name or ""))[-1:]:
+            text += f"; to go on from {last}: --resume --name {config.name} --runs {config.runs}"
+        print("error:", rollout.printable(text), file=sys.stderr)
+        return {KeyboardInterrupt: 130, torch.OutOfMemoryError: 1}.get(type(why), 2)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -142,7 +142,7 @@ def value_rule(row, clip=0.2):
             held_back = old + math.copysign(clip, value - old) - target
             if held_back**2 > error**2:
                 loss, slope, was_clipped = 0.5 * held_back**2, 0.0, 1.0
-        yield loss, slope, {"value_clip_fraction": was_clipped, "value_error": error**2}
+        yield loss, slope, {"value_clip_fraction": was_clipped, "value_loss": loss}
 
 
 def kl_rule(row, estimator="k3", on_policy=True):
@@ -374,7 +374,7 @@ def test_loss_returns_scalars_and_detached_metrics(case):
     batch[case.inputs[0]].requires_grad_()
     loss, metrics = case(batch)
     assert loss.shape == () and loss.requires_grad
-    names = {"value_loss": {"value_clip_fraction", "value_error"}, "kl_penalty": {"kl"}}
+    names = {"value_loss": {"value_clip_fraction", "value_loss"}, "kl_penalty": {"kl"}}
     assert set(metrics) == names.get(case.function, POLICY_METRICS)
     for name, metric in metrics.items():
         assert isinstance(metric, torch.Tensor) and metric.shape == (), name
@@ -678,7 +678,7 @@ def test_value_worked_example():
 
     R = 1.5: (1 - 1.5)^2 = 0.25 and (0.2 - 1.5)^2 = 1.69: loss 1.69/2, no slope.
     R = 0:   1 and 0.04: loss 1/2, slope v - R = 1.
-    Mean over the two tokens: 0.6725; slopes 0 and 1/2; value_error (0.25 + 1)/2."""
+    Mean over the two tokens: 0.6725; slopes 0 and 1/2."""
     values = torch.ones(1, 2, dtype=torch.float64).requires_grad_()
     returns = torch.tensor([[1.5, 0.0]], dtype=torch.float64)
     mask = torch.ones(1, 2, dtype=torch.bool)
@@ -687,7 +687,7 @@ def test_value_worked_example():
     assert loss.item() == pytest.approx((1.69 + 1) / 4, rel=1e-12)
     assert values.grad.tolist() == [[0.0, 0.5]]
     assert metrics["value_clip_fraction"] == 0.5
-    assert metrics["value_error"].item() == pytest.approx(0.625, rel=1e-12)
+    assert metrics["value_loss"].item() == pytest.approx(0.6725, rel=1e-12)
 
 
 def test_value_clip_fraction_ignores_rounding():
@@ -1547,27 +1547,34 @@ def test_drift_uses_the_defaults_of_gspo():
 
 SHAPED = {"dynamic_sampling", "overlong_shaping"}
 ROWS = {
-    # name: loss, advantages, scale, unit of the mean, where the KL goes, and what else it has
-    "gspo": (gspo.gspo_loss, "group", "group", "completion", "k3", set()),
-    "gspo-token": (gspo.gspo_token_loss, "group", "group", "completion", "k3", set()),
-    "grpo": (gspo.grpo_loss, "group", "group", "completion", "k3", set()),
-    "dr-grpo": (gspo.dr_grpo_loss, "group", "none", "completion", "k3", set()),
-    "dapo": (gspo.dapo_loss, "group", "group", "token", "k3", SHAPED),
-    "ppo": (gspo.ppo_loss, "gae", "group", "token", "reward", {"critic"}),
-    "cispo": (gspo.cispo_loss, "group", "group", "token", "k3", set()),
-    "sapo": (gspo.sapo_loss, "group", "group", "completion", "k3", set()),
-    "gmpo": (gspo.gmpo_loss, "group", "group", "completion", "k3", set()),
-    "rloo": (gspo.reinforce_loss, "leave_one_out", "group", "token", "k3", set()),
-    "reinforce++": (gspo.ppo_loss, "reward_to_go", "group", "token", "reward", set()),
-    "reinforce": (gspo.reinforce_loss, "batch_mean", "group", "token", "k3", set()),
+    # name: loss, advantages, unit of the mean, where the KL goes, and what else it has
+    "gspo": (gspo.gspo_loss, "group", "completion", "k3", set()),
+    "gspo-token": (gspo.gspo_token_loss, "group", "completion", "k3", set()),
+    "grpo": (gspo.grpo_loss, "group", "completion", "k3", set()),
+    "dr-grpo": (gspo.dr_grpo_loss, "group mean", "completion", "k3", set()),
+    "dapo": (gspo.dapo_loss, "group", "token", "k3", SHAPED),
+    "ppo": (gspo.ppo_loss, "gae_advantages", "token", "reward", {"critic"}),
+    "cispo": (gspo.cispo_loss, "group", "token", "k3", set()),
+    "sapo": (gspo.sapo_loss, "group", "completion", "k3", set()),
+    "gmpo": (gspo.gmpo_loss, "group", "completion", "k3", set()),
+    "rloo": (gspo.reinforce_loss, "leave one out", "token", "k3", set()),
+    "reinforce++": (gspo.ppo_loss, "reinforce_plus_plus_advantages", "token", "reward", set()),
+    "reinforce": (gspo.reinforce_loss, "batch mean", "token", "k3", set()),
 }
+KINDS = {  # of rewards [1, 0, 0, 4] in groups of two: by hand
+    "group": [0.5**0.5, -(0.5**0.5), -(0.5**0.5), 0.5**0.5], "group mean": [0.5, -0.5, -2, 2],
+    "leave one out": [1, -1, -4, 4], "batch mean": [-0.25, -1.25, -1.25, 2.75]}
 
 
 def test_algorithms_are_those_of_the_papers():
     table = {}
     for name, row in gspo.ALGOS.items():
         has = {flag for flag, value in vars(row).items() if value is True}
-        table[name] = (row.loss, row.advantages, row.scale, row.denom, row.kl, has)
+        kind = row.advantages.__name__
+        if row.kl != "reward":
+            values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
+            kind = [kind for kind in KINDS if values == pytest.approx(KINDS[kind], abs=1e-5)][0]
+        table[name] = (row.loss, kind, row.denom, row.kl, has)
     assert table == ROWS
 
 
