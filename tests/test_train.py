@@ -1101,7 +1101,7 @@ def test_dapo_punishes_the_last_fifth_by_default(tmp_path):
 
 
 def test_repetition_penalty_lowers_the_rewards(seen, tmp_path):
-    good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 16 --repetition-penalty 2")
+    good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 16 --repetition-penalty 2 --seed 1")
     batch = seen.batches[0]
     expected = []
     for ids, n, score in zip(batch.rollout.completions.tolist(), batch.rollout.lengths.tolist(),
@@ -1296,7 +1296,8 @@ def test_ppo_whitens_its_advantages(losses, tmp_path):
 def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
     """Pitfall 13: V after the end token is 0, after a cut it is the critic's."""
     calls = Calls(gspo.gae_advantages)
-    monkeypatch.setattr(gspo, "gae_advantages", calls.stand_in)
+    row = dataclasses.replace(gspo.ALGOS["ppo"], advantages=calls.stand_in)
+    monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     good(tmp_path, f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3")
     _, keyword, _ = calls[1]  # the critic's value head starts at zero: the second step
     truncated = seen.batches[1].rollout.truncated
@@ -1308,8 +1309,9 @@ def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
 def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path):
     """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
-    calls = Calls(gspo.gae_advantages)
-    monkeypatch.setattr(gspo, "gae_advantages", calls.stand_in)
+    calls = Calls(gspo.ALGOS[algorithm].advantages)
+    row = dataclasses.replace(gspo.ALGOS[algorithm], advantages=calls.stand_in)
+    monkeypatch.setitem(gspo.ALGOS, algorithm, row)
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
     positional, _, _ = calls[1]
     batch, lengths = seen.batches[1], seen.batches[1].rollout.lengths.tolist()
@@ -1484,7 +1486,7 @@ def test_metrics_agree_with_the_samples(finished, seen, tmp_path):
             sum(map(abs, by_group(pays, 4, z_scores))) / 16, abs=1e-4)
 
 
-@pytest.mark.parametrize("phase", ["sample", "score", "freeze", "update"])
+@pytest.mark.parametrize("phase", ["sample", "score", "freeze", "improve"])
 def test_seconds_are_told_by_phase(phase, finished):
     for row in finished.rows:
         assert 0 <= row[f"seconds_{phase}"] < 60
@@ -1883,7 +1885,7 @@ def test_dead_groups_for_many_steps_are_warned_about_once(reward, tmp_path):
 
 
 def test_truncation_of_everything_is_warned_about_once(tmp_path):
-    result = good(tmp_path, f"{BASE} --steps 15 --prompts-per-step 1 --max-new-tokens 2")
+    result = good(tmp_path, f"{BASE} --steps 15 --prompts-per-step 1 --max-new-tokens 2 --seed 1")
     told = [line for line in result.out.splitlines() if "warning" in line]
     assert len(told) == 1 and "--max-new-tokens" in told[0]
 
