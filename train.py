@@ -125,6 +125,7 @@ def parse_flags(arguments: list[str] | None) -> dict:
 
 def resolve(given: dict) -> Config:
     """Config with every default filled in; raises UserError for what cannot be or does nothing."""
+    before = {}
     if given.get("resume"):
         path = Path(given.get("runs", Config.runs), given.get("name", ""), "config.json")
         try:
@@ -133,14 +134,13 @@ def resolve(given: dict) -> Config:
             raise UserError(f"--resume: expected the --name of a run, with {path}: {error}")
         for name in [x for x in given if x != "resume" and given[x] != before.get(x)]:
             print(f"resume: {name} was {before.get(name)}, from now on it is {given[name]}")
-        given = before | given
-    config = Config(**given)
+    config = Config(**before | given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
     n = config.prompts_per_step * config.group_size  # completions of a rollout
     for name, used in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
                        "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic}.items():
-        need(used or getattr(config, name) is None,
+        need(used or name not in given,
              f"--{name.replace('_', '-')}: does nothing with --algo {config.algo}")
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     lr = config.lr or (2e-4 if tiny else 1e-6)
@@ -285,14 +285,14 @@ def load_weights(run, source: str | Path) -> None:
     given = {"clip_low": config.clip_low, "clip_high": config.clip_high, "per": run.algorithm.denom,
              "max_completion_length": config.max_new_tokens}
     run.loss_args = {name: given[name] for name in takes & given.keys() if given[name] is not None}
-    # what a checkpoint holds beside the policy, where it lives: AdamW fills in its moments itself
-    run.state = [run.optimizer.state[weight] for group in groups for weight in group["params"]]
-    others = [model.parameters() for model in (run.critic, run.ref_policy) if model is not None]
-    run.state += [{"weight": weight.data} for weight in itertools.chain(*others)]
+    models = [(name, vars(run)[name]) for name in ("policy", "critic", "ref_policy")]
+    named = {f"{name}.{x}": w for name, part in models if part for x, w in part.named_parameters()}
+    run.state = {name: run.optimizer.state[w] for name, w in named.items()}  # filled in by AdamW
+    run.state["weights"] = {name: w.data for name, w in named.items() if name[:7] != "policy."}
     if run.done:
-        saved = load_file(source / "trainer" / "state.safetensors", config.device)
-        for (index, name), tensor in ((name.split(), tensor) for name, tensor in saved.items()):
-            run.state[int(index)].setdefault(name, tensor).copy_(tensor)
+        for key, tensor in load_file(source / "trainer" / "state.safetensors").items():
+            part, name = key.split()
+            run.state.get(part, {}).setdefault(name, tensor.to(config.device)).copy_(tensor)
 
 # ---- the phases of a step
 def timed(run, function, *args):
@@ -527,8 +527,8 @@ def save(run, step: int) -> Path:
     run.policy.save_pretrained(temporary)
     run.tokenizer.save_pretrained(temporary)
     (temporary / "trainer").mkdir()
-    save_file({f"{index} {name}": tensor for index, part in enumerate(run.state)
-               for name, tensor in part.items()}, temporary / "trainer" / "state.safetensors")
+    save_file({f"{part} {name}": tensor for part, tensors in run.state.items()
+               for name, tensor in tensors.items()}, temporary / "trainer" / "state.safetensors")
     os.sync()  # the files and the rows so far are on the disk before the name is there
     temporary.rename(final)
     for old in checkpoints(run.folder)[:-run.config.keep]:

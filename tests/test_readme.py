@@ -87,7 +87,11 @@ def commands() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_commands_are_accepted(command):
+def test_commands_are_accepted(command, tmp_path, monkeypatch):
+    if "--resume" in command:  # of a run that there is
+        monkeypatch.chdir(tmp_path)
+        Path("runs/gspo-1").mkdir(parents=True)
+        Path("runs/gspo-1/config.json").write_text(json.dumps(vars(train.resolve({}))))
     train.resolve(train.parse_flags(shlex.split(command)))
 
 

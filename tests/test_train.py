@@ -739,6 +739,17 @@ def test_resuming_with_other_flags_says_which(tmp_path):
     assert json.loads((folder / "config.json").read_text())["steps"] == 3
 
 
+@pytest.mark.parametrize("before, after", [*itertools.permutations(
+    ["gspo", "gspo --kl-coef 0.1", "ppo", "ppo --kl-coef 0.1"], 2)])
+def test_resuming_may_change_the_algorithm(before, after, tmp_path):
+    """Critic and reference come and go: what a checkpoint has of them is used, the rest is left."""
+    folder = good(tmp_path, f"{BASE} --algo {before} --steps 1").folder
+    more = "" if "kl-coef" in after else " --kl-coef 0"
+    good(tmp_path, f"--resume --name run --steps 2 --algo {after}{more}", small=False)
+    assert [row["step"] for row in metrics(folder)] == [1, 2]
+    assert metrics(folder)[1]["bad_updates"] == 0
+
+
 @pytest.mark.parametrize("tail", ['{"step": 2, "rew', '{"step": 1, "prompt": "a}', "\x00" * 40, "}"])
 def test_a_torn_line_is_repaired_on_resume(tail, tmp_path, monkeypatch):
     """Power fails in the middle of a line: what is left of it is no JSON, whatever it ends with."""
