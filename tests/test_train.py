@@ -832,6 +832,8 @@ def test_killed_twenty_times_and_resumed_each_time(tmp_path):
     while kills < 20:
         die_at = (1 + kills // 2 if kills < 8 else rng.randrange(5, 70)) if kills % 2 == 0 else None
         resume = (folder / "config.json").exists()  # else it died too early, and starts over
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
         process = fork(runs, "--resume --name run" if resume else flags, log, die_at,
                        small=not resume)
         process.join(60 if die_at else rng.uniform(0.3, 1.2))
