@@ -224,8 +224,7 @@ def start(config: Config) -> SimpleNamespace:
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
     config.name = config.name or next(x for x in names if not Path(config.runs, x).exists())
-    folder = Path(config.runs, config.name)
-    saved = checkpoints(folder)
+    saved = checkpoints(folder := Path(config.runs, config.name))
     done = int(saved[-1].name[5:]) if saved else 0
     need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
     need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
@@ -546,6 +545,7 @@ def train(config: Config) -> None:
     def stop(number, frame):  # the first signal ends the run after its step, the next one at once
         run.stopped = True
         signal.signal(number, signal.default_int_handler)
+        print("stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     for step in range(run.done + 1, config.steps + 1):

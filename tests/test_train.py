@@ -702,7 +702,9 @@ def test_resuming_changes_nothing(case, request, tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_says_how_to_go_on(number, tmp_path, monkeypatch):
     stopped = interrupted(tmp_path, f"{BASE} --steps 4", monkeypatch, 2, number)
-    assert stopped.status == 130 and stopped.err.count("\n") == 1
+    assert stopped.status == 130
+    assert stopped.err.splitlines()[0] == "stopping after this step, with a checkpoint"
+    assert stopped.err.splitlines()[1].startswith("error: stopped") and stopped.err.count("\n") == 2
     assert str(stopped.folder / "checkpoints" / "step-2") in stopped.err
     command = re.search(r": (--resume .*)", stopped.err)[1]
     good(tmp_path, command, small=False)  # word for word, wherever the runs are
