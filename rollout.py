@@ -16,10 +16,10 @@ from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tokenizers import Tokenizer, decoders, models
-from transformers import (MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface,
-                          AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache,
-                          PreTrainedTokenizerFast, Qwen3Config)
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer,
+                          AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen3Config)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
 from rewards import UserError, need, parse_reward
@@ -386,7 +386,7 @@ def inspect_model(source) -> tuple:
     except Exception as error:  # of many kinds
         raise UserError(f"{expected} a folder or hub name of a causal language model: "
                         f"{(str(error).strip() or 'none').splitlines()[0]}")
-    causal = {kind.__name__ for kind in MODEL_FOR_CAUSAL_LM_MAPPING.values()}
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported for them
     need(causal & set(config.architectures or ()), f"{expected} a causal language model, found "
          f"{config.architectures or config.model_type}")
     need(tokenizer.eos_token_id is not None and len(tokenizer) > 1,
