@@ -187,7 +187,6 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
 # ---- models
 def tiny_model(task: rewards.Task) -> Path:
     """Folder (cached) of a built-in policy: supervised on demonstrations that are often wrong."""
-    torch.set_num_threads(1)  # at this size two threads only wait for each other
     tokenizer, shape = rollout.tiny(task.alphabet)
     to_id, shown, rng = tokenizer.get_vocab().get, [], random.Random(0)
     for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
@@ -228,7 +227,8 @@ def start(config: Config) -> SimpleNamespace:
     done = int(saved[-1].name[5:]) if saved else 0
     need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
     need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
-    source = [tiny_model(task) if config.model == "tiny" else config.model, *saved][-1]
+    torch.set_num_threads(1 if config.model == "tiny" else torch.get_num_threads())  # it is small
+    source = saved[-1] if saved else tiny_model(task) if config.model == "tiny" else config.model
     tokenizer, context = rollout.inspect_model(source)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
