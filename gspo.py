@@ -15,6 +15,7 @@ float32 overflows at a token log-ratio of 88: nothing is clamped, the caller ski
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Callable
 
 import torch
@@ -230,6 +231,26 @@ def leave_one_out_advantages(rewards, group_size):
     """RLOO, arXiv 2402.14740: r_i - mean of the other G - 1 rewards of the group. (N,) -> (N,)."""
     return group_advantages(rewards, group_size, scale="none") * group_size / max(group_size - 1, 1)
 
+def step_advantages(rewards, steps, group_size):
+    """Advantages (N, T) for GSPO-token (eq. 13 leaves them open) from rewards (N, T) of steps, each
+    at the last token of its step, where steps (N, T) is 1. Reward to go, normalised per step index:
+
+    A_{i,k} = (Q_{i,k} - mean) / (std + 1e-6) over the completions of the group with a step k, with
+    Q_{i,k} = sum_{j >= k} r_{i,j}. The tokens of step k have A_{i,k}, those after the last step 0.
+    One step for each completion, at its last token: group_advantages, for each token."""
+    steps = steps.bool()
+    to_go = torch.where(steps, rewards, 0.0).flip(1).cumsum(1).flip(1)
+    index = steps.cumsum(1) - steps.long()  # of the step that a token is part of
+    advantages = torch.zeros_like(to_go)
+    for k in range(int(steps.sum(1).max())):
+        ends = steps & (index == k)
+        for rows in torch.arange(len(steps), device=steps.device).split(group_size):
+            rows = rows[ends[rows].any(1)]
+            if len(rows):
+                scores = group_advantages(to_go[rows][ends[rows]], len(rows))
+                advantages[rows] += scores[:, None] * (index[rows] == k)
+    return advantages
+
 def whiten(values, mask):
     """(x - mean) / (std + 1e-6) over all tokens of the mask, both (N, T); all equal: exactly 0."""
     mask = mask.bool()
@@ -259,6 +280,17 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
     return advantages, advantages + values
 
+def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.0, per="token"):
+    """Truncated importance sampling from the sampler to pi_old: weights (N, T) of the advantages.
+
+    per="token": min(pi_old / pi_sampler, cap); "completion": min(exp(mean_t log(...)), cap), on the
+    length-normalised ratio, as GSPO's. The product of the tokens' ratios, which it is not, would
+    leave the gradient without bias, but it grows or shrinks exponentially with the length."""
+    mask = mask.bool()
+    log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    return mask * {"token": log_ratio, "completion": mean}[per].exp().clamp(max=cap)
+
 def drift(logprobs, old_logprobs, mask):
     """How far two scorings (N, T) of the same completions are apart, a dict of 0-d tensors: kl (k3,
     over tokens), std of the log-ratios of tokens and of sequences (means over their tokens), mean,
@@ -275,7 +307,7 @@ def drift(logprobs, old_logprobs, mask):
 class Algorithm:
     """All that defines an algorithm. The numbers of its paper are its loss's defaults."""
     loss: Callable
-    advantages: Callable = group_advantages  # of rewards (N,), or of token rewards with kl="reward"
+    advantages: Callable = group_advantages  # of rewards (N,), or (N, T) if it takes steps, mask
     denom: str = "completion"  # unit of the loss's mean, and of the KL term's
     kl: str = "k3"  # where --kl-coef goes: an estimator of kl_penalty, or "reward" (k1 per token)
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
@@ -284,9 +316,9 @@ class Algorithm:
 
 ALGOS = {
     "gspo": Algorithm(gspo_loss),
-    "gspo-token": Algorithm(gspo_token_loss),
+    "gspo-token": Algorithm(gspo_token_loss, step_advantages),
     "grpo": Algorithm(grpo_loss),
-    "dr-grpo": Algorithm(dr_grpo_loss, lambda r, size: group_advantages(r, size, scale="none")),
+    "dr-grpo": Algorithm(dr_grpo_loss, partial(group_advantages, scale="none")),
     "dapo": Algorithm(dapo_loss, denom="token", dynamic_sampling=True, overlong_shaping=True),
     "ppo": Algorithm(ppo_loss, gae_advantages, denom="token", kl="reward", critic=True),
     "cispo": Algorithm(cispo_loss, denom="token"),
@@ -294,6 +326,6 @@ ALGOS = {
     "gmpo": Algorithm(gmpo_loss),
     "rloo": Algorithm(reinforce_loss, leave_one_out_advantages, denom="token"),
     "reinforce++": Algorithm(ppo_loss, reinforce_plus_plus_advantages, denom="token", kl="reward"),
-    "reinforce": Algorithm(reinforce_loss, lambda r, size: group_advantages(
-        r, len(r), scale="none"), denom="token"),  # the batch's mean is the baseline
+    "reinforce": Algorithm(reinforce_loss, lambda rewards: group_advantages(
+        rewards, len(rewards), scale="none"), denom="token"),  # the batch's mean is the baseline
 }

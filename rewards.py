@@ -207,6 +207,18 @@ def arithmetic(completion: str, answer: str) -> float:
     """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
     return completion.rpartition("#")[1:] == ("#", str(answer))
 
+def arithmetic_steps(completion: str, answer: str, prompt: str) -> list[tuple[int, float]]:
+    """(end in characters, reward) of each operation that stands there, and then of the outcome: 1
+    where it takes up the last result, is what the prompt has next, and is right."""
+    value, end, steps = prompt[:1], 0, []
+    written = completion.partition("#")[0].split(";")
+    for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
+        end += len(step) + 1
+        right = value.isdecimal() and step == solve(value + operation).partition("#")[0]
+        steps.append((end, float(right)))
+        value = step[-1:]
+    return [*steps, (len(completion), arithmetic(completion, answer))]
+
 def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> None:
     """The child's side of `run_program`: lays the limits on itself, then becomes the program."""
     import ctypes, json, os, resource, struct, sys
@@ -273,19 +285,23 @@ def total(verifier: Callable) -> Callable:
     """A verifier that never raises: what it cannot judge earns nothing."""
     def judge(*arguments, **row):
         with contextlib.suppress(Exception):
-            return float(verifier(*arguments, **row))
+            value = verifier(*arguments, **row)
+            return value if type(value) is list else float(value)
         return 0.0
     judge.__wrapped__ = verifier
     return judge
 
 VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
-    math, countdown, code, choice, exact, f1, format, arithmetic)}
+    math, countdown, code, choice, exact, f1, format, arithmetic, arithmetic_steps)}
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
+VERIFIERS["model"] = total(lambda completion, answer, reward_model: reward_model)
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
 SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
 
-# reward: the weighted sum; correct: the weighted mean of terms but `format`; terms: name -> value
-Score = collections.namedtuple("Score", "reward correct terms")
+# reward: the weighted sum; correct: the weighted mean of terms but `format` and `model`; terms:
+# name -> value; steps: (end in characters, weighted reward), but for the last, which is the value
+Score = collections.namedtuple("Score", "reward correct terms steps")
+SHAPING = {"format", "model"}
 
 class Reward:
     """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
@@ -299,27 +315,31 @@ class Reward:
             return list(run(self.score_one, completions, rows))
 
     def score_one(self, completion: str, row: dict) -> Score:
-        terms, reward, correct, judges = {}, 0.0, 0.0, 0.0
+        terms, steps, reward, correct, judges = {}, [], 0.0, 0.0, 0.0
         for name, (weight, function, signature) in self.terms.items():
             takes = row.keys() if ", **" in str(signature) else row.keys() & signature.parameters
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
-                terms[name] = float(function(completion, row["answer"], **fields) + 0.0)
-                need(abs(terms[name]) < inf, f"it returned {terms[name]}")
+                value = function(completion, row["answer"], **fields)
+                *before, (_, value) = value if type(value) is list else [(0, value)]
+                before = [(int(end), weight * float(part)) for end, part in before]
+                terms[name] = float(value + 0.0)
+                need(all(abs(part) < inf for _, part in [*before, (0, value)]), f"it returned {value}")
+                steps += before
             except (Exception, SystemExit) as error:
                 self.faults += 1
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
                 terms[name] = 0.0
             reward += weight * terms[name]
-            if name != "format" or len(self.terms) == 1:
+            if name not in SHAPING or self.terms.keys() <= SHAPING:
                 correct += weight * min(max(terms[name], 0.0), 1.0)
                 judges += weight
-        return Score(reward, correct / judges, terms)
+        return Score(reward, correct / judges, terms, steps)
 
     def check_answer(self, answer: object) -> str | None:
         """None when every verifier can use a gold answer, else a sentence that says why not."""
         for name, (_, function, _) in self.terms.items():
-            if function is not VERIFIERS.get(name) or name == "format":
+            if function is not VERIFIERS.get(name) or name in SHAPING:
                 continue  # a user's own may take any answer
             with contextlib.suppress(Exception):
                 VERIFIERS[name].__wrapped__("<answer>A</answer>", answer)

@@ -7,8 +7,8 @@ Three policies: `policy` is trained; `old_policy` is the sampler's snapshot of i
 tensor old_logprobs; `ref_policy` anchors the KL term, where there is one. `train` is the loop: read
 it first. Every random number is a function of (seed, step), so there is no random state to keep.
 """
-import argparse, collections, contextlib, dataclasses, difflib, functools, hashlib, importlib.util
-import inspect, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
+import argparse, bisect, collections, contextlib, dataclasses, difflib, functools, hashlib, inspect
+import importlib.util, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,11 +31,12 @@ class Config:
     # The comments are the help texts, and the range at their end is checked.
     # --- what to run
     algo: str = "gspo"  # algorithm {ALGOS}
-    model: str = "tiny"  # tiny (built in), a folder, or a name on the hub
+    model: str = "tiny"  # built in (tiny, tiny-moe), a folder, or a name on the hub
     task: str = "arithmetic"  # built-in problems, and what tiny has seen {TASKS}
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
     reward: str | None = None  # "math + 0.1*format" or file.py:function; default math or the task's
+    reward_model: str | None = None  # a classifier with one output: model in --reward, its default
     steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
@@ -51,6 +52,10 @@ class Config:
     max_slots: int | None = None  # completions sampled at a time; default: all that fit [1, inf)
     cache_gb: float | None = None  # memory for the sampler's keys and values, in GB (0, inf)
     old_logprobs: str = "trainer"  # who scores pi_old {trainer, sampler}
+    stale_steps: int = 1  # steps between refreshes of the sampler's snapshot [1, inf)
+    tis_cap: float | None = None  # of truncated importance sampling, sampler to pi_old (0, inf)
+    tis_level: str | None = None  # unit of its ratio; default token {token, completion}
+    routing_replay: bool = False  # train with the experts that pi_old chose (MoE)
     # --- objective (defaults are the papers', in gspo.py)
     clip_low: float | None = None  # the ratio stays above 1 - clip_low; GSPO 3e-4 [0, inf)
     clip_high: float | None = None  # the ratio stays below 1 + clip_high; GSPO 4e-4 [0, inf)
@@ -61,6 +66,9 @@ class Config:
     overlong_cache: int | None = None  # punished tokens before the limit; DAPO a fifth [0, inf)
     overlong_filter: bool = False  # truncated completions leave the loss
     repetition_penalty: float = 0.0  # times the share of repeated 4-grams, off the reward [0, inf)
+    entropy_coef: float = 0.0  # bonus per nat of the tokens' mean entropy [0, inf)
+    advantage_scale: str | None = None  # advantages are divided by its std {group, batch, none}
+    gamma: float | None = None  # discount per token of PPO and REINFORCE++; default 1 (0, 1]
     gae_lambda: float | None = None  # of PPO's advantages; default 0.95 [0, 1]
     critic_lr: float | None = None  # of PPO's critic; default 10 x lr (0, inf)
     # --- optimiser
@@ -85,6 +93,8 @@ class Config:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # device {cuda, cpu, mps}
     dtype: str | None = None  # of autocast and sampler; bfloat16 on CUDA {float32, bfloat16}
     tensorboard: bool = False  # write TensorBoard events too
+
+    built_in = property(lambda self: self.model in ("tiny", "tiny-moe"))
 
 # ---- flags and input
 class Parser(argparse.ArgumentParser):
@@ -136,18 +146,14 @@ def resolve(given: dict) -> Config:
             print(f"resume: {name} was {before.get(name)}, from now on it is {given[name]}")
     config = Config(**before | given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
-    takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
+    takes = inspect.signature(algorithm.loss).parameters
     n = config.prompts_per_step * config.group_size  # completions of a rollout
-    for name, used in {"clip_low": "clip_low" in takes, "clip_high": "clip_high" in takes,
-                       "gae_lambda": algorithm.critic, "critic_lr": algorithm.critic}.items():
-        need(used or name not in given,
-             f"--{name.replace('_', '-')}: does nothing with --algo {config.algo}")
-    limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
-    lr = config.lr or (2e-4 if tiny else 1e-6)
+    limit = config.max_new_tokens or (task.max_new_tokens if config.built_in else 1024)
+    lr = config.lr or (2e-4 if config.built_in else 1e-6)
     for name, value in {
-            "reward": "math" if config.data and not tiny else task.verifier,
-            "lr": lr, "critic_lr": 10 * lr if algorithm.critic else None,
-            "gae_lambda": 0.95 if algorithm.critic else None, "warmup_steps": 0 if tiny else 10,
+            "reward": "model" if config.reward_model else
+                      "math" if config.data and not config.built_in else task.verifier,
+            "lr": lr, "critic_lr": 10 * lr, "warmup_steps": 0 if config.built_in else 10,
             "completions_per_update": next(k for k in range(-(-n // 4), n + 1) if n % k == 0),
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "max_new_tokens": limit, "dynamic_sampling": algorithm.dynamic_sampling,
@@ -156,15 +162,25 @@ def resolve(given: dict) -> Config:
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
     need(n % config.completions_per_update == 0, f"--completions-per-update "
          f"{config.completions_per_update}: expected a divisor of a rollout's {n} completions")
-    need(config.kl_coef or not config.ref_every, "--ref-every: expected --kl-coef above 0 with it")
-    need(config.data or not config.eval_data, "--eval-data: expected --data with it")
-    need(re.fullmatch(r"\w[\w.+-]{0,99}", config.name or "x"),
-         f"--name {config.name}: expected up to 100 letters, digits and . _ + -")
-    need((config.prompt_template or "{prompt}").count("{prompt}") == 1,
-         "--prompt-template: expected {prompt} in it, once")
-    need(getattr(torch, config.device).is_available(), f"--device {config.device}: none is here")
-    need(not config.tensorboard or importlib.util.find_spec("tensorboard"),
-         "--tensorboard: expected its package; install it with: pip install tensorboard")
+    takes = takes.keys() | inspect.signature(algorithm.advantages).parameters.keys()
+    other, scored = f"another --algo than {config.algo}", config.old_logprobs == "trainer"
+    for name, works, needs in (
+            ("clip_low", "clip_low" in takes, other), ("clip_high", "clip_high" in takes, other),
+            ("gamma", "gamma" in takes, other), ("advantage_scale", "scale" in takes, other),
+            ("gae_lambda", "lam" in takes, other), ("critic_lr", algorithm.critic, other),
+            ("ref_every", config.kl_coef, "--kl-coef above 0"),
+            ("eval_data", config.data, "--data"),
+            ("tis_cap", scored, "--old-logprobs trainer"),
+            ("tis_level", config.tis_cap, "--tis-cap"),
+            ("routing_replay", scored, "--old-logprobs trainer"),
+            ("routing_replay", not config.gradient_checkpointing, "no --gradient-checkpointing"),
+            ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""),
+             "up to 100 letters, digits and . _ + -"),
+            ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
+            ("device", getattr(torch, config.device).is_available(), "one that is here"),
+            ("tensorboard", importlib.util.find_spec("tensorboard"), "pip install tensorboard")):
+        need(works or not given.get(name),
+             f"--{name.replace('_', '-')} {given.get(name)}: expected {needs} with it")
     return config
 
 def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") -> list[dict]:
@@ -173,7 +189,7 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
     for row in rows:
         raw = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
         row["ids"] = rollout.encode_prompt(tokenizer, raw, config.system, config.chat_template_args)
-        need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
+        need(not config.built_in or tokenizer.unk_token_id not in row["ids"],
              f"{flag}: the built-in model knows {rewards.TASKS[config.task].alphabet!r}, no other "
              f"characters; expected another --model for {raw[:60]!r}")
     kept = [row for row in rows if len(row["ids"]) <= limit]
@@ -185,9 +201,9 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
     return kept
 
 # ---- models
-def tiny_model(task: rewards.Task) -> Path:
+def tiny_model(task: rewards.Task, moe: bool) -> Path:
     """Folder (cached) of a built-in policy: supervised on demonstrations that are often wrong."""
-    tokenizer, shape = rollout.tiny(task.alphabet)
+    tokenizer, shape = rollout.tiny(task.alphabet, moe)
     to_id, shown, rng = tokenizer.get_vocab().get, [], random.Random(0)
     for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
         prompt, ids = (list(map(to_id, x)) for x in (row["prompt"], task.demonstration(row, rng)))
@@ -219,6 +235,8 @@ def tiny_model(task: rewards.Task) -> Path:
 def start(config: Config) -> SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
+    need(("model" in reward.terms) == bool(config.reward_model),
+         f"--reward-model: expected with model in --reward, and only then; it is {config.reward}")
     rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
@@ -227,9 +245,15 @@ def start(config: Config) -> SimpleNamespace:
     done = int(saved[-1].name[5:]) if saved else 0
     need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
     need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
-    torch.set_num_threads(1 if config.model == "tiny" else torch.get_num_threads())  # it is small
-    source = saved[-1] if saved else tiny_model(task) if config.model == "tiny" else config.model
-    tokenizer, context = rollout.inspect_model(source)
+    source = saved[-1] if saved else config.model
+    if config.built_in:
+        torch.set_num_threads(1)  # at this size two threads only wait for each other
+        source = saved[-1] if saved else tiny_model(task, config.model == "tiny-moe")
+    tokenizer, context, moe = rollout.inspect_model(source)
+    need(moe or not config.routing_replay, f"--routing-replay: expected a mixture of experts as "
+         f"--model, qwen3_moe, mixtral or olmoe, with it, not {config.model}")
+    if config.reward_model:
+        rollout.inspect_model(config.reward_model, "--reward-model", "classifier with one output")
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
         prompts = (row for problem in rewards.problems(task, config.seed) for row in fit([problem]))
@@ -253,6 +277,7 @@ def start(config: Config) -> SimpleNamespace:
     (folder / "config.new").rename(folder / "config.json")
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
+        moe=moe and not config.gradient_checkpointing, seconds=collections.Counter(),
         prompts=itertools.islice(prompts, drawn, None), held_out=held_out, folder=folder, done=done,
         critic=None, writer=None, warned=set(), bad=0, quiet=0, stopped=False)
     if config.tensorboard:
@@ -263,7 +288,7 @@ def start(config: Config) -> SimpleNamespace:
 
 def load_weights(run, source: str | Path) -> None:
     """The three policies, from safetensors only, and the optimiser."""
-    config, takes = run.config, inspect.signature(run.algorithm.loss).parameters.keys()
+    config, stale = run.config, run.config.stale_steps > 1
     policy = run.policy = AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
     if config.gradient_checkpointing:
@@ -273,18 +298,19 @@ def load_weights(run, source: str | Path) -> None:
     run.logprobs = autocast(functools.partial(  # one path for policy, old and ref
         rollout.completion_logprobs, temperature=config.temperature))
     copied = functools.partial(rollout.sampler_copy, policy, getattr(torch, config.dtype))
-    run.old_policy = policy if config.dtype == "float32" else copied()  # it rests while it samples
+    resting = config.dtype == "float32" and not stale  # while it samples
+    run.old_policy = policy if resting else copied()
     run.ref_policy = copied() if config.kl_coef else None
     groups = [{"params": list(policy.parameters()), "initial_lr": config.lr}]
     if run.algorithm.critic:
         run.critic = rollout.make_critic(policy)
         groups.append({"params": list(run.critic.parameters()), "initial_lr": config.critic_lr})
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
+    run.reward_model = config.reward_model and rollout.reward_model(
+        config.reward_model, config.device)
     run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
-    given = {"clip_low": config.clip_low, "clip_high": config.clip_high, "per": run.algorithm.denom,
-             "max_completion_length": config.max_new_tokens}
-    run.loss_args = {name: given[name] for name in takes & given.keys() if given[name] is not None}
-    models = [(name, vars(run)[name]) for name in ("policy", "critic", "ref_policy")]
+    names = ("policy", "critic", "ref_policy", "old_policy")[:3 + stale]
+    models = [(name, vars(run)[name]) for name in names]
     named = {f"{name}.{x}": w for name, part in models if part for x, w in part.named_parameters()}
     run.state = {name: run.optimizer.state[w] for name, w in named.items()}  # filled in by AdamW
     run.state["weights"] = {name: w.data for name, w in named.items() if name[:7] != "policy."}
@@ -294,26 +320,38 @@ def load_weights(run, source: str | Path) -> None:
             run.state.get(part, {}).setdefault(name, tensor.to(config.device)).copy_(tensor)
 
 # ---- the phases of a step
-def timed(run, function, *args):
-    """function(*args); its seconds go to the metrics under its name."""
+def options(function, config: Config, **more) -> dict:
+    """What a function of gspo.py takes of the flags and more; what is None has its own default."""
+    have = vars(config) | more
+    takes = inspect.signature(function).parameters
+    return {name: have[name] for name in takes if have.get(name) is not None}
+
+@contextlib.contextmanager
+def timed(run, phase: str):
+    """The seconds of a phase go to the metrics."""
     begun = time.perf_counter()
-    result = function(*args)
+    yield
     if run.config.device == "cuda":
         torch.cuda.synchronize()
-    run.seconds[f"seconds_{function.__name__}"] += time.perf_counter() - begun
-    return result
+    run.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
 
-def sample(run, model, rows: list[dict], seed: str, size: int, temperature: float) -> tuple:
-    """A Rollout of prompts, and its texts (list[str]); the same seed text gives the same ones."""
-    config = run.config
-    number = int(hashlib.sha256(f"{config.seed} {seed}".encode()).hexdigest()[:15], 16)
-    samples = rollout.generate(
-        model, [row["ids"] for row in rows], group_size=size, temperature=temperature,
-        max_new_tokens=config.max_new_tokens, eos_ids=run.eos_ids, pad_id=run.pad_id,
-        max_slots=config.max_slots, cache_gb=config.cache_gb,
-        generator=torch.Generator().manual_seed(number))
-    pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
-    return samples, [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
+def sample(run, model, prompts: list[dict], seed: str, size: int, temperature: float) -> tuple:
+    """A Rollout of prompts, and (text, row, Score) of each completion. The same seed text gives the
+    same ones."""
+    number = int(hashlib.sha256(f"{run.config.seed} {seed}".encode()).hexdigest()[:15], 16)
+    with timed(run, "sample"):
+        samples = rollout.generate(**options(
+            rollout.generate, run.config, model=model, prompts=[row["ids"] for row in prompts],
+            group_size=size, temperature=temperature, eos_ids=run.eos_ids, pad_id=run.pad_id,
+            generator=torch.Generator().manual_seed(number)))
+        pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
+        texts = [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
+    rows = [row for row in prompts for _ in range(size)]
+    with timed(run, "score"):
+        if run.reward_model:
+            scores = run.reward_model([row["prompt"] for row in rows], texts)
+            rows = [row | {"reward_model": score} for row, score in zip(rows, scores)]
+        return samples, list(zip(texts, rows, run.reward.score(texts, rows)))
 
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
@@ -322,11 +360,10 @@ def collect(run, step: int) -> SimpleNamespace:
     drawn, judged = [], []
     for attempt in range(1 + config.max_refills * config.dynamic_sampling):
         prompts = list(itertools.islice(run.prompts, wanted))
-        samples, texts = timed(run, sample, run, run.old_policy, prompts, f"{step} {attempt}",
-                               size, config.temperature)
-        rows = [row for row in prompts for _ in range(size)]
-        judged += zip(texts, rows, timed(run, run.reward.score, texts, rows))
+        samples, more = sample(run, run.old_policy, prompts, f"{step} {attempt}", size,
+                               config.temperature)
         drawn.append(samples)
+        judged += more
         groups = torch.tensor([score.correct for _, _, score in judged]).view(-1, size)
         alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
         keep = (alive if config.dynamic_sampling else alive | True).nonzero().flatten()[:wanted]
@@ -361,9 +398,11 @@ def freeze(run, batch) -> None:
     """Constants of a step, scored in the updates' micro-batches: the first ratio is exactly 1."""
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
+    batch.experts = {}  # of pi_old, by the first row of a micro-batch
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
+            experts = batch.experts[int(rows[0])] = [] if run.moe else None
+            batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows], experts)[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
         if run.critic is not None:
@@ -371,22 +410,38 @@ def freeze(run, batch) -> None:
 
 def compare(run, batch) -> None:
     """Advantages (N,) or (N, T): how much better than its peers, or than the critic expected."""
-    config, algorithm, mask = run.config, run.algorithm, batch.rollout.completion_mask
-    last = (batch.rollout.lengths - 1).clamp(min=0)[:, None]
-    per_token = -config.kl_coef * mask * (batch.old_logprobs - batch.ref_logprobs)  # KL as reward
-    per_token = per_token.scatter_add(1, last, batch.rewards[:, None])
-    if algorithm.critic:
+    config, algorithm, samples = run.config, run.algorithm, batch.rollout
+    # rewards (N, T): that of a completion at its last token, a step's at the token that completes
+    # its text; both end steps (N, T)
+    last = (samples.lengths - 1).clamp(min=0)[:, None]
+    steps = torch.zeros_like(batch.mask).scatter(1, last, True)
+    per_token = torch.zeros_like(batch.old_logprobs).scatter(1, last, batch.rewards[:, None])
+    for i, score in enumerate(batch.scores):
+        ids = samples.completions[i, :samples.lengths[i]].tolist()
+        read = lambda n: len(run.tokenizer.decode(ids[:n], skip_special_tokens=True))
+        for end, value in score.steps:
+            token = bisect.bisect_left(range(1, len(ids)), end, key=read)
+            per_token[i, token] += value
+            steps[i, token] = True
+    if algorithm.kl == "reward":
+        per_token -= config.kl_coef * batch.mask * (batch.old_logprobs - batch.ref_logprobs)
+    takes = inspect.signature(algorithm.advantages).parameters
+    batch.advantages = algorithm.advantages(**options(
+        algorithm.advantages, config, values=batch.values, mask=batch.mask, steps=steps,
+        rewards=per_token if {"mask", "steps"} & takes.keys() else batch.rewards,
+        lam=config.gae_lambda, scale=config.advantage_scale,
         # a completion that was cut off is not over: the critic's last word stands for the rest
-        advantages, batch.returns = algorithm.advantages(
-            per_token, batch.values, mask, lam=config.gae_lambda,
-            bootstrap=batch.values.gather(1, last)[:, 0] * batch.rollout.truncated)
+        bootstrap=batch.values.gather(1, last)[:, 0] * samples.truncated))
+    if algorithm.critic:
+        advantages, batch.returns = batch.advantages
         batch.advantages = gspo.whiten(advantages, batch.mask)
-    elif algorithm.kl == "reward":
-        batch.advantages = algorithm.advantages(per_token, batch.mask)
-    else:
-        batch.advantages = algorithm.advantages(batch.rewards, config.group_size)
     if config.dynamic_sampling and (batch.groups.amax(1) == batch.groups.amin(1)).all():
         batch.advantages.zero_()  # a dead group moves nothing, its lengths neither
+    if config.tis_cap:
+        weights = gspo.truncated_importance_weights(
+            batch.old_logprobs, samples.sampler_logprobs, batch.mask, cap=config.tis_cap,
+            per=config.tis_level or "token")
+        batch.advantages = batch.advantages.view(len(steps), -1) * weights
 
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
@@ -410,14 +465,19 @@ def update(run, batch, micro_batches: list) -> dict:
     denom = tokens if algorithm.denom == "token" else completions
     run.optimizer.zero_grad()
     for rows in micro_batches:
-        old, advantages, mask = batch.old_logprobs[rows], batch.advantages[rows], batch.mask[rows]
-        logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
+        advantages, mask = batch.advantages[rows], batch.mask[rows]
+        experts = batch.experts[int(rows[0])] if config.routing_replay else None
+        logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows], experts)
         new = batch.new_logprobs[rows] = logprobs.detach()
-        options = {"denom": denom} | run.loss_args
-        loss, metrics = algorithm.loss(logprobs, old, advantages, mask, **options)
+        given = options(
+            algorithm.loss, config, logprobs=logprobs, old_logprobs=batch.old_logprobs[rows],
+            advantages=advantages, mask=mask, denom=denom, per=algorithm.denom,
+            max_completion_length=config.max_new_tokens)
+        loss, metrics = algorithm.loss(**given)
         metrics["entropy"] = (entropy * mask).sum() / tokens
-        high = algorithm.loss(new, old, advantages.clamp(min=0), mask, **options)[1]
-        metrics["clip_fraction_high"] = high["clip_fraction"]  # where the upper bound clips
+        loss = loss - config.entropy_coef * metrics["entropy"]
+        given |= {"logprobs": new, "advantages": advantages.clamp(min=0)}
+        metrics["clip_fraction_high"] = algorithm.loss(**given)[1]["clip_fraction"]  # the upper bound
         if run.ref_policy is not None:
             in_loss = algorithm.kl != "reward"  # else it is in the advantages, and here a metric
             kl, kl_metrics = gspo.kl_penalty(
@@ -466,19 +526,32 @@ def measure(run, batch, updates: list[dict]) -> dict:
         row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()
                 if value.isfinite()}  # log-probs of a skipped update may not be
     if run.critic is not None:
-        error, returns = (batch.returns - batch.values)[mask], batch.returns[mask]
+        error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
+    if any(batch.experts.values()):
+        row["expert_flips"] = expert_flips(run, batch)
     row |= {name: round(value, 3) for name, value in run.seconds.items()}
     return row | {"tokens_per_second": round(float(lengths.sum()) / run.seconds.total(), 1)}
+
+@torch.no_grad()
+def expert_flips(run, batch) -> float:
+    """Share of (completion token, layer) whose set of experts is no longer that of pi_old."""
+    same = []
+    for rows in itertools.chain(*batch.plan):
+        now, tokens = [], int(batch.rollout.lengths[rows].sum())  # they come after the prompts
+        run.logprobs(run.policy, batch.rollout[rows], now)
+        for pair in zip(batch.experts[int(rows[0])], now):
+            old, new = (experts[-tokens:].sort(-1)[0] for experts in pair)
+            same.append((old == new).all(-1))
+    return 1 - float(torch.cat(same).float().mean())
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
     k, result = run.config.eval_samples, {}
     kinds = ("eval_solved", 1, 0.0), (f"eval_pass@{k}", k, run.config.temperature)
     for label, size, temperature in kinds[:2 if pass_k and k else 1]:
-        _, texts = sample(run, run.policy, run.held_out, f"eval {name}", size, temperature)
-        scores = run.reward.score(texts, [row for row in run.held_out for _ in range(size)])
-        groups = torch.tensor([score.correct for score in scores]).view(-1, size)
+        _, judged = sample(run, run.policy, run.held_out, f"eval {name}", size, temperature)
+        groups = torch.tensor([score.correct for _, _, score in judged]).view(-1, size)
         result[label] = float(groups.amax(1).mean())
     return result
 
@@ -551,18 +624,20 @@ def train(config: Config) -> None:
     for step in range(run.done + 1, config.steps + 1):
         run.seconds, last = collections.Counter(), step == config.steps
         # 1. snapshot: pi_old <- pi_theta, and pi_ref <- pi_theta every ref_every steps
-        if run.old_policy is not run.policy:
+        if run.old_policy is not run.policy and (step - 1) % config.stale_steps == 0:
             run.old_policy.load_state_dict(run.policy.state_dict())
         if config.ref_every and step > 1 and (step - 1) % config.ref_every == 0:
             run.ref_policy.load_state_dict(run.policy.state_dict())
         # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
         batch = collect(run, step)
         # 4. freeze: old_logprobs, ref_logprobs, values, no grad, before the first update
-        timed(run, freeze, run, batch)
+        with timed(run, "freeze"):
+            freeze(run, batch)
         # 5. compare: advantages; after 4, as a KL in the reward and a critic come into them
-        compare(run, batch)
+            compare(run, batch)
         # 6. improve: minibatches of completions, each one optimiser step
-        updates = timed(run, improve, run, batch)
+        with timed(run, "improve"):
+            updates = improve(run, batch)
         # 7. report: metrics, evaluation, samples, checkpoint
         row, after = {"step": step} | measure(run, batch, updates), {}
         if last or (config.eval_every and step % config.eval_every == 0):

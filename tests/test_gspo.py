@@ -478,6 +478,9 @@ SIGNATURES = {
     "leave_one_out_advantages": (["rewards", "group_size"], {}),
     "reinforce_plus_plus_advantages": (["rewards", "mask"], dict(gamma=1.0)),
     "gae_advantages": (["rewards", "values", "mask"], dict(gamma=1.0, lam=0.95, bootstrap=None)),
+    "step_advantages": (["rewards", "steps", "group_size"], {}),
+    "truncated_importance_weights": (
+        ["old_logprobs", "sampler_logprobs", "mask"], dict(cap=2.0, per="token")),
     "whiten": (["values", "mask"], {}),
     "drift": (["logprobs", "old_logprobs", "mask"], {}),
 }
@@ -1505,6 +1508,164 @@ def test_token_advantages_ignore_padding(junk, dtype):
         assert torch.equal(got[~mask], torch.zeros_like(got[~mask]))
 
 
+# step advantages
+# ---------------------------------------------------------------------------------------------
+
+
+def step_loop(rewards, steps, size):
+    """Reward-to-go per step, z-scored over the group's k-th steps, spread over the tokens."""
+    count, width = steps.shape
+    marks, given = steps.tolist(), rewards.tolist()
+    ends = [[t for t in range(width) if marks[i][t]] for i in range(count)]
+    returns = [reward_to_go([given[i][t] for t in ends[i]], 1.0) for i in range(count)]
+    out = torch.zeros(count, width, dtype=torch.float64)
+    for i in range(count):
+        first = i - i % size
+        for k, end in enumerate(ends[i]):
+            peers = [returns[j][k] for j in range(first, first + size) if len(returns[j]) > k]
+            equal = max(peers) == min(peers)
+            score = 0.0 if equal else (returns[i][k] - mean_of(peers)) / (std_of(peers) + 1e-6)
+            start = ends[i][k - 1] + 1 if k else 0
+            for t in range(start, end + 1):
+                out[i, t] = score
+    return out
+
+
+def random_steps(seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [9, 7, 0, 4, 9, 1, 8, 6, 5, 5, 5, 3]
+    mask = positions(lengths, 9)
+    steps = torch.rand(mask.shape, generator=generator) < 0.35
+    steps[3] = False  # a completion that wrote no step
+    rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
+    if seed % 2:
+        rewards = (rewards > 0).double()
+    return rewards, steps & mask
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [4, 6, 12])
+def test_step_advantages_match_scalar_loop(seed, size):
+    rewards, steps = random_steps(seed)
+    actual = gspo.step_advantages(rewards, steps, size)
+    torch.testing.assert_close(actual, step_loop(rewards, steps, size), **EXACT)
+
+
+def test_step_advantages_worked_example():
+    """A group of three completions of five tokens; | ends a step, its reward below.
+
+        a: t t| t t| t    rewards 1, 1    to go 2, 1
+        b: t| t t t t|    rewards 0, 1    to go 1, 1
+        c: t t t| t t     reward  0       to go 0
+
+    Step 1: 2, 1, 0: mean 1, std 1: +1, 0, -1 (over 1 + 1e-6). Step 2: only a and b have one, both
+    worth 1: exactly 0. a's last token and c's last two come after every step: no reward is to go
+    there, 0."""
+    steps = torch.tensor([[0, 1, 0, 1, 0], [1, 0, 0, 0, 1], [0, 0, 1, 0, 0]], dtype=torch.bool)
+    rewards = torch.zeros(3, 5, dtype=torch.float64)
+    rewards[0, 1] = rewards[0, 3] = rewards[1, 4] = 1.0
+    one = 1 / (1 + 1e-6)
+    wanted = [[one, one, 0, 0, 0], [0, 0, 0, 0, 0], [-one, -one, -one, 0, 0]]
+    actual = gspo.step_advantages(rewards, steps, 3)
+    torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), **EXACT)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -7.0])
+def test_step_advantages_read_only_step_ends(junk):
+    """Rewards anywhere but on a step's end token are ignored; steps may be zeros and ones."""
+    rewards, steps = random_steps(0)
+    dirty = torch.where(steps, rewards, torch.full_like(rewards, junk))
+    actual = gspo.step_advantages(dirty, steps.long(), 4)
+    assert torch.equal(actual, gspo.step_advantages(rewards, steps, 4))
+    assert torch.isfinite(actual).all()
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1.0])
+def test_step_advantages_of_equal_steps_are_exactly_zero(value):
+    """Same steps, same rewards in every completion of the group, in float32: 0 everywhere."""
+    for size in (1, 2, 3, 7, 24):
+        steps = torch.tensor([False, True, False, True, True, False]).expand(size, -1)
+        rewards = torch.full((size, 6), value)
+        actual = gspo.step_advantages(rewards, steps, size)
+        assert torch.equal(actual, torch.zeros(size, 6))
+
+
+def test_step_advantages_of_one_final_step_are_the_group_advantages():
+    """One step per completion, ended by its last token, is outcome reward: A_{i,t} = A_i."""
+    lengths, outcome = [3, 5, 1, 4], torch.tensor([1.0, 0.0, 0.0, 2.0]).double()
+    mask = positions(lengths, 5)
+    steps = mask & ~positions([length - 1 for length in lengths], 5)
+    rewards = steps * outcome[:, None]
+    wanted = gspo.group_advantages(outcome, 4)[:, None] * mask
+    torch.testing.assert_close(gspo.step_advantages(rewards, steps, 4), wanted, **EXACT)
+
+
+# ---------------------------------------------------------------------------------------------
+# truncated importance weights
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("per", ["token", "completion"])
+@pytest.mark.parametrize("cap", [1.4, 1.1])
+@pytest.mark.parametrize("seed", range(2))
+def test_importance_weights_match_scalar_loop(per, cap, seed):
+    batch = make_batch(seed, 1.5)
+    old, sampler, mask = batch["logprobs"], batch["old_logprobs"], batch["mask"]
+    rows = []
+    for row in rows_of(batch):
+        gaps = [a - b for a, b in zip(row.logprobs, row.old_logprobs)]
+        gaps = [mean_of(gaps)] * len(gaps) if per == "completion" and gaps else gaps
+        rows.append([min(math.exp(gap), cap) for gap in gaps])
+    assert any(x == cap for row in rows for x in row)
+    actual = gspo.truncated_importance_weights(old, sampler, mask, cap=cap, per=per)
+    torch.testing.assert_close(actual, nested(mask, rows), **EXACT)
+
+
+def test_importance_weights_worked_example():
+    """Ratios 4 and 0.25: capped at 2 per token: 2, 0.25. Per completion the geometric mean,
+    sqrt(4 * 0.25) = 1, for both tokens; the product over a long completion would be useless."""
+    old = torch.tensor([[math.log(4), math.log(0.25), 0.0]], dtype=torch.float64)
+    sampler, mask = torch.zeros_like(old), positions([2], 3)
+    tokens = gspo.truncated_importance_weights(old, sampler, mask)
+    assert tokens.tolist()[0] == pytest.approx([2, 0.25, 0], rel=1e-12)
+    whole = gspo.truncated_importance_weights(old, sampler, mask, per="completion")
+    assert whole.tolist()[0] == pytest.approx([1, 1, 0], rel=1e-12)
+
+
+@pytest.mark.parametrize("per", ["token", "completion"])
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf, 1e30])
+def test_importance_weights_ignore_padding_and_carry_no_gradient(per, junk):
+    batch = make_batch(0, 0.8)
+    old, sampler, mask = batch["logprobs"], batch["old_logprobs"], batch["mask"]
+    clean = gspo.truncated_importance_weights(old, sampler, mask, per=per)
+    old, sampler = (x.masked_fill(~mask, junk) for x in (old, sampler))
+    dirty = gspo.truncated_importance_weights(old.requires_grad_(), sampler, mask.long(), per=per)
+    assert torch.equal(dirty, clean) and not dirty.requires_grad
+    assert torch.equal(clean[~mask], torch.zeros_like(clean[~mask]))
+
+
+@pytest.mark.parametrize("per", ["token", "completion"])
+@pytest.mark.parametrize("function", ["gspo_token_loss", "dapo_loss", "reinforce_loss"])
+def test_importance_weights_of_exact_logprobs_change_nothing(per, function):
+    """Sampler and trainer agree: every weight is exactly 1, and the weighted advantages are the
+    advantages, bit for bit."""
+    batch = make_batch(0, 0.5)
+    logprobs, old, advantages, mask = (batch[key] for key in POLICY_INPUTS)
+    weights = gspo.truncated_importance_weights(old, old.clone(), mask, per=per)
+    assert torch.equal(weights, mask.double())
+    loss = getattr(gspo, function)
+    corrected, _ = loss(logprobs, old, advantages[:, None] * weights, mask)
+    assert torch.equal(corrected, loss(logprobs, old, advantages, mask)[0])
+
+
+def test_importance_weights_refuse_an_unknown_unit():
+    batch = make_batch(0, 0.5)
+    with pytest.raises(REFUSED):
+        gspo.truncated_importance_weights(
+            batch["logprobs"], batch["old_logprobs"], batch["mask"], per="tokens"
+        )
+
+
 # ---------------------------------------------------------------------------------------------
 # drift: how far two scorings are apart
 # ---------------------------------------------------------------------------------------------
@@ -1549,7 +1710,7 @@ SHAPED = {"dynamic_sampling", "overlong_shaping"}
 ROWS = {
     # name: loss, advantages, unit of the mean, where the KL goes, and what else it has
     "gspo": (gspo.gspo_loss, "group", "completion", "k3", set()),
-    "gspo-token": (gspo.gspo_token_loss, "group", "completion", "k3", set()),
+    "gspo-token": (gspo.gspo_token_loss, "step_advantages", "completion", "k3", set()),
     "grpo": (gspo.grpo_loss, "group", "completion", "k3", set()),
     "dr-grpo": (gspo.dr_grpo_loss, "group mean", "completion", "k3", set()),
     "dapo": (gspo.dapo_loss, "group", "token", "k3", SHAPED),
@@ -1570,9 +1731,11 @@ def test_algorithms_are_those_of_the_papers():
     table = {}
     for name, row in gspo.ALGOS.items():
         has = {flag for flag, value in vars(row).items() if value is True}
-        kind = row.advantages.__name__
-        if row.kl != "reward":
-            values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
+        takes = inspect.signature(row.advantages).parameters
+        kind = getattr(row.advantages, "__name__", "partial")
+        if not {"mask", "steps"} & takes.keys():
+            have = {"rewards": torch.tensor([1.0, 0.0, 0.0, 4.0]), "group_size": 2}
+            values = row.advantages(**{x: have[x] for x in takes if x in have}).tolist()
             kind = [kind for kind in KINDS if values == pytest.approx(KINDS[kind], abs=1e-5)][0]
         table[name] = (row.loss, kind, row.denom, row.kl, has)
     assert table == ROWS

@@ -43,16 +43,6 @@ import rollout
 import train
 
 ROOT = Path(train.__file__).parent
-# What has not come yet: tests of it are here already, and are skipped. A flag, or a word and the
-# text that the source has once it has come; then a test fails until the word has left this list.
-LATER_FLAGS = {
-    "--watch", "--stale-steps",
-    "--tis-cap", "--tis-level", "--entropy-coef", "--advantage-scale",
-    "--gamma", "--reward-model", "--reward-model-weight",
-    "--loss-args", "--routing-replay",
-}
-LATER_WORDS = {"tiny-moe": "tiny-moe", "steps": "step_rewards", "band": "_band"}
-LATER = LATER_FLAGS | LATER_WORDS.keys()
 SMALL = ("--lr 1e-3 --steps 2 --prompts-per-step 4 --group-size 4 "
          "--max-new-tokens 8 --eval-prompts 8 --eval-samples 0 --eval-every 0 --name run")
 REWARDS = '''
@@ -80,17 +70,9 @@ def steps(completion, answer):
 # ------------------------------------------------------------------------------ tools
 
 
-def later(*words):
-    if waiting := LATER.intersection(words):
-        pytest.skip(f"not there yet: {', '.join(sorted(waiting))}")
-
-
 def small_flags(runs, flags, small):
     words = f"{SMALL * small} --runs {runs} {flags}".split()
-    later(*words)
-    if small and "--warmup-steps" not in LATER:  # else only built-in models start at full speed
-        words = ["--warmup-steps", "0", *words]
-    return words
+    return ["--warmup-steps", "0", *words] if small else words  # full speed at once
 
 
 def launch(runs, flags="", *more, small=True):
@@ -207,7 +189,6 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def moe(home):
     """A mixture of 8 experts, 2 of them active, in 2 layers."""
-    later("tiny-moe")
     return random_policy(home / "moe", transformers.Qwen3MoeConfig(
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, **SHAPE))
 
@@ -259,6 +240,8 @@ class Calls(list):
         @functools.wraps(function)
         def stand_in(*positional, **keyword):
             result = function(*positional, **keyword)
+            bound = inspect.signature(function).bind(*positional, **keyword)
+            positional, keyword = bound.args, bound.kwargs
             if counts is not None and not counts(*positional):
                 return result
             if change is not None:
@@ -384,9 +367,11 @@ BAD_INPUT = {
     "critic-lr-without-critic": (f"{BASE} --critic-lr 1e-3", ["--critic-lr", "gspo"]),
     "gamma-without-tokens": (f"{BASE} --gamma 0.9", ["--gamma", "gspo"]),
     "scale-of-rloo": (f"{BASE} --algo rloo --advantage-scale batch", ["--advantage-scale", "rloo"]),
-    "tis-of-the-sampler": (f"{BASE} --old-logprobs sampler --tis-cap 2", ["--tis-cap", "sampler"]),
+    "tis-of-the-sampler": (f"{BASE} --old-logprobs sampler --tis-cap 2", ["--tis-cap", "--old-logprobs trainer"]),
     "tis-level-alone": (f"{BASE} --tis-level completion", ["--tis-level", "--tis-cap"]),
-    "reward-model-weight-alone": (f"{BASE} --reward-model-weight 1", ["--reward-model-weight"]),
+    "reward-model-not-in-the-reward": (
+        f"{BASE} --reward-model ./judge --reward arithmetic", ["--reward-model", "arithmetic"]),
+    "model-in-the-reward-alone": (f"{BASE} --reward arithmetic+model", ["--reward-model"]),
     "ref-without-kl": (f"{BASE} --ref-every 2", ["--ref-every", "--kl-coef"]),
     "eval-without-data": (f"{BASE} --eval-data bad.jsonl", ["--eval-data", "--data"]),
     "replay-of-a-dense-model": (f"{BASE} --routing-replay", ["--routing-replay", "xpert"]),
@@ -397,15 +382,6 @@ BAD_INPUT = {
                           ["--chat-template-args", "JSON", "property name"]),
     "chat-args-no-object": ("--model ./strict-chat --chat-template-args true",
                             ["--chat-template-args", "JSON", "mapping"]),
-    "loss-args-no-json": (f"{BASE} --loss-args ratio_max=4", ["--loss-args", "JSON"]),
-    "loss-args-a-list": (f"{BASE} --loss-args [1]", ["--loss-args", "JSON object"]),
-    "loss-args-misspelt": (f'{BASE} --algo cispo --loss-args {{"ratio_maxx":4}}',
-                           ["--loss-args", "ratio_maxx", "ratio_max"]),
-    "loss-args-a-text": (f'{BASE} --algo cispo --loss-args {{"ratio_max":"4"}}', ["--loss-args"]),
-    "loss-args-nan": (f'{BASE} --algo cispo --loss-args {{"ratio_max":NaN}}', ["--loss-args"]),
-    "loss-args-denom": (f'{BASE} --loss-args {{"denom":3}}', ["--loss-args", "denom"]),
-    "loss-args-a-tensor": (f'{BASE} --loss-args {{"mask":1}}', ["--loss-args", "mask"]),
-    "loss-args-kl": (f'{BASE} --algo grpo --loss-args {{"kl_coef":1}}', ["--loss-args", "kl_coef"]),
     # rewards
     "unknown-reward": ("--model ./tiny --reward maths", ["--reward", "did you mean", "math"]),
     "reward-file-missing": ("--model ./tiny --reward no.py:f", ["--reward", "no.py", "file"]),
@@ -413,9 +389,9 @@ BAD_INPUT = {
     "reward-file-raises": ("--model ./tiny --reward two-errors.py:f",
                            ["--reward", "two-errors.py", "RuntimeError"]),
     "reward-weight": ("--model ./tiny --reward 0*math", ["--reward", "weight"]),
-    "reward-model-missing": (f"{BASE} --reward-model /nowhere/judge",
+    "reward-model-missing": ("--model ./tiny --reward-model /nowhere/judge",
                              ["--reward-model", "/nowhere/judge"]),
-    "reward-model-with-two-labels": (f"{BASE} --reward-model two-labels",
+    "reward-model-with-two-labels": ("--model ./tiny --reward-model two-labels",
                                      ["--reward-model", "two-labels", "label"]),
     # data
     "data-missing": (f"{BASE} --data nowhere.jsonl", ["--data", "nowhere.jsonl", "no such file"]),
@@ -487,7 +463,6 @@ BAD_INPUT = {
     "resume-nothing": ("--resume --name nothing", ["--resume", "nothing"]),
     "resume-without-name": ("--resume", ["--resume", "--name"]),
     "resume-of-a-foreign-folder": (f"{BASE} --resume --name ../home", ["--name"]),
-    "watch-nothing": ("--watch nowhere", ["--watch nowhere"]),
 }
 PLAIN = ("resume-without-name",)  # cases that do without the flags of the small run
 
@@ -516,24 +491,14 @@ def test_bad_input_is_one_sentence(case, wrong_models, home, tmp_path, monkeypat
     assert len(lines) == 1 and lines[0].startswith("error: "), result.err
     assert len(lines[0]) < 1000
     for fragment in fragments:
-        assert fragment.lower() in lines[0].lower() or fragment in LATER
+        assert fragment.lower() in lines[0].lower()
     assert not (tmp_path / "runs").exists()
     assert sorted(path for path in home.rglob("*") if path.is_dir()) == before
     assert not Path("ran").exists()
 
 
 def test_bad_input_table_covers_forty_cases():
-    assert sum(not LATER & set(case[0].split()) for case in BAD_INPUT.values()) >= 40
-
-
-@pytest.mark.parametrize("word", sorted(LATER))
-def test_what_has_come_is_required(word):
-    if word in LATER_WORDS:
-        source = "".join((ROOT / name).read_text() for name in ("train.py", "gspo.py"))
-        assert LATER_WORDS[word] not in source, f"{word} has come: take it out of LATER_WORDS"
-    else:
-        name = word.removeprefix("--").replace("-", "_")
-        assert name not in {field.name for field in dataclasses.fields(train.Config)}
+    assert len(BAD_INPUT) >= 40
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -562,7 +527,7 @@ def test_tensorboard_that_is_missing_says_how_to_install_it(tmp_path):
 
 def test_replay_needs_recorded_experts(moe, tmp_path):
     """Experts are recorded while the trainer scores pi_old, and not under checkpointing."""
-    for flags, name in (("--old-logprobs sampler", "--old-logprobs"),
+    for flags, name in (("--old-logprobs sampler", "--old-logprobs trainer"),
                         ("--gradient-checkpointing", "--gradient-checkpointing")):
         result = launch(tmp_path / "runs", f"--model {moe} --routing-replay {flags}")
         assert result.status == 2 and result.err.count("\n") == 1
@@ -980,8 +945,8 @@ def test_many_micro_batches_have_the_gradient_of_one(flags, tmp_path):
 
 @pytest.mark.parametrize("algorithm, flags, expected", [
     ("gspo", "", {}), ("gspo", "--clip-low 0.01 --clip-high 0.02", {"clip_low": 0.01, "clip_high": 0.02}),
-    ("cispo", '--loss-args {"ratio_max":4}', {"ratio_max": 4}), ("cispo", "", {}),
-    ("ppo", '--clip-high 0.3 --loss-args {"dual_clip":3}', {"clip_high": 0.3, "dual_clip": 3}),
+    ("cispo", "", {}),
+    ("ppo", "--clip-high 0.3", {"clip_high": 0.3}),
     ("gspo", "--clip-low 0", {"clip_low": 0}), ("sapo", "", {}),
     ("dr-grpo", "", {"max_completion_length": 8}), ("rloo", "", {"per": "token"})])
 def test_the_loss_is_given_what_flags_say_and_else_its_own_defaults(algorithm, flags, expected,
@@ -1155,7 +1120,7 @@ def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
     result = good(tmp_path, f"{BASE} --dtype bfloat16 --steps 1 --completions-per-update 16")
     row = metrics(result.folder)[0]
     assert row["sampler_kl"] > 1e-9 and row["sampler_sequence_std"] > 1e-5
-    assert "band" in LATER or row["sampler_outside_gspo_band"] > 0
+    assert row["sampler_outside_clip"] > 0
     assert row["policy_kl"] == 0 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
     weights = AutoModelForCausalLM.from_pretrained(newest(result.folder))
     assert weights.dtype == torch.float32
@@ -1238,25 +1203,30 @@ class Pieces:
         return "".join(self.pieces[i] for i in ids if i)
 
 
-def test_step_rewards_stand_at_the_token_that_completes_the_step():
-    """Row 0 is ab|c|def|end with ends 2, 3, 5, 6 in characters: a step that ends inside def (5) is
-    complete with def. Row 1 is c|ab: ends beyond the text go to the last token, values add up."""
-    later("steps")
+def test_step_rewards_stand_at_the_token_that_completes_the_step(monkeypatch):
+    """Row 0 is ab|c|def|end with ends 2, 3, 5 in characters: a step that ends inside def (5) is
+    complete with def. Row 1 is c|ab: an end beyond the text is at the last token, values add up.
+    The completion's own reward, 8 and 16, is at the last token."""
     tokens = torch.tensor([[9, 1, 2, 4, 0], [9, 2, 1, 3, 3]])
-    lengths = torch.tensor([4, 2])
-    samples = rollout.Rollout(tokens, torch.tensor([1, 1]), lengths, torch.zeros(2, 4),
+    samples = rollout.Rollout(tokens, torch.tensor([1, 1]), torch.tensor([4, 2]), torch.zeros(2, 4),
                               torch.tensor([False, True]), 2)
     scores = [rewards.Score(0.0, 0.0, {}, steps) for steps in (
         [(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)])]
-    batch = SimpleNamespace(rollout=samples, scores=scores, old_logprobs=torch.zeros(2, 4))
-    values, steps = train.step_rewards(SimpleNamespace(tokenizer=Pieces()), batch)
-    assert values.tolist() == [[1.0, 0, 0.75, 0], [2.0, 5.0, 0, 0]]
-    assert steps.tolist() == [[True, False, True, False], [True, True, False, False]]
+    batch = SimpleNamespace(
+        rollout=samples, scores=scores, old_logprobs=torch.zeros(2, 4), values=torch.zeros(2, 4),
+        mask=samples.completion_mask, rewards=torch.tensor([8.0, 16.0]))
+    calls = Calls(gspo.step_advantages)
+    run = SimpleNamespace(
+        tokenizer=Pieces(), config=train.Config(group_size=2, dynamic_sampling=False),
+        algorithm=dataclasses.replace(gspo.ALGOS["gspo-token"], advantages=calls.stand_in))
+    train.compare(run, batch)
+    (per_token, steps, size), _, _ = calls[0]
+    assert per_token.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]] and size == 2
+    assert steps.tolist() == [[True, False, True, True], [True, True, False, False]]
 
 
 def test_gspo_token_takes_the_steps_of_a_verifier(losses, seen, tmp_path):
     """`steps` pays 1 for an even first digit, then for all of it: the first token is a step."""
-    later("steps")
     calls = losses("gspo-token")
     good(tmp_path, f"{BASE} --algo gspo-token --reward pay.py:steps --steps 1 "
          "--completions-per-update 16")
@@ -1265,9 +1235,8 @@ def test_gspo_token_takes_the_steps_of_a_verifier(losses, seen, tmp_path):
     rows = torch.cat(list(batch.plan[0])).tolist()
     first, rest = [], []
     for score, n in zip(batch.scores, batch.rollout.lengths.tolist()):
-        to_go = [value for _, value in score.steps]
-        first.append(to_go[0] + to_go[1])
-        rest.append(to_go[1])
+        first.append(score.steps[0][1] + score.reward)
+        rest.append(score.reward)
     first, rest = by_group(first, 4, z_scores), by_group(rest, 4, z_scores)
     checked = 0
     for i, row in enumerate(rows):
@@ -1280,7 +1249,7 @@ def test_gspo_token_takes_the_steps_of_a_verifier(losses, seen, tmp_path):
     assert checked >= 4
 
 
-def test_other_algorithms_take_the_sum_only(losses, tmp_path):
+def test_other_algorithms_take_the_outcome_only(losses, tmp_path):
     calls = losses("gspo")
     good(tmp_path, f"{BASE} --reward pay.py:steps --steps 1")
     (_, _, advantages, _), _, _ = calls[0]
@@ -1360,32 +1329,42 @@ def judge(home):
     return model.eval()
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_a_reward_model_scores_prompt_and_completion(weight, judge, seen, tmp_path):
-    """reward = (1 - w) verifier + w model, the model read by transformers' own forward."""
-    good(tmp_path, f"{BASE} --reward-model ./judge --reward-model-weight {weight} --steps 1")
-    batch, rows = seen.batches[0], seen.batches[0].rollout
+@pytest.mark.parametrize("reward, weights", [
+    (None, (0, 1)), ("model", (0, 1)), ("pay.py:even+0.25*model", (1, 0.25))])
+def test_a_reward_model_scores_prompt_and_completion(reward, weights, judge, seen, tmp_path):
+    """reward = verifier + w model, the model read by transformers' own forward, row by row; it
+    stays out of `solved` where a verifier judges."""
+    chosen = f"--reward {reward}" if reward else ""
+    good(tmp_path, f"--model ./tiny --reward-model ./judge --steps 1 {chosen}")
+    batch, texts = seen.batches[0], character_tokenizer()
     for i, score in enumerate(batch.scores):
-        p, n = int(rows.prompt_lengths[i]), int(rows.lengths[i])
-        ids = rows.tokens[i, rows.prompt_width - p:rows.prompt_width + n]
+        ids = texts.encode(batch.rows[i]["prompt"] + batch.texts[i])
         with torch.no_grad():
-            judged = float(judge(ids[None], use_cache=False).logits[0, 0])
-        expected = (1 - weight) * score.reward + weight * judged
+            judged = float(judge(torch.tensor([ids]), use_cache=False).logits[0, 0])
+        even = score.terms.get("even", 0.0)
+        expected = weights[0] * even + weights[1] * judged
         assert float(batch.rewards[i]) == pytest.approx(expected, abs=1e-4)
+        assert score.correct == pytest.approx(
+            even if weights[0] else min(max(judged, 0), 1), abs=1e-4)
     assert float(batch.rewards.std()) > 0
 
 
-def test_a_reward_model_with_another_vocabulary_is_not_fed_our_ids(judge, home, tmp_path):
-    """Ids mean nothing to a model whose tokenizer gives them to other texts: refused."""
-    folder = tmp_path / "foreign"
+def test_a_reward_model_reads_its_own_chat_template(judge, home, tmp_path):
+    """Prompt and completion are turns of a chat where its tokenizer has one; the first token of the
+    template's text is not doubled."""
+    folder = tmp_path / "chatty"
     shutil.copytree(home / "judge", folder)
-    words = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
-    vocabulary["0"], vocabulary["9"] = vocabulary["9"], vocabulary["0"]
-    (folder / "tokenizer.json").write_text(json.dumps(words))
-    result = launch(tmp_path / "runs", f"{BASE} --reward-model {folder}")
-    assert result.status == 2 and result.err.count("\n") == 1
-    assert "--reward-model" in result.err and "tokenizer" in result.err
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}1{% else %}2{% endif %}{{ m.content }}#"
+        "{% endfor %}")
+    tokenizer.save_pretrained(folder)
+    prompts, completions = ["3+4=", "5*"], ["7", "11111111"]
+    scores = rollout.reward_model(str(folder), "cpu")(prompts, completions)
+    for prompt, completion, score in zip(prompts, completions, scores):
+        ids = torch.tensor([tokenizer.encode(f"1{prompt}#2{completion}#")])
+        with torch.no_grad():
+            assert score == pytest.approx(float(judge(ids).logits[0, 0]), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------ mixture of experts
@@ -1395,8 +1374,7 @@ def weights_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("flags", ["", "--routing-replay", "--old-logprobs sampler",
-                                   "--gradient-checkpointing"])
+@pytest.mark.parametrize("flags", ["", "--routing-replay"])
 def test_expert_flips_are_a_share(flags, moe, tmp_path):
     result = good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --lr 3e-3 {flags}")
     flips = [row["expert_flips"] for row in metrics(result.folder)]
@@ -1411,18 +1389,72 @@ def test_expert_flips_are_0_while_nothing_moves(moe, tmp_path):
 
 def test_routing_replay_uses_the_experts_of_pi_old(moe, monkeypatch, tmp_path):
     """Every forward of an update reports the experts that were recorded for those rows."""
-    calls = Calls(train.logprobs_of)
-    monkeypatch.setattr(train, "logprobs_of", calls.stand_in)
+    calls = Calls(rollout.completion_logprobs)
+    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
+    used, gate = [], transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts
+    forward = gate.forward
+    monkeypatch.setattr(gate, "forward", lambda self, hidden, experts, weights: (
+        used.append(experts) or forward(self, hidden, experts, weights)))
     good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --lr 1e-2 --routing-replay "
          "--steps 1")
-    replayed = [(positional, keyword, result) for positional, keyword, result in calls
-                if len(positional) > 4 and positional[4] is not None or keyword.get("replay")]
-    assert len(replayed) >= 4
-    for positional, keyword, result in replayed:
-        recorded = positional[4] if len(positional) > 4 else keyword["replay"]
-        assert len(recorded) > 0
-        for used, old in zip(result[2], recorded):
-            assert torch.equal(used, old)
+    trained = [positional[2] for positional, _, (logprobs, _) in calls if logprobs.requires_grad]
+    recorded = [positional[2] for positional, _, (logprobs, _) in calls
+                if len(positional) > 2 and positional[2] and not logprobs.requires_grad]
+    assert len(trained) == 4 and len(recorded) == 8  # pi_old's, and those after the updates
+    for experts in trained:
+        assert len(experts) == 2 and any(experts is one for one in recorded)
+        assert sum(any(one is chosen for one in used) for chosen in experts) == 2
+    flipped = [not torch.equal(a.sort(-1)[0], b.sort(-1)[0])
+               for old, new in zip(recorded[:4], recorded[4:]) for a, b in zip(old, new)]
+    assert any(flipped)  # or replaying would have changed nothing
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
+    """Experts of the model before a change of its routers, against a scalar reading of what the
+    block should do: softmax over all experts, those of before chosen, renormalised where the model
+    does; and the router's gradient flows."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=18, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_experts_per_tok=2, eos_token_id=1,
+        bos_token_id=None, pad_token_id=0, moe_intermediate_size=16,
+        **{"num_local_experts" if kind == "mixtral" else "num_experts": 6})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    samples = rollout.generate(model, [[3, 4], [5, 6, 7]], group_size=2, max_new_tokens=6, pad_id=0,
+                               eos_ids=[1], generator=torch.Generator().manual_seed(0))
+    before = []
+    score = functools.partial(rollout.completion_logprobs, model, samples, temperature=1.0)
+    plain = score()[0]
+    assert torch.equal(score(before)[0], plain) and len(before) == 1
+    assert torch.equal(score(list(before))[0], plain)  # replayed before any change: the same bits
+    router = next(m for m in model.modules() if type(m).__name__.endswith("TopKRouter"))
+    with torch.no_grad():
+        router.weight += 0.3 * torch.randn_like(router.weight)
+    outputs = []
+    hook = router.register_forward_hook(lambda module, inputs, output: outputs.append((inputs, output)))
+    now = []
+    changed = score(now)[0]
+    replayed = score(list(before))[0]
+    hook.remove()
+    assert not torch.equal(now[0].sort(-1)[0], before[0].sort(-1)[0])
+    assert not torch.equal(changed, replayed)
+    (hidden,), _ = outputs[1]
+    weights = []
+    for row, chosen in zip((hidden.reshape(-1, 16) @ router.weight.T).tolist(), before[0].tolist()):
+        exps = [math.exp(x - max(row)) for x in row]
+        picked = [exps[e] / sum(exps) for e in chosen]
+        total = sum(picked) if getattr(router, "norm_topk_prob", True) else 1.0
+        weights.append([w / total for w in picked])
+    seen = []
+    experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
+    spy = experts.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
+    score(list(before))[0].sum().backward()
+    spy.remove()
+    assert torch.equal(seen[0][1], before[0])
+    torch.testing.assert_close(seen[0][2], torch.tensor(weights), atol=1e-5, rtol=1e-5)
+    assert router.weight.grad is not None and bool(router.weight.grad.abs().sum() > 0)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_routing_replay_leaves_the_model_untouched(moe, seen, tmp_path):
@@ -1460,18 +1492,17 @@ METRICS = {
     "length_mean": (1, 16), "length_min": (1, 16), "length_max": (1, 16),
     "length_finished": (0, 16), "truncated": (0, 1), "advantage_abs": (0.1, 2),
     "ratio_mean": (0.8, 1.2), "policy_ratio_min": (0.5, 1), "policy_ratio_max": (1, 2),
-    "policy_outside_gspo_band": (0, 1), "policy_token_std": (0, 1), "policy_sequence_std": (0, 1),
+    "policy_outside_clip": (0, 1), "policy_token_std": (0, 1), "policy_sequence_std": (0, 1),
     "clip_fraction": (0, 1), "clip_fraction_high": (0, 1), "approx_kl": (0, 0.1), "kl": (0, 1), "entropy": (0, math.log(18)),
     "grad_norm": (1e-3, 1e3), "lr": (2e-4, 2e-4), "sampler_kl": (0, 1e-6),
     "sampler_ratio_mean": (0.999, 1.001), "sampler_ratio_min": (0.999, 1),
-    "sampler_ratio_max": (1, 1.001), "sampler_outside_gspo_band": (0, 0.1),
+    "sampler_ratio_max": (1, 1.001), "sampler_outside_clip": (0, 0.1),
     "bad_updates": (0, 0), "verifier_faults": (0, 0), "tokens_per_second": (1, 1e6),
 }
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_every_metric_is_there_every_step_within_reason(name, finished):
-    later(*["band"] * name.endswith("band"))
     low, high = METRICS[name]
     for row in finished.rows:
         assert low - 1e-6 <= row[name] <= high + 1e-6
@@ -1623,27 +1654,6 @@ def test_source_reads_no_pickle_and_trusts_no_code():
         text = (ROOT / name).read_text()
         assert "torch.load" not in text and "torch.save" not in text and "import pickle" not in text
         assert "trust_remote_code=True" not in text
-
-
-def test_watch_draws_the_curves(finished):
-    result = launch("unused", f"--watch {finished.folder}", small=False)
-    assert result.status == 0 and result.err == ""
-    for name in ("reward", "solved", "entropy"):
-        line = next(line for line in result.out.splitlines() if name in line)
-        assert any(bar in line for bar in "▁▂▃▄▅▆▇█")
-
-
-def test_watch_takes_a_run_in_progress(finished, tmp_path):
-    """A line that is being written, no line yet, no config yet: a picture or a sentence."""
-    for text in ((finished.folder / "metrics.jsonl").read_text() + '{"step": 5, "rew', ""):
-        folder = tmp_path / str(len(text))
-        folder.mkdir()
-        (folder / "metrics.jsonl").write_text(text)
-        shutil.copy(finished.folder / "config.json", folder)
-        assert launch("unused", f"--watch {folder}", small=False).status == 0
-        (folder / "config.json").unlink()
-        result = launch("unused", f"--watch {folder}", small=False)
-        assert result.status in (0, 2) and result.err.count("\n") <= 1
 
 
 def test_one_seed_gives_one_run_and_another_another(tmp_path):
@@ -1807,7 +1817,6 @@ def test_every_end_token_of_the_generation_config_ends(home, seen, tmp_path):
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_a_bad_update_is_skipped_and_counted(poison, where, losses, tmp_path):
     """Update 2 of 4 in step 1: weights stay finite, three updates are done, the row says one."""
-    later(*["--max-bad-updates"] * (where == "loss"))
 
     def spoil(number, result):
         loss, extra = result
