@@ -1,11 +1,10 @@
-"""Train a language model with GSPO, or with another row of gspo.ALGOS, on rewards from a verifier.
+"""Train a language model with GSPO, or another row of gspo.ALGOS, on rewards from a verifier.
 
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-Three policies: `policy` is trained; `old_policy` is the sampler's snapshot of it, together with the
-tensor old_logprobs; `ref_policy` anchors the KL term, where there is one. `train` is the loop: read
-it first. Every random number is a function of (seed, step), so there is no random state to keep.
+`train` is the loop: read it first. Three policies: `policy` is trained; `old_policy` is the sampler's
+snapshot of it, with the tensor old_logprobs; `ref_policy` anchors the KL term, where there is one.
 """
 import argparse, bisect, collections, contextlib, dataclasses, difflib, functools, hashlib, inspect
 import importlib.util, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
@@ -109,8 +108,7 @@ def parse_flags(arguments: list[str] | None) -> dict:
     """The flags that were given, name -> value. The parser and its checks are Config's source."""
     parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    group, rules = parser, {}
-    names = {"ALGOS": ", ".join(gspo.ALGOS), "TASKS": ", ".join(rewards.TASKS)}
+    group, rules, names = parser, {}, {"ALGOS": [*gspo.ALGOS], "TASKS": [*rewards.TASKS]}
     for line in inspect.getsource(Config).splitlines():
         if "# --- " in line:
             group = parser.add_argument_group(line.split("# --- ")[1])
@@ -118,11 +116,11 @@ def parse_flags(arguments: list[str] | None) -> dict:
             name, kind, default, text, choices = found.groups()
             rules[name] = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
             text += "" if default == "None" else f"; default {default}"
-            options = {"action": argparse.BooleanOptionalAction} if kind == "bool" else {
-                "type": {"int": int, "float": float, "str": str}[kind], "metavar": kind.upper()}
+            options = {"type": {"int": int, "float": float}.get(kind, str), "metavar": kind.upper()}
+            if kind == "bool":
+                options = {"action": argparse.BooleanOptionalAction}
             if choices:
-                options["choices"] = names.get(choices, choices).split(", ")
-                text += f": {', '.join(options['choices'])}"
+                options = {"choices": names.get(choices) or choices.split(", ")}
             group.add_argument("--" + name.replace("_", "-"), help=text, **options)
     given = vars(parser.parse_args(arguments))
     for name, value in given.items():
@@ -190,13 +188,12 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
         raw = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
         row["ids"] = rollout.encode_prompt(tokenizer, raw, config.system, config.chat_template_args)
         need(not config.built_in or tokenizer.unk_token_id not in row["ids"],
-             f"{flag}: the built-in model knows {rewards.TASKS[config.task].alphabet!r}, no other "
-             f"characters; expected another --model for {raw[:60]!r}")
+             f"{flag}: expected another --model for the characters of {raw[:60]!r}")
     kept = [row for row in rows if len(row["ids"]) <= limit]
-    if flag and len(kept) < len(rows):  # problems without end are skipped without a word
-        message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
-                   f"tokens (--max-prompt-tokens, or {context} less --max-new-tokens)")
-        need(kept, message)
+    message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
+               f"tokens (--max-prompt-tokens, or {context} less --max-new-tokens)")
+    need(kept or not flag, message)  # problems without end are skipped without a word
+    if flag and len(kept) < len(rows):
         print("skipped:", message)
     return kept
 
