@@ -87,31 +87,20 @@ def combine(symbol: str, left, right):
             side[1] if type(side) is tuple and side[0] == kind else [side])])
     value = OPERATORS[symbol](left, right) if symbol != "^" or abs(right) <= 300 else inf
     size = max(abs(value.numerator), value.denominator) if type(value) is Fraction else abs(value)
-    if not size <= LARGEST:  # nan, too
-        raise ValueError("too large")
+    need(size <= LARGEST, "too large, or nan")
     return value
 
-def parse(tokens: list[str], level: int = 0):
-    """Evaluates tokens (the last comes first) while their operators bind at least as `level`."""
-    left = operand(tokens)
-    while True:
-        implied = tokens[-1][0] in "\\(" or NAME.fullmatch(tokens[-1])  # a product without its sign
-        strength = LEVELS["*"] if implied else LEVELS.get(tokens[-1], -1)
-        if strength < level:
-            return left
-        symbol = "*" if implied else tokens.pop()
-        left = combine(symbol, left, parse(tokens, strength + 1))
-
-def operand(tokens: list[str]):
-    """One operand: a number, a letter, a bracket, a fraction, a root, with its sign or `!`."""
+def parse(tokens: list[str], level: float = 0):
+    """Evaluates tokens (the last comes first): an operand with its sign or `!`, then all that
+    operators bind to it at least as tightly as `level` (nothing at `inf`). Roots are floats."""
     token = tokens.pop()
     if token in ("-", "+"):
         value = combine("*", Fraction(token + "1"), parse(tokens, LEVELS["^"]))
     elif token == "\\frac":
-        value = combine("/", operand(tokens), operand(tokens))
+        value = combine("/", parse(tokens, inf), parse(tokens, inf))
     elif token == "\\sqrt":
-        degree = operand(tokens)[1][0] if tokens[-1] == "[" else 2
-        value = combine("^", operand(tokens), Fraction(1) / degree)
+        degree = parse(tokens, inf)[1][0] if tokens[-1] == "[" else 2
+        value = combine("^", parse(tokens, inf), Fraction(1) / degree)
     elif token in ("(", "[", "⟨"):
         value = parse(tokens)
         brackets = token + tokens.pop()
@@ -125,7 +114,13 @@ def operand(tokens: list[str]):
     if tokens[-1] == "!":
         value = Fraction(factorial(range(170).index(value)))
         tokens.pop()
-    return value
+    while True:
+        implied = tokens[-1][0] in "\\(" or NAME.fullmatch(tokens[-1])  # a product without its sign
+        strength = LEVELS["*"] if implied else LEVELS.get(tokens[-1], -1)
+        if strength < level:
+            return value
+        symbol = "*" if implied else tokens.pop()
+        value = combine(symbol, value, parse(tokens, strength + 1))
 
 def evaluate(text: str, point: str = "end"):
     """The value of an expression at a point, where a letter is some rational. Roots are floats, and
