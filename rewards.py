@@ -174,9 +174,8 @@ def exact(completion: str, answer: str | int | float) -> float:
 def f1(completion: str, answer: str | int | float) -> float:
     """Harmonic mean of the precision and recall of words, normalised as SQuAD does."""
     texts = [re.sub(r"[^\w\s]|_", "", final_answer(text).lower()) for text in (completion, answer)]
-    words = [re.sub(r"\b(?:a|an|the)\b", " ", text).split() for text in texts]
-    common = collections.Counter(words[0]) & collections.Counter(words[1])
-    return 2 * common.total() / len(words[0] + words[1])
+    given, gold = [collections.Counter(re.sub(r"\b(a|an|the)\b", "", t).split()) for t in texts]
+    return 2 * (given & gold).total() / (given + gold).total()
 
 def choice(completion: str, answer: str) -> float:
     """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
@@ -186,9 +185,8 @@ def choice(completion: str, answer: str) -> float:
 def format(completion: str, answer: object = None) -> float:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
-    parts = [part.strip() for part in re.split("(</?(?:think|answer)>)", text, maxsplit=4)]
-    return (parts[1::2] == ["</think>", "<answer>", "</answer>"]
-            and parts[2] == parts[6] == "" and "" not in (parts[0], parts[4]))
+    parts = [part.strip() for part in re.split("(</?(?:think|answer)>)", text)]
+    return parts == [parts[0] or "?", "</think>", "", "<answer>", parts[4] or "?", "</answer>", ""]
 
 def countdown(completion: str, answer: dict) -> float:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
