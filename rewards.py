@@ -79,11 +79,10 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
 def combine(symbol: str, left, right):
     """One operation: values compute, lists and relations (kind, items) grow."""
-    if symbol in ">≥":
-        symbol, left, right = {">": "<", "≥": "≤"}[symbol], right, left
-    if symbol in ",;=≠<≤":
-        kind = "⟨⟩" if symbol in ",;" else symbol  # a bare list is a set
-        return (kind, [item for side in (left, right) for item in (
+    if symbol not in OPERATORS:
+        kind = {",": "⟨⟩", ";": "⟨⟩", ">": "<", "≥": "≤"}.get(symbol, symbol)  # a list is a set
+        sides = (right, left) if symbol in ">≥" else (left, right)
+        return (kind, [item for side in sides for item in (
             side[1] if type(side) is tuple and side[0] == kind else [side])])
     value = OPERATORS[symbol](left, right) if symbol != "^" or abs(right) <= 300 else inf
     size = max(abs(value.numerator), value.denominator) if type(value) is Fraction else abs(value)
@@ -123,8 +122,7 @@ def parse(tokens: list[str], level: float = 0):
         value = combine(symbol, value, parse(tokens, strength + 1))
 
 def evaluate(text: str, point: str = "end"):
-    """The value of an expression at a point, where a letter is some rational. Roots are floats, and
-    lists and relations (kind, items). Raises where there is none."""
+    """The value at a point, where a letter is some rational. Raises where there is none."""
     tokens = [point, *TOKEN.findall(text)[::-1]]
     value = parse(tokens)
     [_] = tokens  # raises where something is left
@@ -211,9 +209,8 @@ def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> No
     libc.prctl(38, 1, 0, 0, 0)  # no new privileges
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(libc.syscall(444, None, 0, 1), 16)) - 1
     ruleset = libc.syscall(444, struct.pack("Q", rights), 8, 0)
-    for path in filter(os.path.isdir, [*sys.path, "/lib", "/lib64", "/usr/lib"]):
-        rule = struct.pack("=Qi", 12, os.open(path, os.O_PATH))  # may read files and folders
-        libc.syscall(445, ruleset, 1, rule, 0)
+    for path in filter(os.path.isdir, [*sys.path, "/lib", "/lib64", "/usr/lib"]):  # may be read
+        libc.syscall(445, ruleset, 1, struct.pack("=Qi", 12, os.open(path, os.O_PATH)), 0)
     layers["landlock"] = libc.syscall(446, ruleset, 0) == 0
     calls = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}.get(os.uname().machine, ())
     lines = [(32, 0, 0, 0), *((21, len(calls) - i, 0, call) for i, call in enumerate(calls)),
@@ -231,12 +228,11 @@ def run_program(source: str, given: str = "", name: str = "__main__", strict: bo
     """(layers, output) of a program, ("{}", "") if it fails. Limits on time, memory and output hold
     everywhere; network, processes and files but Python's own are out of reach where the kernel has
     every layer. Not protected: what Python's folders tell, and a kernel with a bug."""
-    arguments = f"{ascii(source)}, {name!r}, {strict}, {CODE_SECONDS}, {CODE_BYTES}"
-    command = [sys.executable, "-I", "-c", f"{SANDBOX}sandbox({arguments})"]
+    arguments = (source, name, strict, CODE_SECONDS, CODE_BYTES)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdout:
         child = subprocess.Popen(  # output goes to a file: a pipe can be held open
-            command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.DEVNULL, cwd=folder,
-            env={}, start_new_session=True)
+            [sys.executable, "-I", "-c", f"{SANDBOX}sandbox{arguments!a}"], stdin=subprocess.PIPE,
+            stdout=stdout, stderr=subprocess.DEVNULL, cwd=folder, env={}, start_new_session=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.communicate(given.encode(errors="replace"), timeout=CODE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
@@ -257,10 +253,9 @@ def code(completion: str, answer: dict, strict: bool = False) -> float:
         return all(run_program(source, text, strict=strict)[1].split() == result.split()
                    for text, result in zip(given, results))
     source += (f"\nimport json\nresults = [{answer['fn']}(*case) for case in json.loads(input())]\n"
-               "print('\\n' + json.dumps(results))")
+               "print('\\n' + json.dumps(json.loads(json.dumps(results)), sort_keys=True))")
     output = run_program(source, json.dumps(given), "program", strict)[1]
-    returned = json.dumps(json.loads(output.splitlines()[-1]), allow_nan=False, sort_keys=True)
-    return returned == json.dumps(results, sort_keys=True)
+    return output.splitlines()[-1] == json.dumps(results, allow_nan=False, sort_keys=True)
 
 def total(verifier: Callable) -> Callable:
     """A verifier that never raises: what it cannot judge earns nothing."""
@@ -356,17 +351,16 @@ def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> lis
     try:
         for number, line in ((n, x) for n, x in enumerate(open(path, "rb"), 1) if x.strip()):
             place = f"{source}, line {number}"
-            row = json.loads(line)
-            fields = row if isinstance(row, dict) else {}
-            if "question" in fields:
+            row = {**json.loads(line)}  # raises where there is no object
+            if "question" in row:
                 row.setdefault("prompt", row["question"])
-            need({text, "answer"} <= set(fields), f"{place}: expected an object with the fields "
-                 f"{text} and answer, found {', '.join(fields) or type(row).__name__}")
+            need({text, "answer"} <= row.keys(), f"{place}: expected an object with the fields "
+                 f"{text} and answer, found {', '.join(row)}")
             need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),
                  f"{place}, field {text}: expected text")
             need(not (why := reward.check_answer(row["answer"])), f"{place}, field answer: {why}")
             rows.append(row)
-    except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
+    except (OSError, json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as error:
         raise UserError(f"{place}: expected JSON objects with {text} and answer, in UTF-8: {error}")
     need(rows, f"{source}: expected rows, and the file is empty")
     return rows
@@ -392,13 +386,12 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
 
 def solve(chain: str, rng: random.Random | None = None) -> str:
     """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
-    value, steps = chain[:1], []
+    steps = chain[:1]
     for symbol, operand in re.findall("([+*])([0-9])", chain):
         wrong = symbol == "*" and rng and rng.random() < ARITHMETIC_TIMES_ERROR
-        result = OPERATORS["+" if wrong else symbol](int(value), int(operand)) % 10
-        steps.append(f"{value}{symbol}{operand}={result}")
-        value = str(result)
-    return f"{';'.join(steps)}#{value}"
+        result = OPERATORS["+" if wrong else symbol](int(steps[-1]), int(operand)) % 10
+        steps += f"{symbol}{operand}={result};{result}"
+    return f"{steps[:-2]}#{steps[-1]}"
 
 def arithmetic_problem(rng: random.Random) -> dict:
     digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
@@ -407,9 +400,8 @@ def arithmetic_problem(rng: random.Random) -> dict:
 
 def countdown_problem(rng: random.Random) -> dict:
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
-    target = int(evaluate(random_expression(numbers, "+-*", rng)))
-    return {"prompt": f"{' '.join(map(str, numbers))}={target}:",
-            "answer": {"numbers": numbers, "target": target}}
+    answer = {"numbers": numbers, "target": int(evaluate(random_expression(numbers, "+-*", rng)))}
+    return {"prompt": f"{' '.join(map(str, numbers))}={answer['target']}:", "answer": answer}
 
 TASKS = {
     "arithmetic": Task(arithmetic_problem, lambda problem, rng: solve(problem["prompt"], rng),
