@@ -1,7 +1,6 @@
 """Rule-based verifiers (completion, answer) -> correctness in [0, 1], the rewards made of them, and
 the built-in tasks. Completions are adversarial: nothing here raises on one, runs one outside the
-sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE
-"""
+sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE"""
 import argparse, collections, contextlib, difflib, inspect, json, operator as op, os, random
 import re, runpy, subprocess, sys, tempfile, zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ MAX_EXPRESSION = 1_000  # characters of an answer that is evaluated
 LARGEST = 10**300       # numerator or denominator, so that 9^9^9 takes no time
 CODE_SECONDS = 5        # of wall clock, and of CPU, for one run of a program
 CODE_BYTES = 1 << 20    # of a program's output; its memory may be a thousand times that
+ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
+ARITHMETIC_TIMES_ERROR = 0.6    # share of its demonstrations' multiplications that add instead
 
 SYMBOLS = {written: meant for meant, symbols in {  # LaTeX and Unicode; braces become parentheses
     "*": r"\cdot \times × · ⋅", "/": r"\div ÷", "-": "− –", r"\frac": r"\dfrac \tfrac \cfrac",
@@ -35,8 +36,7 @@ REWRITES = [(re.compile(pattern), meant) for pattern, meant in (
     (r"(?<![\w.^)])([0-9]+)\s+([0-9]+)/([0-9]+)", r"(\1+\2/\3)"),
     (r"^(.*)\\pm(.*)$", r"\1+\2,\1-\2"),
     (r"^\^(.*)\^$|\.$", r"\1"),  # **5**, or a full stop
-    (r"^[(\[⟨].*", lambda m: m[0].replace(",", ", ")),  # no thousands inside brackets
-)]
+    (r"^[(\[⟨].*", lambda m: m[0].replace(",", ", ")))]  # no thousands inside brackets
 NAMED = re.compile(r"(?:^|(?<=,))\s*[A-Za-z][\w']*(?:\([A-Za-z]\))?\s*=")
 UNIT = re.compile(r'(?<=[0-9.)])(\s*+"[^"]*"|(?:\s++(?!\w*(?:illion|u\w*red|sand|dozen|plus|minus)'
                   r"|[abcnxyz]+\b)[A-Za-z]{2,}[/.]?)+)\s*+(\^\(?[23]\)?)?\s*+(?=[],;)⟩]|$)")
@@ -122,7 +122,7 @@ def parse(tokens: list[str], level: float = 0):
         value = combine(symbol, value, parse(tokens, strength + 1))
 
 def evaluate(text: str, point: str = "end"):
-    """The value at a point, where a letter is some rational. Raises where there is none."""
+    """The value of an expression at a point, which sets its letters. Raises where there is none."""
     tokens = [point, *TOKEN.findall(text)[::-1]]
     value = parse(tokens)
     [_] = tokens  # raises where something is left
@@ -374,9 +374,6 @@ def repetition_penalty(ids: Sequence[int], n: int = 4) -> float:
     grams = list(zip(*(ids[start:] for start in range(n))))
     return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
-ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain
-ARITHMETIC_TIMES_ERROR = 0.6    # share of the demonstrations' multiplications that add instead
-
 # problem(rng) is a row of data, demonstration(problem, rng) a completion that is often wrong
 Task = collections.namedtuple("Task", "problem demonstration verifier alphabet max_new_tokens")
 
@@ -416,7 +413,7 @@ def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
         if (zlib.crc32(problem["prompt"].encode()) % 10 == 0) == held_out:
             yield problem
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Try a verifier on completions of known worth.")
     parser.add_argument("file", help='JSON lines of {"completion", "answer"}')
     parser.add_argument("--reward", default="math", help="verifiers, as in train.py")
@@ -430,6 +427,3 @@ def main() -> None:
     print(f"accuracy {sum(marks) / len(rows):.4f} of {len(rows)} {reward.fault}")
     for n in [n for n, mark in enumerate(marks) if mark < 1][:10]:
         print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
-
-if __name__ == "__main__":
-    main()
