@@ -355,7 +355,7 @@ def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> lis
             if "question" in row:
                 row.setdefault("prompt", row["question"])
             need({text, "answer"} <= row.keys(), f"{place}: expected an object with the fields "
-                 f"{text} and answer, found {', '.join(row)}")
+                 f"{text} and answer, found {', '.join(row) or 'none'}")
             need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),
                  f"{place}, field {text}: expected text")
             need(not (why := reward.check_answer(row["answer"])), f"{place}, field answer: {why}")
