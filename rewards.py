@@ -1,7 +1,6 @@
 """Rule-based verifiers (completion, answer) -> correctness in [0, 1], the rewards made of them, and
 the built-in tasks. Completions are adversarial: nothing here raises on one, runs one outside the
-sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE
-"""
+sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE"""
 import argparse, collections, contextlib, difflib, inspect, json, operator as op, os, random
 import re, runpy, subprocess, sys, tempfile, zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ MAX_EXPRESSION = 1_000  # characters of an answer that is evaluated
 LARGEST = 10**300       # numerator or denominator, so that 9^9^9 takes no time
 CODE_SECONDS = 5        # of wall clock, and of CPU, for one run of a program
 CODE_BYTES = 1 << 20    # of a program's output; its memory may be a thousand times that
+ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
+ARITHMETIC_TIMES_ERROR = 0.6    # share of its demonstrations' multiplications that add instead
 
 SYMBOLS = {written: meant for meant, symbols in {  # LaTeX and Unicode; braces become parentheses
     "*": r"\cdot \times × · ⋅", "/": r"\div ÷", "-": "− –", r"\frac": r"\dfrac \tfrac \cfrac",
@@ -35,8 +36,7 @@ REWRITES = [(re.compile(pattern), meant) for pattern, meant in (
     (r"(?<![\w.^)])([0-9]+)\s+([0-9]+)/([0-9]+)", r"(\1+\2/\3)"),
     (r"^(.*)\\pm(.*)$", r"\1+\2,\1-\2"),
     (r"^\^(.*)\^$|\.$", r"\1"),  # **5**, or a full stop
-    (r"^[(\[⟨].*", lambda m: m[0].replace(",", ", ")),  # no thousands inside brackets
-)]
+    (r"^[(\[⟨].*", lambda m: m[0].replace(",", ", ")))]  # no thousands inside brackets
 NAMED = re.compile(r"(?:^|(?<=,))\s*[A-Za-z][\w']*(?:\([A-Za-z]\))?\s*=")
 UNIT = re.compile(r'(?<=[0-9.)])(\s*+"[^"]*"|(?:\s++(?!\w*(?:illion|u\w*red|sand|dozen|plus|minus)'
                   r"|[abcnxyz]+\b)[A-Za-z]{2,}[/.]?)+)\s*+(\^\(?[23]\)?)?\s*+(?=[],;)⟩]|$)")
@@ -79,39 +79,27 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
 def combine(symbol: str, left, right):
     """One operation: values compute, lists and relations (kind, items) grow."""
-    if symbol in ">≥":
-        symbol, left, right = {">": "<", "≥": "≤"}[symbol], right, left
-    if symbol in ",;=≠<≤":
-        kind = "⟨⟩" if symbol in ",;" else symbol  # a bare list is a set
-        return (kind, [item for side in (left, right) for item in (
+    if symbol not in OPERATORS:
+        kind = {",": "⟨⟩", ";": "⟨⟩", ">": "<", "≥": "≤"}.get(symbol, symbol)  # a list is a set
+        sides = (right, left) if symbol in ">≥" else (left, right)
+        return (kind, [item for side in sides for item in (
             side[1] if type(side) is tuple and side[0] == kind else [side])])
     value = OPERATORS[symbol](left, right) if symbol != "^" or abs(right) <= 300 else inf
     size = max(abs(value.numerator), value.denominator) if type(value) is Fraction else abs(value)
-    if not size <= LARGEST:  # nan, too
-        raise ValueError("too large")
+    need(size <= LARGEST, "too large, or nan")
     return value
 
-def parse(tokens: list[str], level: int = 0):
-    """Evaluates tokens (the last comes first) while their operators bind at least as `level`."""
-    left = operand(tokens)
-    while True:
-        implied = tokens[-1][0] in "\\(" or NAME.fullmatch(tokens[-1])  # a product without its sign
-        strength = LEVELS["*"] if implied else LEVELS.get(tokens[-1], -1)
-        if strength < level:
-            return left
-        symbol = "*" if implied else tokens.pop()
-        left = combine(symbol, left, parse(tokens, strength + 1))
-
-def operand(tokens: list[str]):
-    """One operand: a number, a letter, a bracket, a fraction, a root, with its sign or `!`."""
+def parse(tokens: list[str], level: float = 0):
+    """Evaluates tokens (the last comes first): an operand with its sign or `!`, then all that
+    operators bind to it at least as tightly as `level` (nothing at `inf`). Roots are floats."""
     token = tokens.pop()
     if token in ("-", "+"):
         value = combine("*", Fraction(token + "1"), parse(tokens, LEVELS["^"]))
     elif token == "\\frac":
-        value = combine("/", operand(tokens), operand(tokens))
+        value = combine("/", parse(tokens, inf), parse(tokens, inf))
     elif token == "\\sqrt":
-        degree = operand(tokens)[1][0] if tokens[-1] == "[" else 2
-        value = combine("^", operand(tokens), Fraction(1) / degree)
+        degree = parse(tokens, inf)[1][0] if tokens[-1] == "[" else 2
+        value = combine("^", parse(tokens, inf), Fraction(1) / degree)
     elif token in ("(", "[", "⟨"):
         value = parse(tokens)
         brackets = token + tokens.pop()
@@ -125,11 +113,16 @@ def operand(tokens: list[str]):
     if tokens[-1] == "!":
         value = Fraction(factorial(range(170).index(value)))
         tokens.pop()
-    return value
+    while True:
+        implied = tokens[-1][0] in "\\(" or NAME.fullmatch(tokens[-1])  # a product without its sign
+        strength = LEVELS["*"] if implied else LEVELS.get(tokens[-1], -1)
+        if strength < level:
+            return value
+        symbol = "*" if implied else tokens.pop()
+        value = combine(symbol, value, parse(tokens, strength + 1))
 
 def evaluate(text: str, point: str = "end"):
-    """The value of an expression at a point, where a letter is some rational. Roots are floats, and
-    lists and relations (kind, items). Raises where there is none."""
+    """The value of an expression at a point, which sets its letters. Raises where there is none."""
     tokens = [point, *TOKEN.findall(text)[::-1]]
     value = parse(tokens)
     [_] = tokens  # raises where something is left
@@ -179,9 +172,8 @@ def exact(completion: str, answer: str | int | float) -> float:
 def f1(completion: str, answer: str | int | float) -> float:
     """Harmonic mean of the precision and recall of words, normalised as SQuAD does."""
     texts = [re.sub(r"[^\w\s]|_", "", final_answer(text).lower()) for text in (completion, answer)]
-    words = [re.sub(r"\b(?:a|an|the)\b", " ", text).split() for text in texts]
-    common = collections.Counter(words[0]) & collections.Counter(words[1])
-    return 2 * common.total() / len(words[0] + words[1])
+    given, gold = [collections.Counter(re.sub(r"\b(a|an|the)\b", "", t).split()) for t in texts]
+    return 2 * (given & gold).total() / (given + gold).total()
 
 def choice(completion: str, answer: str) -> float:
     """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
@@ -191,9 +183,8 @@ def choice(completion: str, answer: str) -> float:
 def format(completion: str, answer: object = None) -> float:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
-    parts = [part.strip() for part in re.split("(</?(?:think|answer)>)", text, maxsplit=4)]
-    return (parts[1::2] == ["</think>", "<answer>", "</answer>"]
-            and parts[2] == parts[6] == "" and "" not in (parts[0], parts[4]))
+    parts = [part.strip() for part in re.split("(</?(?:think|answer)>)", text)]
+    return parts == [parts[0] or "?", "</think>", "", "<answer>", parts[4] or "?", "</answer>", ""]
 
 def countdown(completion: str, answer: dict) -> float:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
@@ -230,9 +221,8 @@ def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> No
     libc.prctl(38, 1, 0, 0, 0)  # no new privileges
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(libc.syscall(444, None, 0, 1), 16)) - 1
     ruleset = libc.syscall(444, struct.pack("Q", rights), 8, 0)
-    for path in filter(os.path.isdir, [*sys.path, "/lib", "/lib64", "/usr/lib"]):
-        rule = struct.pack("=Qi", 12, os.open(path, os.O_PATH))  # may read files and folders
-        libc.syscall(445, ruleset, 1, rule, 0)
+    for path in filter(os.path.isdir, [*sys.path, "/lib", "/lib64", "/usr/lib"]):  # may be read
+        libc.syscall(445, ruleset, 1, struct.pack("=Qi", 12, os.open(path, os.O_PATH)), 0)
     layers["landlock"] = libc.syscall(446, ruleset, 0) == 0
     calls = {"x86_64": (56, 57, 58, 435), "aarch64": (220, 435)}.get(os.uname().machine, ())
     lines = [(32, 0, 0, 0), *((21, len(calls) - i, 0, call) for i, call in enumerate(calls)),
@@ -250,12 +240,11 @@ def run_program(source: str, given: str = "", name: str = "__main__", strict: bo
     """(layers, output) of a program, ("{}", "") if it fails. Limits on time, memory and output hold
     everywhere; network, processes and files but Python's own are out of reach where the kernel has
     every layer. Not protected: what Python's folders tell, and a kernel with a bug."""
-    arguments = f"{ascii(source)}, {name!r}, {strict}, {CODE_SECONDS}, {CODE_BYTES}"
-    command = [sys.executable, "-I", "-c", f"{SANDBOX}sandbox({arguments})"]
+    arguments = (source, name, strict, CODE_SECONDS, CODE_BYTES)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stdout:
         child = subprocess.Popen(  # output goes to a file: a pipe can be held open
-            command, stdin=subprocess.PIPE, stdout=stdout, stderr=subprocess.DEVNULL, cwd=folder,
-            env={}, start_new_session=True)
+            [sys.executable, "-I", "-c", f"{SANDBOX}sandbox{arguments!a}"], stdin=subprocess.PIPE,
+            stdout=stdout, stderr=subprocess.DEVNULL, cwd=folder, env={}, start_new_session=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.communicate(given.encode(errors="replace"), timeout=CODE_SECONDS)
         with contextlib.suppress(ProcessLookupError):
@@ -276,10 +265,9 @@ def code(completion: str, answer: dict, strict: bool = False) -> float:
         return all(run_program(source, text, strict=strict)[1].split() == result.split()
                    for text, result in zip(given, results))
     source += (f"\nimport json\nresults = [{answer['fn']}(*case) for case in json.loads(input())]\n"
-               "print('\\n' + json.dumps(results))")
+               "print('\\n' + json.dumps(json.loads(json.dumps(results)), sort_keys=True))")
     output = run_program(source, json.dumps(given), "program", strict)[1]
-    returned = json.dumps(json.loads(output.splitlines()[-1]), allow_nan=False, sort_keys=True)
-    return returned == json.dumps(results, sort_keys=True)
+    return output.splitlines()[-1] == json.dumps(results, allow_nan=False, sort_keys=True)
 
 def total(verifier: Callable) -> Callable:
     """A verifier that never raises: what it cannot judge earns nothing."""
@@ -383,17 +371,16 @@ def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> lis
     try:
         for number, line in ((n, x) for n, x in enumerate(open(path, "rb"), 1) if x.strip()):
             place = f"{source}, line {number}"
-            row = json.loads(line)
-            fields = row if isinstance(row, dict) else {}
-            if "question" in fields:
+            row = {**json.loads(line)}  # raises where there is no object
+            if "question" in row:
                 row.setdefault("prompt", row["question"])
-            need({text, "answer"} <= set(fields), f"{place}: expected an object with the fields "
-                 f"{text} and answer, found {', '.join(fields) or type(row).__name__}")
+            need({text, "answer"} <= row.keys(), f"{place}: expected an object with the fields "
+                 f"{text} and answer, found {', '.join(row) or 'none'}")
             need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),
                  f"{place}, field {text}: expected text")
             need(not (why := reward.check_answer(row["answer"])), f"{place}, field answer: {why}")
             rows.append(row)
-    except (OSError, json.JSONDecodeError, UnicodeError, RecursionError) as error:
+    except (OSError, json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as error:
         raise UserError(f"{place}: expected JSON objects with {text} and answer, in UTF-8: {error}")
     need(rows, f"{source}: expected rows, and the file is empty")
     return rows
@@ -407,9 +394,6 @@ def repetition_penalty(ids: Sequence[int], n: int = 4) -> float:
     grams = list(zip(*(ids[start:] for start in range(n))))
     return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
-ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain
-ARITHMETIC_TIMES_ERROR = 0.6    # share of the demonstrations' multiplications that add instead
-
 # problem(rng) is a row of data, demonstration(problem, rng) a completion that is often wrong
 Task = collections.namedtuple("Task", "problem demonstration verifier alphabet max_new_tokens")
 
@@ -419,13 +403,12 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
 
 def solve(chain: str, rng: random.Random | None = None) -> str:
     """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
-    value, steps = chain[:1], []
+    steps = chain[:1]
     for symbol, operand in re.findall("([+*])([0-9])", chain):
         wrong = symbol == "*" and rng and rng.random() < ARITHMETIC_TIMES_ERROR
-        result = OPERATORS["+" if wrong else symbol](int(value), int(operand)) % 10
-        steps.append(f"{value}{symbol}{operand}={result}")
-        value = str(result)
-    return f"{';'.join(steps)}#{value}"
+        result = OPERATORS["+" if wrong else symbol](int(steps[-1]), int(operand)) % 10
+        steps += f"{symbol}{operand}={result};{result}"
+    return f"{steps[:-2]}#{steps[-1]}"
 
 def arithmetic_problem(rng: random.Random) -> dict:
     digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
@@ -434,9 +417,8 @@ def arithmetic_problem(rng: random.Random) -> dict:
 
 def countdown_problem(rng: random.Random) -> dict:
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
-    target = int(evaluate(random_expression(numbers, "+-*", rng)))
-    return {"prompt": f"{' '.join(map(str, numbers))}={target}:",
-            "answer": {"numbers": numbers, "target": target}}
+    answer = {"numbers": numbers, "target": int(evaluate(random_expression(numbers, "+-*", rng)))}
+    return {"prompt": f"{' '.join(map(str, numbers))}={answer['target']}:", "answer": answer}
 
 TASKS = {
     "arithmetic": Task(arithmetic_problem, lambda problem, rng: solve(problem["prompt"], rng),
@@ -451,7 +433,7 @@ def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
         if (zlib.crc32(problem["prompt"].encode()) % 10 == 0) == held_out:
             yield problem
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Try a verifier on completions of known worth.")
     parser.add_argument("file", help='JSON lines of {"completion", "answer"}')
     parser.add_argument("--reward", default="math", help="verifiers, as in train.py")
@@ -465,6 +447,3 @@ def main() -> None:
     print(f"accuracy {sum(marks) / len(rows):.4f} of {len(rows)} {reward.fault}")
     for n in [n for n, mark in enumerate(marks) if mark < 1][:10]:
         print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
-
-if __name__ == "__main__":
-    main()
