@@ -198,17 +198,17 @@ def arithmetic(completion: str, answer: str) -> float:
     """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
     return completion.rpartition("#")[1:] == ("#", str(answer))
 
-def arithmetic_steps(completion: str, answer: str, prompt: str) -> list[tuple[int, float]]:
+def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
     """(end in characters, reward) of each operation that stands there, and then of the outcome: 1
     where it takes up the last result, is what the prompt has next, and is right."""
     value, end, steps = prompt[:1], 0, []
     written = completion.partition("#")[0].split(";")
     for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
         end += len(step) + 1
-        right = value.isdecimal() and step == solve(value + operation).partition("#")[0]
+        right = value in {*"0123456789"} and step == solve(value + operation).partition("#")[0]
         steps.append((end, float(right)))
         value = step[-1:]
-    return [*steps, (len(completion), arithmetic(completion, answer))]
+    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
 
 def sandbox(source: str, name: str, strict: bool, seconds: int, size: int) -> None:
     """The child's side of `run_program`: lays the limits on itself, then becomes the program."""

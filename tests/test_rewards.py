@@ -18,6 +18,14 @@ sys.path.insert(0, ROOT)
 import rewards
 
 VERIFY = rewards.VERIFIERS
+
+
+def outcome(value):
+    """What a verifier says of the whole: a list's last reward, each of them a float at a position."""
+    if type(value) is list:
+        assert all(type(end) is int and type(part) is float and 0 <= part <= 1 for end, part in value)
+        return value[-1][1]
+    return value
 ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
 GOLD = {  # a usable gold answer for every verifier
     "countdown": {"numbers": [3, 5, 2], "target": 13}, "code": ADD, "code_strict": ADD,
@@ -964,7 +972,7 @@ def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
     slow = []
     for label, text in HOSTILE.items():
         start = time.monotonic()
-        value = VERIFY[name](text, gold)
+        value = outcome(VERIFY[name](text, gold))
         taken = time.monotonic() - start
         assert type(value) is float and 0.0 <= value <= 1.0, label
         if taken > 2:
@@ -978,7 +986,7 @@ def test_verifier_is_total_over_answers(name):
         "\\frac{1}{", "\0", [], [1], {}, {"numbers": 3}, object(), b"", ()]
     for gold, text in itertools.product(golds,
         ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>", 6, None, b"6", ["6"]]):
-        value = VERIFY[name](text, gold)
+        value = outcome(VERIFY[name](text, gold))
         assert type(value) is float and 0.0 <= value <= 1.0
 
 
@@ -1263,3 +1271,44 @@ def test_command_says_what_is_wrong_in_one_sentence(content, spec, words, tmp_pa
     done = command("--reward", spec, path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words)
+
+
+# ---- rewards of single steps
+
+
+@pytest.mark.parametrize("completion, expected", [
+    ("7+5=2;2*3=6#6", [(6, 1), (12, 1), (13, 1)]),
+    ("7+5=3;3*3=9#9", [(6, 0), (12, 1), (13, 0)]),  # an error costs its own step, and the outcome
+    ("7+5=2;2*3=5#6", [(6, 1), (12, 0), (13, 1)]),
+    ("7+5=2;3*3=9#9", [(6, 1), (12, 0), (13, 0)]),  # does not take up the last result
+    ("7+5=2;2+3=5#5", [(6, 1), (12, 0), (13, 0)]),  # not the prompt's operation
+    ("7+5=2;2*3=6;6+0=6#6", [(6, 1), (12, 1), (19, 1)]),  # more operations earn nothing
+    ("7+5=2#2", [(6, 1), (7, 0)]), ("7+5=2;2*3", [(6, 1), (10, 0), (9, 0)]),
+    ("#6", [(1, 0), (2, 1)]), ("", [(1, 0), (0, 0)]), ("7+5=٢;٢*3=6#6", [(6, 0), (12, 0), (13, 1)]),
+    ("7+5=2;2*3=6", [(6, 1), (12, 1), (11, 0)])])
+def test_arithmetic_steps_pay_each_operation(completion, expected):
+    """(end in characters, reward), the outcome last: 7+5*3 from left to right modulo 10 is 6."""
+    assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == expected
+
+
+def test_arithmetic_steps_of_every_right_answer_are_all_right():
+    task = rewards.TASKS["arithmetic"]
+    for row in itertools.islice(rewards.problems(task, seed=5), 200):
+        steps = VERIFY["arithmetic_steps"](rewards.solve(row["prompt"]), row["answer"], row["prompt"])
+        assert len(steps) == len(re.findall("[+*]", row["prompt"])) + 1
+        assert all(value == 1 for _, value in steps)
+
+
+def test_a_list_of_steps_is_weighted_and_its_last_entry_is_the_reward(tmp_path):
+    (tmp_path / "steps.py").write_text(
+        "def steps(completion, answer):\n    return [(1, 0.5), (2, True), (3, 0.25)]\n"
+        "def wrong(completion, answer):\n    return [(1, float('nan')), (2, 1.0)]\n"
+        "def empty(completion, answer):\n    return []\n")
+    reward = rewards.parse_reward(f"2*{tmp_path / 'steps.py'}:steps + 0.5*exact")
+    score, = reward.score(["6"], [{"answer": "6"}])
+    assert score == (1.0, pytest.approx((2 * 0.25 + 0.5) / 2.5), {"steps": 0.25, "exact": 1.0},
+                     [(1, 1.0), (2, 2.0)])
+    for name in ("wrong", "empty"):
+        reward = rewards.parse_reward(f"{tmp_path / 'steps.py'}:{name}")
+        score, = reward.score(["6"], [{"answer": "6"}])
+        assert score == (0.0, 0.0, {name: 0.0}, []) and reward.faults == 1
