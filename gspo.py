@@ -283,9 +283,8 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
 def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.0, per="token"):
     """Truncated importance sampling from the sampler to pi_old: weights (N, T) of the advantages.
 
-    per="token": min(pi_old / pi_sampler, cap); "completion": min(exp(mean_t log(...)), cap), on the
-    length-normalised ratio, as GSPO's. The product of the tokens' ratios, which it is not, would
-    leave the gradient without bias, but it grows or shrinks exponentially with the length."""
+    per="token": min(pi_old / pi_sampler, cap); "completion": min(exp(mean_t log(..)), cap), length-
+    normalised as GSPO's. The product of the ratios would be unbiased, and spread as e^T does."""
     mask = mask.bool()
     log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
     mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)

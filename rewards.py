@@ -282,14 +282,12 @@ def total(verifier: Callable) -> Callable:
 VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
     math, countdown, code, choice, exact, f1, format, arithmetic, arithmetic_steps)}
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
-VERIFIERS["model"] = total(lambda completion, answer, reward_model: reward_model)
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
 SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
 
-# reward: the weighted sum; correct: the weighted mean of terms but `format` and `model`; terms:
-# name -> value; steps: (end in characters, weighted reward), but for the last, which is the value
+# reward: the weighted sum; correct: the weighted mean of terms but `format`; terms: name -> value;
+# steps: (end in characters, weighted reward) of each step but the last, which is the value
 Score = collections.namedtuple("Score", "reward correct terms steps")
-SHAPING = {"format", "model"}
 
 class Reward:
     """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
@@ -319,7 +317,7 @@ class Reward:
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
                 terms[name] = 0.0
             reward += weight * terms[name]
-            if name not in SHAPING or self.terms.keys() <= SHAPING:
+            if name != "format" or len(self.terms) == 1:
                 correct += weight * min(max(terms[name], 0.0), 1.0)
                 judges += weight
         return Score(reward, correct / judges, terms, steps)
@@ -327,7 +325,7 @@ class Reward:
     def check_answer(self, answer: object) -> str | None:
         """None when every verifier can use a gold answer, else a sentence that says why not."""
         for name, (_, function, _) in self.terms.items():
-            if function is not VERIFIERS.get(name) or name in SHAPING:
+            if function is not VERIFIERS.get(name) or name == "format":
                 continue  # a user's own may take any answer
             with contextlib.suppress(Exception):
                 VERIFIERS[name].__wrapped__("<answer>A</answer>", answer)

@@ -17,11 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tokenizers import Tokenizer, decoders, models
 from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer,
-                          AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen3Config,
-                          Qwen3MoeConfig, pipeline)
+                          AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen3Config)
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
 from rewards import UserError, need, parse_reward
@@ -142,29 +140,14 @@ AttentionInterface.register("slots", lambda m, *args, **kw: m.config.layout.atte
 AttentionMaskInterface.register("slots", lambda **k: k["config"].layout.mask(k["mask_function"]))
 
 @contextlib.contextmanager
-def exact(model, ours=True, experts=None):
-    """Dropout off, and our attention where keys and values are all the state and it fits in.
-    experts: a list for the experts of each router call, (tokens, k); if it holds some, these are
-    used, with weights of the present router."""
+def exact(model, ours=True):
+    """Dropout off, and our attention where keys and values are all the state and it fits in."""
     config = model.config
     need(not config.is_encoder_decoder, f"{config.model_type} is an encoder-decoder")
     kinds = {type(layer) for layer in DynamicCache(config=config).layers}
     ours = ours and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
-    recorded = iter(list(experts or ()))
-    def route(router, _, output):
-        logits, weights, chosen = output
-        chosen = next(recorded, None)
-        if chosen is None:
-            experts.append(output[2])
-            return output
-        weights = logits.softmax(-1, dtype=torch.float32).gather(1, chosen)
-        if getattr(router, "norm_topk_prob", True):  # Mixtral's always does
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(output[1].dtype), chosen
     with contextlib.ExitStack() as undo:
         for module in model.modules():
-            if experts is not None and type(module).__name__.endswith("TopKRouter"):
-                undo.callback(module.register_forward_hook(route).remove)
             undo.callback(setattr, module, "training", module.training)
             checkpoints = getattr(module, "gradient_checkpointing", False)  # it, not what is in it
             module.training = checkpoints and torch.is_grad_enabled()
@@ -330,11 +313,10 @@ def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torc
             batches[-1].append(row)
     return [torch.tensor(sorted(batch)) for batch in batches]
 
-def score(body, rollout: Rollout, micro_batch_tokens: int | None, head, experts=None):
+def score(body, rollout: Rollout, micro_batch_tokens: int | None, head) -> torch.Tensor:
     """head(hidden (M, H), targets (M,)) -> (k, M) for all completion tokens: (k, N, T) float32."""
     batches, scores = micro_batches(rollout, micro_batch_tokens), []
-    plain = getattr(body, "gradient_checkpointing", False)  # layers run twice then
-    with exact(body, not plain, experts):
+    with exact(body, not getattr(body, "gradient_checkpointing", False)):  # layers run twice then
         for part in [rollout[rows] for rows in batches]:
             mask, s = part.completion_mask, part.prompt_width
             if body.config._attn_implementation == "slots":
@@ -350,7 +332,7 @@ def score(body, rollout: Rollout, micro_batch_tokens: int | None, head, experts=
             scores.append(blank.masked_scatter(mask, values))
     return torch.cat(scores, 1)[:, torch.cat(batches).argsort()]
 
-def completion_logprobs(model, rollout: Rollout, experts: list | None = None, *, temperature: float,
+def completion_logprobs(model, rollout: Rollout, *, temperature: float,
                         micro_batch_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probs of the completions and entropies of the distributions at temperature, (N, T) each,
     float32, 0 on padding, the same bits with and without gradients."""
@@ -367,7 +349,7 @@ def completion_logprobs(model, rollout: Rollout, experts: list | None = None, *,
     def head(*tensors):  # 2**25 logits at once are 128 MB
         parts = zip(*[tensor.split(max(1, 2**25 // len(output.weight))) for tensor in tensors])
         return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], dim=1)
-    return tuple(score(model.base_model, rollout, micro_batch_tokens, head, experts))
+    return tuple(score(model.base_model, rollout, micro_batch_tokens, head))
 
 def make_critic(policy) -> torch.nn.Module:
     """A copy of the policy's body, with weights and bias of a value that is 0 everywhere."""
@@ -380,62 +362,38 @@ def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None =
     head = lambda hidden, _: ((hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1])[None]
     return score(critic, rollout, micro_batch_tokens, head)[0]
 
-def reward_model(source: str, device: str):
-    """Scores of (prompts, completions), list[float], by a sequence classifier with one output, in
-    the chat template of its own tokenizer where that has one."""
-    judge = pipeline("text-classification", model=source, device=device, function_to_apply="none",
-                     model_kwargs={"use_safetensors": True})
-    def text(prompt, completion):
-        if not judge.tokenizer.chat_template:
-            return prompt + completion
-        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        whole = judge.tokenizer.apply_chat_template(chat, tokenize=False)
-        return whole.removeprefix(judge.tokenizer.bos_token or "")  # the pipeline puts its own
-    return lambda prompts, completions: [one["score"] for one in judge(
-        list(map(text, prompts, completions)), batch_size=16, truncation=True)]
-
-def tiny(alphabet: str, mixture: bool = False) -> tuple:
-    """(tokenizer, config) of the built-in policies: a character a token, 0.3 M parameters, or a
-    mixture of 8 experts, 2 of them active, in each of 4 layers."""
+def tiny(alphabet: str) -> tuple:
+    """(tokenizer, config) of the built-in policy: a character a token, 0.3 M parameters."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
     characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
     characters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    experts = dict(num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
-                   moe_intermediate_size=64, norm_topk_prob=True)
-    return tokenizer, (Qwen3MoeConfig if mixture else Qwen3Config)(**dict(
+    return tokenizer, Qwen3Config(
         vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.06,
         pad_token_id=0, eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short texts
-    ) | (experts if mixture else {}))
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # for short texts
 
-def inspect_model(source, flag: str = "--model", kind: str = "causal language model") -> tuple:
-    """(tokenizer, context in tokens, whether its experts can be replayed) of a model, UserError
-    where it cannot be used: as a policy, or as a reward model, a classifier with one output."""
-    folder, expected = Path(source), f"{flag} {source}: expected"
+def inspect_model(source) -> tuple:
+    """(tokenizer, context in tokens) of a causal model, UserError where it cannot be trained."""
+    folder, expected = Path(source), f"--model {source}: expected"
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         for path in folder.glob("*.safetensors"):
             safe_open(path, "pt")  # reads its header
     except Exception as error:  # of many kinds
-        raise UserError(f"{expected} a folder or hub name of a {kind}: "
+        raise UserError(f"{expected} a folder or hub name of a causal language model: "
                         f"{(str(error).strip() or 'none').splitlines()[0]}")
-    names, token = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "end"  # names: nothing is imported for them
-    if flag == "--reward-model":
-        names, token = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "padding"
-        need(config.num_labels == 1, f"{expected} a {kind}, found {config.num_labels} labels")
-    need(set(names.values()) & set(config.architectures or ()),
-         f"{expected} a {kind}, found {config.architectures or config.model_type}")
-    ids = {"end": tokenizer.eos_token_id, "padding": tokenizer.pad_token_id}
-    need(ids[token] is not None and len(tokenizer) > 1,
-         f"{expected} a tokenizer with an {token} token, found none")
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported for them
+    need(causal & set(config.architectures or ()), f"{expected} a causal language model, found "
+         f"{config.architectures or config.model_type}")
+    need(tokenizer.eos_token_id is not None and len(tokenizer) > 1,
+         f"{expected} a tokenizer with an end token, found none")
     need(not folder.is_dir() or any(folder.glob("*.safetensors")), f"{expected} *.safetensors "
          "weights, found none (pickles do not count: they can run code when they load)")
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
-    return tokenizer, context, config.model_type in ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe")
+    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "") -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template where it has one; its args: JSON."""
@@ -471,7 +429,7 @@ def main() -> None:
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     args = parser.parse_args()
     try:
-        tokenizer, context, _ = inspect_model(args.model)
+        tokenizer, context = inspect_model(args.model)
         reward = parse_reward(args.reward)
         prompt = encode_prompt(tokenizer, args.prompt, args.system)
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)

@@ -3,8 +3,8 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-`train` is the loop: read it first. Three policies: `policy` is trained; `old_policy` is the sampler's
-snapshot of it, with the tensor old_logprobs; `ref_policy` anchors the KL term, where there is one.
+`train` is the loop: read it first. Three policies: `policy` is trained; `old_policy`, with a tensor
+old_logprobs, is the sampler's snapshot of it; `ref_policy` anchors the KL term, where there is one.
 """
 import argparse, bisect, collections, contextlib, dataclasses, difflib, functools, hashlib, inspect
 import importlib.util, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
@@ -30,12 +30,11 @@ class Config:
     # The comments are the help texts, and the range at their end is checked.
     # --- what to run
     algo: str = "gspo"  # algorithm {ALGOS}
-    model: str = "tiny"  # built in (tiny, tiny-moe), a folder, or a name on the hub
+    model: str = "tiny"  # tiny (built in), a folder, or a name on the hub
     task: str = "arithmetic"  # built-in problems, and what tiny has seen {TASKS}
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
     reward: str | None = None  # "math + 0.1*format" or file.py:function; default math or the task's
-    reward_model: str | None = None  # a classifier with one output: model in --reward, its default
     steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
@@ -53,8 +52,7 @@ class Config:
     old_logprobs: str = "trainer"  # who scores pi_old {trainer, sampler}
     stale_steps: int = 1  # steps between refreshes of the sampler's snapshot [1, inf)
     tis_cap: float | None = None  # of truncated importance sampling, sampler to pi_old (0, inf)
-    tis_level: str | None = None  # unit of its ratio; default token {token, completion}
-    routing_replay: bool = False  # train with the experts that pi_old chose (MoE)
+    tis_level: str = "token"  # unit of its ratio {token, completion}
     # --- objective (defaults are the papers', in gspo.py)
     clip_low: float | None = None  # the ratio stays above 1 - clip_low; GSPO 3e-4 [0, inf)
     clip_high: float | None = None  # the ratio stays below 1 + clip_high; GSPO 4e-4 [0, inf)
@@ -92,8 +90,6 @@ class Config:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"  # device {cuda, cpu, mps}
     dtype: str | None = None  # of autocast and sampler; bfloat16 on CUDA {float32, bfloat16}
     tensorboard: bool = False  # write TensorBoard events too
-
-    built_in = property(lambda self: self.model in ("tiny", "tiny-moe"))
 
 # ---- flags and input
 class Parser(argparse.ArgumentParser):
@@ -144,14 +140,13 @@ def resolve(given: dict) -> Config:
             print(f"resume: {name} was {before.get(name)}, from now on it is {given[name]}")
     config = Config(**before | given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
-    takes = inspect.signature(algorithm.loss).parameters
+    takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
     n = config.prompts_per_step * config.group_size  # completions of a rollout
-    limit = config.max_new_tokens or (task.max_new_tokens if config.built_in else 1024)
-    lr = config.lr or (2e-4 if config.built_in else 1e-6)
+    limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
+    lr = config.lr or (2e-4 if tiny else 1e-6)
     for name, value in {
-            "reward": "model" if config.reward_model else
-                      "math" if config.data and not config.built_in else task.verifier,
-            "lr": lr, "critic_lr": 10 * lr, "warmup_steps": 0 if config.built_in else 10,
+            "reward": "math" if config.data and not tiny else task.verifier,
+            "lr": lr, "critic_lr": 10 * lr, "warmup_steps": 0 if tiny else 10,
             "completions_per_update": next(k for k in range(-(-n // 4), n + 1) if n % k == 0),
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "max_new_tokens": limit, "dynamic_sampling": algorithm.dynamic_sampling,
@@ -170,10 +165,7 @@ def resolve(given: dict) -> Config:
             ("eval_data", config.data, "--data"),
             ("tis_cap", scored, "--old-logprobs trainer"),
             ("tis_level", config.tis_cap, "--tis-cap"),
-            ("routing_replay", scored, "--old-logprobs trainer"),
-            ("routing_replay", not config.gradient_checkpointing, "no --gradient-checkpointing"),
-            ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""),
-             "up to 100 letters, digits and . _ + -"),
+            ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""), "letters and . _ + -"),
             ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
             ("device", getattr(torch, config.device).is_available(), "one that is here"),
             ("tensorboard", importlib.util.find_spec("tensorboard"), "pip install tensorboard")):
@@ -187,7 +179,7 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
     for row in rows:
         raw = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
         row["ids"] = rollout.encode_prompt(tokenizer, raw, config.system, config.chat_template_args)
-        need(not config.built_in or tokenizer.unk_token_id not in row["ids"],
+        need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
              f"{flag}: expected another --model for the characters of {raw[:60]!r}")
     kept = [row for row in rows if len(row["ids"]) <= limit]
     message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
@@ -198,9 +190,9 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
     return kept
 
 # ---- models
-def tiny_model(task: rewards.Task, moe: bool) -> Path:
+def tiny_model(task: rewards.Task) -> Path:
     """Folder (cached) of a built-in policy: supervised on demonstrations that are often wrong."""
-    tokenizer, shape = rollout.tiny(task.alphabet, moe)
+    tokenizer, shape = rollout.tiny(task.alphabet)
     to_id, shown, rng = tokenizer.get_vocab().get, [], random.Random(0)
     for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
         prompt, ids = (list(map(to_id, x)) for x in (row["prompt"], task.demonstration(row, rng)))
@@ -232,8 +224,6 @@ def tiny_model(task: rewards.Task, moe: bool) -> Path:
 def start(config: Config) -> SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
-    need(("model" in reward.terms) == bool(config.reward_model),
-         f"--reward-model: expected with model in --reward, and only then; it is {config.reward}")
     rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
@@ -242,15 +232,9 @@ def start(config: Config) -> SimpleNamespace:
     done = int(saved[-1].name[5:]) if saved else 0
     need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
     need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
-    source = saved[-1] if saved else config.model
-    if config.built_in:
-        torch.set_num_threads(1)  # at this size two threads only wait for each other
-        source = saved[-1] if saved else tiny_model(task, config.model == "tiny-moe")
-    tokenizer, context, moe = rollout.inspect_model(source)
-    need(moe or not config.routing_replay, f"--routing-replay: expected a mixture of experts as "
-         f"--model, qwen3_moe, mixtral or olmoe, with it, not {config.model}")
-    if config.reward_model:
-        rollout.inspect_model(config.reward_model, "--reward-model", "classifier with one output")
+    torch.set_num_threads(1 if config.model == "tiny" else torch.get_num_threads())  # it is small
+    source = saved[-1] if saved else tiny_model(task) if config.model == "tiny" else config.model
+    tokenizer, context = rollout.inspect_model(source)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
         prompts = (row for problem in rewards.problems(task, config.seed) for row in fit([problem]))
@@ -274,9 +258,9 @@ def start(config: Config) -> SimpleNamespace:
     (folder / "config.new").rename(folder / "config.json")
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        moe=moe and not config.gradient_checkpointing, seconds=collections.Counter(),
         prompts=itertools.islice(prompts, drawn, None), held_out=held_out, folder=folder, done=done,
-        critic=None, writer=None, warned=set(), bad=0, quiet=0, stopped=False)
+        seconds=collections.Counter(), warned=set(), critic=None, writer=None, stopped=False, bad=0,
+        quiet=0)
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.writer = SummaryWriter(folder, purge_step=done + 1)
@@ -295,20 +279,17 @@ def load_weights(run, source: str | Path) -> None:
     run.logprobs = autocast(functools.partial(  # one path for policy, old and ref
         rollout.completion_logprobs, temperature=config.temperature))
     copied = functools.partial(rollout.sampler_copy, policy, getattr(torch, config.dtype))
-    resting = config.dtype == "float32" and not stale  # while it samples
-    run.old_policy = policy if resting else copied()
+    run.old_policy = policy if config.dtype == "float32" and not stale else copied()
     run.ref_policy = copied() if config.kl_coef else None
     groups = [{"params": list(policy.parameters()), "initial_lr": config.lr}]
     if run.algorithm.critic:
         run.critic = rollout.make_critic(policy)
         groups.append({"params": list(run.critic.parameters()), "initial_lr": config.critic_lr})
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
-    run.reward_model = config.reward_model and rollout.reward_model(
-        config.reward_model, config.device)
     run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
-    names = ("policy", "critic", "ref_policy", "old_policy")[:3 + stale]
-    models = [(name, vars(run)[name]) for name in names]
-    named = {f"{name}.{x}": w for name, part in models if part for x, w in part.named_parameters()}
+    models = [(name, vars(run)[name]) for name in ("policy", "critic", "ref_policy", "old_policy")]
+    models = [(name, model) for name, model in models[:3 + stale] if model]
+    named = {f"{name}.{x}": w for name, model in models for x, w in model.named_parameters()}
     run.state = {name: run.optimizer.state[w] for name, w in named.items()}  # filled in by AdamW
     run.state["weights"] = {name: w.data for name, w in named.items() if name[:7] != "policy."}
     if run.done:
@@ -323,32 +304,26 @@ def options(function, config: Config, **more) -> dict:
     takes = inspect.signature(function).parameters
     return {name: have[name] for name in takes if have.get(name) is not None}
 
-@contextlib.contextmanager
-def timed(run, phase: str):
-    """The seconds of a phase go to the metrics."""
+def timed(run, phase: str, function, *args, **named):
+    """The function's result; its seconds go to the metrics under the name of the phase."""
     begun = time.perf_counter()
-    yield
+    result = function(*args, **named)
     if run.config.device == "cuda":
         torch.cuda.synchronize()
     run.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
+    return result
 
 def sample(run, model, prompts: list[dict], seed: str, size: int, temperature: float) -> tuple:
-    """A Rollout of prompts, and (text, row, Score) of each completion. The same seed text gives the
-    same ones."""
+    """A Rollout and (text, row, Score) of each completion; the same seed text gives the same."""
     number = int(hashlib.sha256(f"{run.config.seed} {seed}".encode()).hexdigest()[:15], 16)
-    with timed(run, "sample"):
-        samples = rollout.generate(**options(
-            rollout.generate, run.config, model=model, prompts=[row["ids"] for row in prompts],
-            group_size=size, temperature=temperature, eos_ids=run.eos_ids, pad_id=run.pad_id,
-            generator=torch.Generator().manual_seed(number)))
-        pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
-        texts = [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
+    samples = timed(run, "sample", rollout.generate, **options(
+        rollout.generate, run.config, model=model, prompts=[row["ids"] for row in prompts],
+        group_size=size, temperature=temperature, eos_ids=run.eos_ids, pad_id=run.pad_id,
+        generator=torch.Generator().manual_seed(number)))
     rows = [row for row in prompts for _ in range(size)]
-    with timed(run, "score"):
-        if run.reward_model:
-            scores = run.reward_model([row["prompt"] for row in rows], texts)
-            rows = [row | {"reward_model": score} for row, score in zip(rows, scores)]
-        return samples, list(zip(texts, rows, run.reward.score(texts, rows)))
+    pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
+    texts = [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
+    return samples, list(zip(texts, rows, timed(run, "score", run.reward.score, texts, rows)))
 
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
@@ -395,11 +370,9 @@ def freeze(run, batch) -> None:
     """Constants of a step, scored in the updates' micro-batches: the first ratio is exactly 1."""
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
-    batch.experts = {}  # of pi_old, by the first row of a micro-batch
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            experts = batch.experts[int(rows[0])] = [] if run.moe else None
-            batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows], experts)[0]
+            batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
         if run.critic is not None:
@@ -408,25 +381,23 @@ def freeze(run, batch) -> None:
 def compare(run, batch) -> None:
     """Advantages (N,) or (N, T): how much better than its peers, or than the critic expected."""
     config, algorithm, samples = run.config, run.algorithm, batch.rollout
-    # rewards (N, T): that of a completion at its last token, a step's at the token that completes
-    # its text; both end steps (N, T)
-    last = (samples.lengths - 1).clamp(min=0)[:, None]
+    last = (samples.lengths - 1).clamp(min=0)[:, None]  # the reward stands there, and ends a step
     steps = torch.zeros_like(batch.mask).scatter(1, last, True)
     per_token = torch.zeros_like(batch.old_logprobs).scatter(1, last, batch.rewards[:, None])
     for i, score in enumerate(batch.scores):
         ids = samples.completions[i, :samples.lengths[i]].tolist()
         read = lambda n: len(run.tokenizer.decode(ids[:n], skip_special_tokens=True))
-        for end, value in score.steps:
+        for end, value in score.steps:  # a step's stands where its text is complete
             token = bisect.bisect_left(range(1, len(ids)), end, key=read)
             per_token[i, token] += value
             steps[i, token] = True
     if algorithm.kl == "reward":
         per_token -= config.kl_coef * batch.mask * (batch.old_logprobs - batch.ref_logprobs)
-    takes = inspect.signature(algorithm.advantages).parameters
+    takes = inspect.signature(algorithm.advantages).parameters.keys()
     batch.advantages = algorithm.advantages(**options(
         algorithm.advantages, config, values=batch.values, mask=batch.mask, steps=steps,
-        rewards=per_token if {"mask", "steps"} & takes.keys() else batch.rewards,
-        lam=config.gae_lambda, scale=config.advantage_scale,
+        rewards=per_token if {"mask", "steps"} & takes else batch.rewards, lam=config.gae_lambda,
+        scale=config.advantage_scale,
         # a completion that was cut off is not over: the critic's last word stands for the rest
         bootstrap=batch.values.gather(1, last)[:, 0] * samples.truncated))
     if algorithm.critic:
@@ -435,10 +406,9 @@ def compare(run, batch) -> None:
     if config.dynamic_sampling and (batch.groups.amax(1) == batch.groups.amin(1)).all():
         batch.advantages.zero_()  # a dead group moves nothing, its lengths neither
     if config.tis_cap:
-        weights = gspo.truncated_importance_weights(
+        batch.advantages = batch.advantages.view(len(last), -1) * gspo.truncated_importance_weights(
             batch.old_logprobs, samples.sampler_logprobs, batch.mask, cap=config.tis_cap,
-            per=config.tis_level or "token")
-        batch.advantages = batch.advantages.view(len(steps), -1) * weights
+            per=config.tis_level)
 
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
@@ -463,8 +433,7 @@ def update(run, batch, micro_batches: list) -> dict:
     run.optimizer.zero_grad()
     for rows in micro_batches:
         advantages, mask = batch.advantages[rows], batch.mask[rows]
-        experts = batch.experts[int(rows[0])] if config.routing_replay else None
-        logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows], experts)
+        logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
         new = batch.new_logprobs[rows] = logprobs.detach()
         given = options(
             algorithm.loss, config, logprobs=logprobs, old_logprobs=batch.old_logprobs[rows],
@@ -474,7 +443,7 @@ def update(run, batch, micro_batches: list) -> dict:
         metrics["entropy"] = (entropy * mask).sum() / tokens
         loss = loss - config.entropy_coef * metrics["entropy"]
         given |= {"logprobs": new, "advantages": advantages.clamp(min=0)}
-        metrics["clip_fraction_high"] = algorithm.loss(**given)[1]["clip_fraction"]  # the upper bound
+        metrics["clip_fraction_high"] = algorithm.loss(**given)[1]["clip_fraction"]  # upper bound
         if run.ref_policy is not None:
             in_loss = algorithm.kl != "reward"  # else it is in the advantages, and here a metric
             kl, kl_metrics = gspo.kl_penalty(
@@ -525,22 +494,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
     if run.critic is not None:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
-    if any(batch.experts.values()):
-        row["expert_flips"] = expert_flips(run, batch)
     row |= {name: round(value, 3) for name, value in run.seconds.items()}
     return row | {"tokens_per_second": round(float(lengths.sum()) / run.seconds.total(), 1)}
-
-@torch.no_grad()
-def expert_flips(run, batch) -> float:
-    """Share of (completion token, layer) whose set of experts is no longer that of pi_old."""
-    same = []
-    for rows in itertools.chain(*batch.plan):
-        now, tokens = [], int(batch.rollout.lengths[rows].sum())  # they come after the prompts
-        run.logprobs(run.policy, batch.rollout[rows], now)
-        for pair in zip(batch.experts[int(rows[0])], now):
-            old, new = (experts[-tokens:].sort(-1)[0] for experts in pair)
-            same.append((old == new).all(-1))
-    return 1 - float(torch.cat(same).float().mean())
 
 def evaluate(run, name: str, pass_k: bool = False) -> dict:
     """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
@@ -628,13 +583,11 @@ def train(config: Config) -> None:
         # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
         batch = collect(run, step)
         # 4. freeze: old_logprobs, ref_logprobs, values, no grad, before the first update
-        with timed(run, "freeze"):
-            freeze(run, batch)
+        timed(run, "freeze", freeze, run, batch)
         # 5. compare: advantages; after 4, as a KL in the reward and a critic come into them
-            compare(run, batch)
+        timed(run, "compare", compare, run, batch)
         # 6. improve: minibatches of completions, each one optimiser step
-        with timed(run, "improve"):
-            updates = improve(run, batch)
+        updates = timed(run, "improve", improve, run, batch)
         # 7. report: metrics, evaluation, samples, checkpoint
         row, after = {"step": step} | measure(run, batch, updates), {}
         if last or (config.eval_every and step % config.eval_every == 0):
