@@ -40,12 +40,9 @@ class Rollout:
 
     prompt_width = property(lambda self: self.tokens.shape[1] - self.sampler_logprobs.shape[1])
     completions = property(lambda self: self.tokens[:, self.prompt_width:])  # (N, T)
-
-    @property
-    def completion_mask(self) -> torch.Tensor:
-        # from positions: comparing ids with the pad id loses the end token when pad == eos
-        steps = torch.arange(self.sampler_logprobs.shape[1], device=self.lengths.device)
-        return steps < self.lengths[:, None]
+    # from positions: comparing ids with the pad id loses the end token when pad == eos
+    completion_mask = property(lambda self: torch.ones_like(
+        self.completions).cumsum(1) <= self.lengths[:, None])
 
     def __getitem__(self, rows) -> "Rollout":
         """The given rows (list, slice or LongTensor); the widths S and T stay."""
@@ -99,8 +96,7 @@ class Packed:
         # a prompt's padding is put far ahead, where causality hides it
         keys = torch.cat([torch.where(at < before, at, 2**30), queries], dim=1)
         self.pairs = (at[None], at[None]), (queries, keys)
-        positions = torch.cat([at.expand(len(sizes), -1).flatten(), queries.flatten()])
-        self.positions = positions[self.places][None]
+        self.positions = torch.cat([self.valid[0].nonzero()[:, 1], queries[self.valid[1]]])[None]
 
     def run(self, body) -> torch.Tensor:
         """Hidden states (M, H) that predict the completion tokens, row by row."""
@@ -243,14 +239,13 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     page = pad_sequence(prompts, batch_first=True, padding_value=pad_id, padding_side="left")
     state = torch.stack([page[:, -1], sizes - 1, zeros, (zeros + 1).cumsum(0) - 1, zeros + 1], 1)
     # a token more: a layout leaves out the last ones of prompts
-    asked = Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0, group_size)
+    layout = Packed(Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0, 1))
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
     bucket, stride = (256, 8) if page.is_cuda else (32, 1)
     with exact(model), tqdm(total=total, desc="sampling", disable=None, leave=False) as bar:
         memory, owner = [ids[:, None]], list(range(total))
         if model.config._attn_implementation == "slots":
-            layout = Packed(asked)
             layout.run(model.base_model)
             memory, owner = layout.memory, layout.owner.tolist()
         row_gb = sum(m[0, :, 0].nbytes for m in memory) * width / 1e9
@@ -265,8 +260,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                 holes = holes[len(new):]  # when nothing waits, the last slots move into the holes
                 last = sorted(set(range(rows - len(holes), rows)) - set(holes))
                 rows -= len(holes)
-                holes = [hole for hole in holes if hole < rows]
-                slots.fill(holes, slots.memory, last, slots.state[last])
+                slots.fill(holes[:len(last)], slots.memory, last, slots.state[last])
             if rows:
                 span = int(slots.state[:rows, 1].max()) + stride
                 span = min(width, span + -span % bucket)
@@ -277,7 +271,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     ends = torch.isin(page[:total, longest:-1], slots.eos_ids)
     truncated = ~ends.any(1)
     lengths = torch.where(truncated, max_new_tokens, ends.int().argmax(1) + 1)
-    return Rollout(page[:total, :longest + lengths.max()], state[:, 1] + 1, lengths,
+    return Rollout(page[:total, :longest + lengths.max()], sizes, lengths,
                    slots.logprobs[:total, :lengths.max()], truncated, group_size)
 
 def sampler_copy(policy, dtype: torch.dtype):
@@ -330,8 +324,7 @@ def completion_logprobs(model, rollout: Rollout, *, temperature: float,
     softcap = getattr(config, "final_logit_softcapping", None)
     def chunk(hidden, targets):
         with torch.autocast(hidden.device.type, enabled=False):  # bf16 logits blur the ratio
-            bias = None if output.bias is None else output.bias.float()
-            logits = F.linear(hidden.float(), output.weight.float(), bias) * scale
+            logits = F.linear(hidden.float(), *[p.float() for p in output.parameters()]) * scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         logp = (logits / temperature).log_softmax(-1)
         return torch.stack([logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
@@ -370,8 +363,7 @@ def inspect_model(source) -> tuple:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        for path in folder.glob("*.safetensors"):
-            safe_open(path, "pt")  # reads its header
+        weights = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]  # reads headers
     except Exception as error:  # of many kinds
         raise UserError(f"{expected} a folder or hub name of a causal language model: "
                         f"{(str(error).strip() or 'none').splitlines()[0]}")
@@ -380,8 +372,8 @@ def inspect_model(source) -> tuple:
          f"{config.architectures or config.model_type}")
     need(tokenizer.eos_token_id is not None and len(tokenizer) > 1,
          f"{expected} a tokenizer with an end token, found none")
-    need(not folder.is_dir() or any(folder.glob("*.safetensors")), f"{expected} *.safetensors "
-         "weights, found none (pickles do not count: they can run code when they load)")
+    need(weights or not folder.is_dir(), f"{expected} *.safetensors weights, found none (pickles "
+         "do not count: they can run code when they load)")
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "") -> list[int]:
