@@ -40,12 +40,9 @@ class Rollout:
 
     prompt_width = property(lambda self: self.tokens.shape[1] - self.sampler_logprobs.shape[1])
     completions = property(lambda self: self.tokens[:, self.prompt_width:])  # (N, T)
-
-    @property
-    def completion_mask(self) -> torch.Tensor:
-        # from positions: comparing ids with the pad id loses the end token when pad == eos
-        steps = torch.arange(self.sampler_logprobs.shape[1], device=self.lengths.device)
-        return steps < self.lengths[:, None]
+    # from positions: comparing ids with the pad id loses the end token when pad == eos
+    completion_mask = property(lambda self: torch.ones_like(
+        self.completions).cumsum(1) <= self.lengths[:, None])
 
     def __getitem__(self, rows) -> "Rollout":
         """The given rows (list, slice or LongTensor); the widths S and T stay."""
@@ -77,8 +74,7 @@ def attention(module, query, key, value, mask, scaling=None, **kwargs):
 
 def visible(mask_function, queries, keys):
     """The architecture's mask at positions (rows, queries) and (rows or 1, keys): 0 or -inf."""
-    row = torch.zeros(len(queries), 1, 1, 1, dtype=torch.long, device=queries.device)
-    seen = mask_function(row, row[:1], queries[:, None, :, None], keys[:, None, None, :])
+    seen = mask_function(0, 0, queries[:, None, :, None], keys[:, None, None, :])
     return torch.where(seen, 0.0, -torch.inf)
 
 class Packed:
@@ -86,58 +82,50 @@ class Packed:
     sequence without padding. Attention unpacks it; a completion sees its prompt and itself.
     A prompt's last token counts as a completion's first, whose own last is never read."""
     def __init__(self, rollout: Rollout):
-        width, before = rollout.prompt_width, rollout.prompt_lengths[:, None] - 1
-        mask = rollout.completion_mask[:, :rollout.lengths.max()]
-        prompts = torch.cat([before, rollout.tokens[:, width - 1 - before.max():width - 1]], dim=1)
+        width, before = rollout.prompt_width - 1, rollout.prompt_lengths[:, None] - 1
+        at = torch.arange(before.max(), device=before.device)
+        prompts = torch.cat([before, rollout.tokens[:, width - len(at):width]], dim=1)
         prompts, self.owner, counts = torch.unique_consecutive(
             prompts, dim=0, return_inverse=True, return_counts=True)
-        sizes, at = prompts[:, :1], torch.arange(prompts.shape[1] - 1, device=mask.device)
-        ids = (prompts[:, 1:][at >= len(at) - sizes],
-               rollout.tokens[:, width - 1:][:, :mask.shape[1]][mask])
-        self.ids, self.memory, self.counts = torch.cat(ids)[None], [], counts.tolist()
-        self.valid = at < sizes, mask
-        self.places = [valid.flatten().nonzero()[:, 0] for valid in self.valid]
-        self.sizes = [len(places) for places in self.places]
-        self.prompts, prefix = at.expand(len(sizes), -1), at.expand(len(mask), -1)
-        self.queries = before + torch.arange(mask.shape[1], device=mask.device)
+        sizes, mask = prompts[:, :1], rollout.completion_mask
+        ids = prompts[:, 1:][at >= len(at) - sizes], rollout.tokens[:, width:-1][mask]
+        self.ids, self.start, self.counts = torch.cat(ids)[None], len(ids[0]), counts.tolist()
+        self.valid = at < sizes, mask[:, :rollout.lengths.max()]
+        self.places = torch.cat([valid.flatten() for valid in self.valid]).nonzero()[:, 0]
+        queries = before + torch.arange(self.valid[1].shape[1], device=at.device)
         # a prompt's padding is put far ahead, where causality hides it
-        self.keys = torch.cat([prefix.masked_fill(prefix >= before, 2**30), self.queries], dim=1)
-        self.positions = torch.cat([self.prompts[self.valid[0]], self.queries[mask]])[None]
+        keys = torch.cat([torch.where(at < before, at, 2**30), queries], dim=1)
+        self.pairs = (at[None], at[None]), (queries, keys)
+        self.positions = torch.cat([self.valid[0].nonzero()[:, 1], queries[self.valid[1]]])[None]
 
     def run(self, body) -> torch.Tensor:
         """Hidden states (M, H) that predict the completion tokens, row by row."""
-        body.config.layout = self
+        body.config.layout, self.memory = self, []
         hidden = body(self.ids, position_ids=self.positions, use_cache=False,
                       attention_mask=torch.ones_like(self.ids)).last_hidden_state
         need(len(self.memory) == 2 * body.config.num_hidden_layers,
              f"{body.config.model_type}: expected one attention in each layer")
-        return hidden[0, self.sizes[0]:]
-
-    def mask(self, mask_function):
-        pairs = (self.prompts[:1], self.prompts[:1]), (self.queries, self.keys)
-        return [visible(mask_function, *pair) for pair in pairs]
+        return hidden[0, self.start:]
 
     def attend(self, module, query, key, value, masks, **kwargs):
         """query, key and value (1, heads, tokens, dim); returns (1, tokens, heads, dim)."""
-        parts = [[], []]
+        parts, room = [[], []], [valid.numel() for valid in self.valid]
         for tensor in (query, key, value):
-            for i, tokens in enumerate(tensor[0].transpose(0, 1).split(self.sizes)):
-                rows = tokens.new_zeros(self.valid[i].numel(), *tokens.shape[1:])
-                rows = rows.index_copy(0, self.places[i], tokens)
-                parts[i].append(rows.view(*self.valid[i].shape, *tokens.shape[1:]).transpose(1, 2))
+            rows = tensor.new_zeros(sum(room), tensor.shape[1], tensor.shape[3])
+            rows = rows.index_copy(0, self.places, tensor[0].transpose(0, 1)).split(room)
+            for part, padded, valid in zip(parts, rows, self.valid):
+                part.append(padded.unflatten(0, valid.shape).transpose(1, 2))
         self.memory += parts[0][1:]
         for i in (1, 2):  # expand: the backward pass of indexing is many times slower
             prefix = [t.expand(n, -1, -1, -1) for t, n in zip(parts[0][i].split(1), self.counts)]
             parts[1][i] = torch.cat([torch.cat(prefix), parts[1][i]], dim=2)
-        outputs = []
-        for i, mask in enumerate(masks):
-            if self.sizes[i]:
-                output = attention(module, *parts[i], mask, **kwargs).flatten(0, 1)
-                outputs.append(output.index_select(0, self.places[i]))
-        return torch.cat(outputs)[None], None
+        outputs = [attention(module, *part, mask, **kwargs).flatten(0, 1)
+                   for part, mask in zip(parts, masks) if mask.numel()]
+        return torch.cat(outputs).index_select(0, self.places)[None], None
 
 AttentionInterface.register("slots", lambda m, *args, **kw: m.config.layout.attend(m, *args, **kw))
-AttentionMaskInterface.register("slots", lambda **k: k["config"].layout.mask(k["mask_function"]))
+AttentionMaskInterface.register("slots", lambda config, mask_function, **_: [
+    visible(mask_function, *pair) for pair in config.layout.pairs])
 
 @contextlib.contextmanager
 def exact(model, ours=True):
@@ -207,21 +195,18 @@ class Slots:
             mine[slots, :, :theirs.shape[2]] = theirs[rows]
         self.state[slots] = state
 
-    def mask(self, mask_function):
-        return visible(mask_function, self.queries, self.keys)
-
-    def attend(self, module, query, key, value, mask, **kwargs):
+    def attend(self, module, query, key, value, masks, **kwargs):
         memory = self.memory[2 * module.layer_idx:2 * module.layer_idx + 2]
         for kept, new in zip(memory, (key, value)):
-            kept[self.range[:len(key)], :, self.queries[:, 0]] = new[:, :, 0]
-        key, value = [kept[:len(key), :, :mask.shape[3]] for kept in memory]
-        return attention(module, query, key, value, mask, **kwargs).contiguous(), None
+            kept[self.range[:len(key)], :, self.position] = new[:, :, 0]
+        key, value = [kept[:len(key), :, :masks[0].shape[3]] for kept in memory]
+        return attention(module, query, key, value, *masks, **kwargs).contiguous(), None
 
     def decode_one_token(self, rows: int, span: int):
         """Sample one token in the first rows, all at positions below span; no host sync."""
         token, position, step, index, alive = self.state[:rows].unbind(1)
-        ids, self.queries, self.keys = token[:, None], position[:, None], self.range[None, :span]
-        at = {"position_ids": self.queries}
+        ids, at, self.position = token[:, None], {"position_ids": position[:, None]}, position
+        self.pairs = [(position[:, None], self.range[None, :span])]
         if len(self.memory) == 1:  # the ids: there is no cache
             self.memory[0][self.range[:rows], 0, position] = token
             ids, at = self.memory[0][:rows, 0, :span], {}
@@ -232,8 +217,7 @@ class Slots:
         self.tokens[out, step] = chosen
         self.logprobs[out, step] = logprobs
         token.copy_(torch.where(alive > 0, chosen, token))
-        position += alive
-        step += alive
+        self.state[:rows, 1:3] += alive[:, None]  # position and step
         alive *= (chosen[:, None] != self.eos_ids).all(1) & (step < self.tokens.shape[1] - 1)
 
 @torch.no_grad()
@@ -253,9 +237,9 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     longest, total, zeros = int(sizes.max()), len(prompts), torch.zeros_like(sizes)
     width, ids = longest + max_new_tokens, pad_sequence(prompts, batch_first=True)
     page = pad_sequence(prompts, batch_first=True, padding_value=pad_id, padding_side="left")
-    asked = F.pad(page, (0, 1))  # a token more: a layout leaves out the last ones of prompts
-    layout = Packed(Rollout(asked, sizes + 1, zeros, page[:, :0].float(), zeros > 0, group_size))
     state = torch.stack([page[:, -1], sizes - 1, zeros, (zeros + 1).cumsum(0) - 1, zeros + 1], 1)
+    # a token more: a layout leaves out the last ones of prompts
+    layout = Packed(Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0, 1))
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
     bucket, stride = (256, 8) if page.is_cuda else (32, 1)
@@ -268,7 +252,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
         rows = max(1, min(total, max_slots or total, int((cache_gb or 1e9) / row_gb)))
         slots = Slots(model, rows, width, memory, page[:, longest:], list(eos_ids), generator,
                       (temperature, top_k, top_p))
-        holes, waiting, span = list(range(rows)), list(range(total)), width
+        holes, waiting = list(range(rows)), list(range(total))
         while rows:
             if holes:
                 new, waiting = waiting[:len(holes)], waiting[len(holes):]
@@ -276,8 +260,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                 holes = holes[len(new):]  # when nothing waits, the last slots move into the holes
                 last = sorted(set(range(rows - len(holes), rows)) - set(holes))
                 rows -= len(holes)
-                slots.fill([hole for hole in holes if hole < rows],
-                           [m[:, :, :span] for m in slots.memory], last, slots.state[last])
+                slots.fill(holes[:len(last)], slots.memory, last, slots.state[last])
             if rows:
                 span = int(slots.state[:rows, 1].max()) + stride
                 span = min(width, span + -span % bucket)
@@ -288,7 +271,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     ends = torch.isin(page[:total, longest:-1], slots.eos_ids)
     truncated = ~ends.any(1)
     lengths = torch.where(truncated, max_new_tokens, ends.int().argmax(1) + 1)
-    return Rollout(page[:total, :longest + lengths.max()], state[:, 1] + 1, lengths,
+    return Rollout(page[:total, :longest + lengths.max()], sizes, lengths,
                    slots.logprobs[:total, :lengths.max()], truncated, group_size)
 
 def sampler_copy(policy, dtype: torch.dtype):
@@ -341,8 +324,7 @@ def completion_logprobs(model, rollout: Rollout, *, temperature: float,
     softcap = getattr(config, "final_logit_softcapping", None)
     def chunk(hidden, targets):
         with torch.autocast(hidden.device.type, enabled=False):  # bf16 logits blur the ratio
-            bias = None if output.bias is None else output.bias.float()
-            logits = F.linear(hidden.float(), output.weight.float(), bias) * scale
+            logits = F.linear(hidden.float(), *[p.float() for p in output.parameters()]) * scale
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         logp = (logits / temperature).log_softmax(-1)
         return torch.stack([logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)])
@@ -381,8 +363,7 @@ def inspect_model(source) -> tuple:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        for path in folder.glob("*.safetensors"):
-            safe_open(path, "pt")  # reads its header
+        weights = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]  # reads headers
     except Exception as error:  # of many kinds
         raise UserError(f"{expected} a folder or hub name of a causal language model: "
                         f"{(str(error).strip() or 'none').splitlines()[0]}")
@@ -391,8 +372,8 @@ def inspect_model(source) -> tuple:
          f"{config.architectures or config.model_type}")
     need(tokenizer.eos_token_id is not None and len(tokenizer) > 1,
          f"{expected} a tokenizer with an end token, found none")
-    need(not folder.is_dir() or any(folder.glob("*.safetensors")), f"{expected} *.safetensors "
-         "weights, found none (pickles do not count: they can run code when they load)")
+    need(weights or not folder.is_dir(), f"{expected} *.safetensors weights, found none (pickles "
+         "do not count: they can run code when they load)")
     return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "") -> list[int]:
