@@ -11,8 +11,7 @@ Losses: xxx_loss(logprobs, old_logprobs, advantages, mask, *, ..., denom=None) -
     metrics       0-d, averaged as the loss is, so they add up too; clip_fraction counts where the
                   clipped branch is the active one
 `weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything.
-float32 overflows at a token log-ratio of 88: nothing is clamped, the caller skips such an update.
-"""
+float32 overflows at a token log-ratio of 88: nothing is clamped, callers skip such updates."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -195,7 +194,6 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", den
 def kl_penalty(logprobs, ref_logprobs, mask, *,
                estimator="k3", per="completion", denom=None, old_logprobs=None):
     """KL(pi_theta || pi_ref) from sampled tokens, with x = log pi_ref - log pi_theta.
-
     k1 = -x, k2 = x^2 / 2, k3 = e^x - x - 1 (joschu.net/blog/kl-approx.html), "unbiased" = r k3
     (DeepSeek-V3.2; r = pi_theta / pi_old). As losses k2 and r k3 have this KL's gradient, k3 that
     of the forward KL, k1 none in expectation: k1 with a gradient raises ValueError.
@@ -215,7 +213,6 @@ def kl_penalty(logprobs, ref_logprobs, mask, *,
 
 def group_advantages(rewards, group_size, *, scale="group"):
     """GRPO's and GSPO's advantages, arXiv 2507.18071 eq. 6: (r - mean of its group) / (std + 1e-6).
-
     rewards (N,) -> (N,). scale: "group", the group's std (ddof 1); "batch", that of all rewards;
     "none", no division (Dr. GRPO). Equal rewards, and a group of one, have advantage exactly 0."""
     groups = rewards.reshape(-1, group_size)
@@ -231,15 +228,14 @@ def leave_one_out_advantages(rewards, group_size):
     """RLOO, arXiv 2402.14740: r_i - mean of the other G - 1 rewards of the group. (N,) -> (N,)."""
     return group_advantages(rewards, group_size, scale="none") * group_size / max(group_size - 1, 1)
 
-def step_advantages(rewards, steps, group_size):
-    """Advantages (N, T) for GSPO-token (eq. 13 leaves them open) from rewards (N, T) of steps, each
-    at the last token of its step, where steps (N, T) is 1. Reward to go, normalised per step index:
-
-    A_{i,k} = (Q_{i,k} - mean) / (std + 1e-6) over the completions of the group with a step k, with
-    Q_{i,k} = sum_{j >= k} r_{i,j}. The tokens of step k have A_{i,k}, those after the last step 0.
-    One step for each completion, at its last token: group_advantages, for each token."""
+def step_advantages(step_rewards, steps, group_size):
+    """Advantages (N, T) for GSPO-token, whose eq. 13 leaves them open: normalised per step index.
+    step_rewards (N, T) stand at steps' last tokens, where steps (N, T) is 1; Q_{i,k} is the reward
+    to go of completion i from its step k on. A_{i,k} = (Q_{i,k} - mean) / (std + 1e-6), over the
+    completions of the group with a step k, is that of all tokens of the step; 0 after the last.
+    Where each completion is one step, up to its last token, this is group_advantages."""
     steps = steps.bool()
-    to_go = torch.where(steps, rewards, 0.0).flip(1).cumsum(1).flip(1)
+    to_go = torch.where(steps, step_rewards, 0.0).flip(1).cumsum(1).flip(1)
     index = steps.cumsum(1) - steps.long()  # of the step that a token is part of
     advantages = torch.zeros_like(to_go)
     for k in range(int(steps.sum(1).max())):
@@ -264,7 +260,6 @@ def reinforce_plus_plus_advantages(rewards, mask, *, gamma=1.0):
 
 def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None):
     """GAE, arXiv 1506.02438 eq. 16: A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
-
     rewards, values (N, T), values[:, t] before token t. V is 0 after the end token; bootstrap (N,)
     is V after the last token of a completion that was cut off, 0 for one that ended. Returns
     (advantages, returns), returns being advantages + values."""
@@ -282,7 +277,6 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
 
 def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.0, per="token"):
     """Truncated importance sampling from the sampler to pi_old: weights (N, T) of the advantages.
-
     per="token": min(pi_old / pi_sampler, cap); "completion": min(exp(mean_t log(..)), cap), length-
     normalised as GSPO's. The product of the ratios would be unbiased, and spread as e^T does."""
     mask = mask.bool()
@@ -308,7 +302,7 @@ class Algorithm:
     loss: Callable
     advantages: Callable = group_advantages  # of rewards (N,), or (N, T) if it takes steps, mask
     denom: str = "completion"  # unit of the loss's mean, and of the KL term's
-    kl: str = "k3"  # where --kl-coef goes: an estimator of kl_penalty, or "reward" (k1 per token)
+    kl: str = "k3"  # estimator of kl_penalty, for --kl-coef: in the loss, k1 in the token rewards
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
     overlong_shaping: bool = False  # soft punishment of completions close to the token budget
     critic: bool = False
@@ -319,12 +313,12 @@ ALGOS = {
     "grpo": Algorithm(grpo_loss),
     "dr-grpo": Algorithm(dr_grpo_loss, partial(group_advantages, scale="none")),
     "dapo": Algorithm(dapo_loss, denom="token", dynamic_sampling=True, overlong_shaping=True),
-    "ppo": Algorithm(ppo_loss, gae_advantages, denom="token", kl="reward", critic=True),
+    "ppo": Algorithm(ppo_loss, gae_advantages, denom="token", kl="k1", critic=True),
     "cispo": Algorithm(cispo_loss, denom="token"),
     "sapo": Algorithm(sapo_loss),
     "gmpo": Algorithm(gmpo_loss),
     "rloo": Algorithm(reinforce_loss, leave_one_out_advantages, denom="token"),
-    "reinforce++": Algorithm(ppo_loss, reinforce_plus_plus_advantages, denom="token", kl="reward"),
+    "reinforce++": Algorithm(ppo_loss, reinforce_plus_plus_advantages, denom="token", kl="k1"),
     "reinforce": Algorithm(reinforce_loss, lambda rewards: group_advantages(
         rewards, len(rewards), scale="none"), denom="token"),  # the batch's mean is the baseline
 }

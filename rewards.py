@@ -284,7 +284,6 @@ VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
 SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
-
 # reward: the weighted sum; correct: the weighted mean of terms but `format`; terms: name -> value;
 # steps: (end in characters, weighted reward) of each step but the last, which is the value
 Score = collections.namedtuple("Score", "reward correct terms steps")
@@ -307,11 +306,10 @@ class Reward:
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
                 value = function(completion, row["answer"], **fields)
-                *before, (_, value) = value if type(value) is list else [(0, value)]
-                before = [(int(end), weight * float(part)) for end, part in before]
-                terms[name] = float(value + 0.0)
-                need(all(abs(part) < inf for _, part in [*before, (0, value)]), f"it returned {value}")
-                steps += before
+                ends, parts = zip(*value) if type(value) is list else ((0,), (value,))
+                need(all(abs(part) < inf for part in parts), f"it returned {value}")
+                terms[name] = float(parts[-1] + 0.0)
+                steps += [(int(end), weight * float(part)) for end, part in zip(ends[:-1], parts)]
             except (Exception, SystemExit) as error:
                 self.faults += 1
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
@@ -339,6 +337,10 @@ class UserError(ValueError):
 def need(condition, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+def printable(text: str) -> str:
+    """Text without control characters: a terminal would obey those of a completion."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 def parse_reward(spec: str) -> Reward:
     """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`."""

@@ -4,13 +4,12 @@
 
 Attention is ours, over a layout: Slots, where a finished completion makes room for the next sample,
 or Packed, prompts and completions to be scored in one sequence, each prompt once. Models with more
-state than keys and values read all their text again for each token: slow, but right.
-"""
-import argparse, contextlib, copy, json, sys
+state than keys and values read all their text again for each token: slow, but right."""
+import argparse, contextlib, copy, hashlib, itertools, json, os, random, sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-import torch
+import torch, transformers
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
@@ -22,7 +21,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
-from rewards import UserError, need, parse_reward
+from rewards import Task, UserError, need, parse_reward, printable, problems
+
+WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
 
 @dataclass
 class Rollout:
@@ -171,9 +172,7 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature=1.0, top_k=0
         probs, index = logits.softmax(-1).sort(descending=True)
         beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
         logits = logits.masked_fill(beyond.gather(1, index.argsort()), -torch.inf)
-    few = max(1, 2**19 // logits.shape[1]) if logits.is_cpu else len(logits)  # what a cache holds
-    parts = [draw(*part) for part in zip(logits.split(few), uniform.split(few))]
-    return [torch.cat(part) for part in zip(*parts)]
+    return draw(logits, uniform)
 
 class Slots:
     """The samples under way: slot b is row b of state and of memory.
@@ -344,18 +343,46 @@ def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None =
     head = lambda hidden, _: ((hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1])[None]
     return score(critic, rollout, micro_batch_tokens, head)[0]
 
-def tiny(alphabet: str) -> tuple:
-    """(tokenizer, config) of the built-in policy: a character a token, 0.3 M parameters."""
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *alphabet])}
-    characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    return tokenizer, Qwen3Config(
+def tiny(task: Task) -> Path:
+    """Folder (cached) of the built-in policy, a character a token, 0.3 M parameters: supervised on
+    demonstrations that are often wrong."""
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
+    shape = Qwen3Config(
         vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.06,
         pad_token_id=0, eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # for short texts
+    shown, rng = [], random.Random(0)
+    for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
+        prompt, ids = ([words[c] for c in x] for x in (row["prompt"], task.demonstration(row, rng)))
+        shown.append({"input_ids": prompt + ids + [1], "labels": [-100] * len(prompt) + ids + [1]})
+    window_and_length = lambda i: (i // (4 * WARM_ROWS), len(shown[i]["labels"]))  # little padding
+    shown = [shown[i] for i in sorted(range(len(shown)), key=window_and_length)]
+    recipe = repr((shape.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
+                  f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
+    if folder.exists():
+        return folder
+    characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_config(shape)
+    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    pad = transformers.DataCollatorForSeq2Seq(tokenizer)
+    for step in tqdm(range(WARM_STEPS), "warm start", disable=None, leave=False):
+        batch = pad(shown[step * WARM_ROWS:(step + 1) * WARM_ROWS])
+        adam.param_groups[0]["lr"] = WARM_LR * min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
+        adam.zero_grad()
+        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
+        adam.step()
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+    policy.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    with contextlib.suppress(OSError):  # another run may have been faster
+        temporary.rename(folder)
+    return folder
 
 def inspect_model(source) -> tuple:
     """(tokenizer, context in tokens) of a causal model, UserError where it cannot be trained."""
@@ -390,24 +417,19 @@ def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "
     except Exception as error:  # no JSON object, or the template's: Gemma's takes no system message
         raise UserError(f"--system, --chat-template-args (JSON): refused by the template: {error}")
 
-def printable(text: str) -> str:
-    """Text without control characters: a terminal would obey those of a completion."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
 def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
     """All end tokens, the tokenizer's and the generation config's; the pad token, or an end."""
     ends, pad = model.generation_config.eos_token_id, tokenizer.pad_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     return sorted(ends), min(ends) if pad is None else pad
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print completions.", allow_abbrev=False)
-    for name in ("--model", "--prompt", "--answer", "--system"):  # the answer is for --reward
-        parser.add_argument(name, required=name in ("--model", "--prompt"))
-    defaults = dict(n=4, temperature=1.0, max_new_tokens=256, reward="math", seed=0,
-                    device="cuda" if torch.cuda.is_available() else "cpu")
-    for name, value in defaults.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, value in dict(model="", prompt="", answer=None, system=None, n=4, temperature=1.0,
+                            max_new_tokens=256, reward="math", seed=0, device=device).items():
+        parser.add_argument("--" + name.replace("_", "-"), default=value, required=value == "",
+                            type=str if value is None else type(value))
     args = parser.parse_args()
     try:
         tokenizer, context = inspect_model(args.model)
@@ -426,6 +448,3 @@ def main() -> None:
         if args.answer is not None:
             print(f"[reward {reward.score([text], [vars(args)])[0].reward:g}] ", end="")
         print("\n".join(map(printable, text.split("\n"))))
-
-if __name__ == "__main__":
-    main()

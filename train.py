@@ -3,27 +3,22 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-`train` is the loop: read it first. Three policies: `policy` is trained; `old_policy`, with a tensor
-old_logprobs, is the sampler's snapshot of it; `ref_policy` anchors the KL term, where there is one.
-"""
-import argparse, bisect, collections, contextlib, dataclasses, difflib, functools, hashlib, inspect
-import importlib.util, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
+`train` is the loop: read it first. `policy` learns, `old_policy` samples, `ref_policy` holds."""
+import argparse, bisect, collections, dataclasses, difflib, functools, hashlib, importlib.util
+import inspect, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar, tqdm
+from transformers.utils.logging import disable_progress_bar
 
 import gspo
 import rewards
 import rollout
 from rewards import UserError, need
-
-WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
 
 @dataclasses.dataclass
 class Config:
@@ -112,11 +107,9 @@ def parse_flags(arguments: list[str] | None) -> dict:
             name, kind, default, text, choices = found.groups()
             rules[name] = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
             text += "" if default == "None" else f"; default {default}"
-            options = {"type": {"int": int, "float": float}.get(kind, str), "metavar": kind.upper()}
-            if kind == "bool":
-                options = {"action": argparse.BooleanOptionalAction}
-            if choices:
-                options = {"choices": names.get(choices) or choices.split(", ")}
+            options = {"choices": names.get(choices) or choices.split(", ")} if choices else {
+                "action": argparse.BooleanOptionalAction} if kind == "bool" else {
+                "type": {"int": int, "float": float}.get(kind, str), "metavar": kind.upper()}
             group.add_argument("--" + name.replace("_", "-"), help=text, **options)
     given = vars(parser.parse_args(arguments))
     for name, value in given.items():
@@ -140,8 +133,9 @@ def resolve(given: dict) -> Config:
             print(f"resume: {name} was {before.get(name)}, from now on it is {given[name]}")
     config = Config(**before | given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
-    takes, tiny = inspect.signature(algorithm.loss).parameters, config.model == "tiny"
-    n = config.prompts_per_step * config.group_size  # completions of a rollout
+    takes = {**inspect.signature(algorithm.advantages).parameters,
+             **inspect.signature(algorithm.loss).parameters}
+    n, tiny = config.prompts_per_step * config.group_size, config.model == "tiny"  # n completions
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     lr = config.lr or (2e-4 if tiny else 1e-6)
     for name, value in {
@@ -153,24 +147,20 @@ def resolve(given: dict) -> Config:
             "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0,
             "dtype": "bfloat16" if config.device == "cuda" else "float32"}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
-    need(n % config.completions_per_update == 0, f"--completions-per-update "
-         f"{config.completions_per_update}: expected a divisor of a rollout's {n} completions")
-    takes = takes.keys() | inspect.signature(algorithm.advantages).parameters.keys()
-    other, scored = f"another --algo than {config.algo}", config.old_logprobs == "trainer"
+    other, own = f"--algo other than {config.algo}", config.old_logprobs == "trainer"
     for name, works, needs in (
             ("clip_low", "clip_low" in takes, other), ("clip_high", "clip_high" in takes, other),
             ("gamma", "gamma" in takes, other), ("advantage_scale", "scale" in takes, other),
             ("gae_lambda", "lam" in takes, other), ("critic_lr", algorithm.critic, other),
-            ("ref_every", config.kl_coef, "--kl-coef above 0"),
-            ("eval_data", config.data, "--data"),
-            ("tis_cap", scored, "--old-logprobs trainer"),
-            ("tis_level", config.tis_cap, "--tis-cap"),
-            ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""), "letters and . _ + -"),
+            ("ref_every", config.kl_coef, "--kl-coef"), ("eval_data", config.data, "--data"),
+            ("tis_cap", own, "--old-logprobs trainer"), ("tis_level", config.tis_cap, "--tis-cap"),
+            ("completions_per_update", n % config.completions_per_update == 0, f"a divisor of {n}"),
+            ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""), "letters, digits, ._+-"),
             ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
             ("device", getattr(torch, config.device).is_available(), "one that is here"),
-            ("tensorboard", importlib.util.find_spec("tensorboard"), "pip install tensorboard")):
+            ("tensorboard", importlib.util.find_spec("tensorboard"), "its package")):
         need(works or not given.get(name),
-             f"--{name.replace('_', '-')} {given.get(name)}: expected {needs} with it")
+             f"--{name.replace('_', '-')} {given.get(name)}: needs {needs}")
     return config
 
 def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") -> list[dict]:
@@ -189,38 +179,6 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
         print("skipped:", message)
     return kept
 
-# ---- models
-def tiny_model(task: rewards.Task) -> Path:
-    """Folder (cached) of a built-in policy: supervised on demonstrations that are often wrong."""
-    tokenizer, shape = rollout.tiny(task.alphabet)
-    to_id, shown, rng = tokenizer.get_vocab().get, [], random.Random(0)
-    for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
-        prompt, ids = (list(map(to_id, x)) for x in (row["prompt"], task.demonstration(row, rng)))
-        shown.append({"input_ids": prompt + ids + [1], "labels": [-100] * len(prompt) + ids + [1]})
-    window_and_length = lambda i: (i // (4 * WARM_ROWS), len(shown[i]["labels"]))  # little padding
-    shown = [shown[i] for i in sorted(range(len(shown)), key=window_and_length)]
-    recipe = repr((shape.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
-                  f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
-    if folder.exists():
-        return folder
-    torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_config(shape)
-    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    for step in tqdm(range(WARM_STEPS), "warm start", disable=None, leave=False):
-        batch = pad(shown[step * WARM_ROWS:(step + 1) * WARM_ROWS])
-        adam.param_groups[0]["lr"] = WARM_LR * min(1, (step + 1) / 20, 2 - 2 * step / WARM_STEPS)
-        adam.zero_grad()
-        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
-        adam.step()
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
-    policy.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    with contextlib.suppress(OSError):  # another run may have been faster
-        temporary.rename(folder)
-    return folder
-
 def start(config: Config) -> SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
@@ -233,7 +191,7 @@ def start(config: Config) -> SimpleNamespace:
     need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
     need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
     torch.set_num_threads(1 if config.model == "tiny" else torch.get_num_threads())  # it is small
-    source = saved[-1] if saved else tiny_model(task) if config.model == "tiny" else config.model
+    source = saved[-1] if saved else rollout.tiny(task) if config.model == "tiny" else config.model
     tokenizer, context = rollout.inspect_model(source)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
@@ -259,8 +217,7 @@ def start(config: Config) -> SimpleNamespace:
     run = SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
         prompts=itertools.islice(prompts, drawn, None), held_out=held_out, folder=folder, done=done,
-        seconds=collections.Counter(), warned=set(), critic=None, writer=None, stopped=False, bad=0,
-        quiet=0)
+        seconds=collections.Counter(), warned=set(), writer=None, stopped=False, bad=0, quiet=0)
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.writer = SummaryWriter(folder, purge_step=done + 1)
@@ -281,9 +238,9 @@ def load_weights(run, source: str | Path) -> None:
     copied = functools.partial(rollout.sampler_copy, policy, getattr(torch, config.dtype))
     run.old_policy = policy if config.dtype == "float32" and not stale else copied()
     run.ref_policy = copied() if config.kl_coef else None
+    run.critic = rollout.make_critic(policy) if run.algorithm.critic else None
     groups = [{"params": list(policy.parameters()), "initial_lr": config.lr}]
-    if run.algorithm.critic:
-        run.critic = rollout.make_critic(policy)
+    if run.critic is not None:
         groups.append({"params": list(run.critic.parameters()), "initial_lr": config.critic_lr})
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
     run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
@@ -328,14 +285,12 @@ def sample(run, model, prompts: list[dict], seed: str, size: int, temperature: f
 def collect(run, step: int) -> SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
     config, size, wanted = run.config, run.config.group_size, run.config.prompts_per_step
-    run.reward.faults = 0
-    drawn, judged = [], []
+    run.reward.faults, drawn = 0, []
     for attempt in range(1 + config.max_refills * config.dynamic_sampling):
         prompts = list(itertools.islice(run.prompts, wanted))
-        samples, more = sample(run, run.old_policy, prompts, f"{step} {attempt}", size,
-                               config.temperature)
-        drawn.append(samples)
-        judged += more
+        drawn.append(sample(run, run.old_policy, prompts, f"{step} {attempt}", size,
+                            config.temperature))
+        judged = [one for _, texts in drawn for one in texts]
         groups = torch.tensor([score.correct for _, _, score in judged]).view(-1, size)
         alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
         keep = (alive if config.dynamic_sampling else alive | True).nonzero().flatten()[:wanted]
@@ -346,7 +301,7 @@ def collect(run, step: int) -> SimpleNamespace:
              f"nor all wrong, after {len(groups)} prompts (--max-refills {config.max_refills})")
     keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
     keep = (keep[:, None] * size + torch.arange(size)).flatten()
-    samples = rollout.Rollout.cat(drawn, run.pad_id)[keep]
+    samples = rollout.Rollout.cat([samples for samples, _ in drawn], run.pad_id)[keep]
     batch = SimpleNamespace(rollout=samples, groups=groups, mask=samples.completion_mask, step=step)
     batch.texts, batch.rows, batch.scores = zip(*[judged[i] for i in keep])
     rows = zip(batch.scores, samples.completions.tolist(), samples.lengths.tolist())
@@ -359,10 +314,9 @@ def collect(run, step: int) -> SimpleNamespace:
     order = torch.arange(len(keep)).view(-1, size)
     shuffled = random.Random(f"{config.seed} {step}").sample(range(len(order)), len(order))
     # optimiser steps, of whole groups where they divide; each a list of micro-batches of rows
-    batch.plan = []
-    for rows in order[shuffled].flatten().split(config.completions_per_update):
-        parts = rollout.micro_batches(samples[rows], config.micro_batch_tokens)
-        batch.plan.append([rows[part] for part in parts])
+    batch.plan = [
+        [rows[part] for part in rollout.micro_batches(samples[rows], config.micro_batch_tokens)]
+        for rows in order[shuffled].flatten().split(config.completions_per_update)]
     return batch
 
 @torch.no_grad()
@@ -391,13 +345,12 @@ def compare(run, batch) -> None:
             token = bisect.bisect_left(range(1, len(ids)), end, key=read)
             per_token[i, token] += value
             steps[i, token] = True
-    if algorithm.kl == "reward":
+    if algorithm.kl == "k1":
         per_token -= config.kl_coef * batch.mask * (batch.old_logprobs - batch.ref_logprobs)
-    takes = inspect.signature(algorithm.advantages).parameters.keys()
     batch.advantages = algorithm.advantages(**options(
-        algorithm.advantages, config, values=batch.values, mask=batch.mask, steps=steps,
-        rewards=per_token if {"mask", "steps"} & takes else batch.rewards, lam=config.gae_lambda,
-        scale=config.advantage_scale,
+        algorithm.advantages, config, rewards=per_token if algorithm.kl == "k1" else batch.rewards,
+        step_rewards=per_token, steps=steps, values=batch.values, mask=batch.mask,
+        lam=config.gae_lambda, scale=config.advantage_scale,
         # a completion that was cut off is not over: the critic's last word stands for the rest
         bootstrap=batch.values.gather(1, last)[:, 0] * samples.truncated))
     if algorithm.critic:
@@ -426,7 +379,7 @@ def improve(run, batch) -> list[dict]:
 
 def update(run, batch, micro_batches: list) -> dict:
     """One optimiser step, its gradient accumulated over micro-batches; returns its metrics."""
-    config, algorithm, totals = run.config, run.algorithm, {}
+    config, algorithm, totals = run.config, run.algorithm, collections.Counter()
     kept = batch.mask[torch.cat(micro_batches)]  # what --overlong-filter leaves
     tokens, completions = kept.sum().clamp(min=1), kept.any(1).sum().clamp(min=1)
     denom = tokens if algorithm.denom == "token" else completions
@@ -444,20 +397,18 @@ def update(run, batch, micro_batches: list) -> dict:
         loss = loss - config.entropy_coef * metrics["entropy"]
         given |= {"logprobs": new, "advantages": advantages.clamp(min=0)}
         metrics["clip_fraction_high"] = algorithm.loss(**given)[1]["clip_fraction"]  # upper bound
-        if run.ref_policy is not None:
-            in_loss = algorithm.kl != "reward"  # else it is in the advantages, and here a metric
+        if run.ref_policy is not None:  # k1 is part of the rewards, and here a metric
             kl, kl_metrics = gspo.kl_penalty(
-                logprobs if in_loss else new, batch.ref_logprobs[rows], mask,
-                denom=denom, per=algorithm.denom, estimator=algorithm.kl if in_loss else "k1")
-            loss, metrics = loss + config.kl_coef * kl * in_loss, metrics | kl_metrics
+                new if algorithm.kl == "k1" else logprobs, batch.ref_logprobs[rows], mask,
+                denom=denom, per=algorithm.denom, estimator=algorithm.kl)
+            loss, metrics = loss + config.kl_coef * kl, metrics | kl_metrics
         if run.critic is not None:
             values = run.values(run.critic, batch.rollout[rows])
             critic_loss, critic_metrics = gspo.value_loss(
                 values, batch.values[rows], batch.returns[rows], mask, denom=denom)
             loss, metrics = loss + critic_loss, metrics | critic_metrics
         loss.backward()
-        for name, value in (metrics | {"loss": loss}).items():
-            totals[name] = totals.get(name, 0.0) + value.detach()
+        totals.update({name: value.detach() for name, value in (metrics | {"loss": loss}).items()})
     for group, name in zip(run.optimizer.param_groups, ("grad_norm", "critic_grad_norm")):
         totals[name] = torch.nn.utils.clip_grad_norm_(group["params"], config.max_grad_norm)
     totals = {name: float(value) for name, value in totals.items()}
@@ -472,26 +423,27 @@ def measure(run, batch, updates: list[dict]) -> dict:
     samples, groups, scores = batch.rollout, batch.groups, batch.scores
     lengths, finished = samples.lengths.float(), samples.lengths[~samples.truncated].float()
     first, mask = torch.cat(batch.plan[0]), samples.completion_mask
+    good = [one for one in updates if "bad_updates" not in one]
     row = {name: float(value) for name, value in {
         "reward": batch.rewards.mean(), "reward_std": batch.rewards.std(), "solved": groups.mean(),
         "solved_any": groups.amax(1).mean(), "dead_right": (groups.amin(1) == 1).float().mean(),
-        "dead_wrong": (groups.amax(1) == 0).float().mean(), "verifier_faults": run.reward.faults,
+        "dead_wrong": (groups.amax(1) == 0).float().mean(), "prompts_drawn": len(groups),
         "length_mean": lengths.mean(), "length_min": lengths.min(), "length_max": lengths.max(),
         "length_finished": finished.sum() / max(len(finished), 1),
         "truncated": 1 - len(finished) / len(lengths), "lr": run.optimizer.param_groups[0]["lr"],
         "advantage_abs": batch.advantages.abs().sum() / mask[:, :batch.advantages[0].numel()].sum(),
-        "prompts_drawn": len(groups), "memory_gb": torch.cuda.max_memory_allocated() / 1e9,
-        "bad_updates": sum("bad_updates" in one for one in updates)}.items()}
+        "bad_updates": len(updates) - len(good), "verifier_faults": run.reward.faults,
+        "memory_gb": torch.cuda.max_memory_allocated() / 1e9}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
-    if good := [one for one in updates if "bad_updates" not in one]:
+    if good:
         row |= {name: sum(one[name] for one in good) / len(good) for name in good[0]}
     pairs = {"policy": (batch.new_logprobs, batch.old_logprobs, mask), "sampler": (
         batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])}
     for prefix, pair in pairs.items():
         row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()
                 if value.isfinite()}  # log-probs of a skipped update may not be
-    if run.critic is not None:
+    if run.critic is not None and batch.mask.sum() > 1:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
     row |= {name: round(value, 3) for name, value in run.seconds.items()}
@@ -528,14 +480,13 @@ def report(run, batch, row: dict) -> None:
     warn(run, "fault", run.reward.fault)
     run.quiet = run.quiet + 1 if row["truncated"] == 1 or row["advantage_abs"] == 0 else 0
     if run.quiet == 10:
-        warn(run, "quiet", f"10 steps taught little or nothing: now {row['truncated']:.0%} of the "
-             "completions are cut off (if many: --max-new-tokens), and a prompt whose rewards are "
-             "all equal teaches nothing (try easier or harder ones, a larger --group-size)")
+        warn(run, "quiet", f"10 steps taught nothing: {row['truncated']:.0%} is cut off (a higher "
+             "--max-new-tokens?), or prompts are all too easy or too hard (higher --group-size?)")
 
 def warn(run, key: str, message: str) -> None:
     if message and key not in run.warned:  # once a run
         run.warned.add(key)
-        print("warning:", rollout.printable(message), flush=True)
+        print("warning:", rewards.printable(message), flush=True)
 
 def checkpoints(folder: Path) -> list[Path]:
     """The whole ones of a run, the newest last."""
@@ -596,7 +547,7 @@ def train(config: Config) -> None:
         if last or run.stopped or (config.save_every and step % config.save_every == 0):
             folder = save(run, step)
         if last:
-            prompt = shlex.quote(rollout.printable(run.held_out[0]["prompt"]))
+            prompt = shlex.quote(rewards.printable(run.held_out[0]["prompt"]))
             print(f"held out: {percent(before)} -> {percent(after)}, in "
                   f"{(time.time() - started) / 60:.1f} minutes\nthe model is in {folder}, try it:\n"
                   f"python rollout.py --model {folder} --prompt {prompt}")
@@ -618,7 +569,7 @@ def main(arguments: list[str] | None = None) -> int:
                     f"--max-slots {config.max_slots} or --max-new-tokens {config.max_new_tokens}")
         for last in checkpoints(Path(config.runs, config.name or ""))[-1:]:
             text += f"; to go on from {last}: --resume --name {config.name} --runs {config.runs}"
-        print("error:", rollout.printable(text), file=sys.stderr)
+        print("error:", rewards.printable(text), file=sys.stderr)
         return {KeyboardInterrupt: 130, torch.OutOfMemoryError: 1}.get(type(why), 2)
 
 if __name__ == "__main__":

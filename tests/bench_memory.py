@@ -89,7 +89,7 @@ def measure(name: str, algo: str) -> str:
     import train
 
     transformers.utils.logging.disable_progress_bar()
-    built_in = train.tiny_model(rewards.TASKS["arithmetic"])
+    built_in = rollout.tiny(rewards.TASKS["arithmetic"])
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(built_in)
         ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)

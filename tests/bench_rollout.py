@@ -37,7 +37,7 @@ def published(hidden, inner, layers, heads):
 
 
 SHAPES = {
-    "default": shape(128, 2, 8, 18, inner=2) | {"num_key_value_heads": 4},  # train.tiny_model's
+    "default": shape(128, 2, 8, 18, inner=2) | {"num_key_value_heads": 4},  # rollout.tiny's
     "3m": shape(192, 6, 6, 1000), "80m": shape(640, 12, 10, 32_000),
     "80m-151k": shape(384, 8, 6, 151_936), "qwen3-0.6b": published(1024, 3072, 28, 16),
     "qwen3-1.7b": published(2048, 6144, 28, 16), "qwen3-4b": published(2560, 9728, 36, 32)}

@@ -478,7 +478,7 @@ SIGNATURES = {
     "leave_one_out_advantages": (["rewards", "group_size"], {}),
     "reinforce_plus_plus_advantages": (["rewards", "mask"], dict(gamma=1.0)),
     "gae_advantages": (["rewards", "values", "mask"], dict(gamma=1.0, lam=0.95, bootstrap=None)),
-    "step_advantages": (["rewards", "steps", "group_size"], {}),
+    "step_advantages": (["step_rewards", "steps", "group_size"], {}),
     "truncated_importance_weights": (
         ["old_logprobs", "sampler_logprobs", "mask"], dict(cap=2.0, per="token")),
     "whiten": (["values", "mask"], {}),
@@ -1714,12 +1714,12 @@ ROWS = {
     "grpo": (gspo.grpo_loss, "group", "completion", "k3", set()),
     "dr-grpo": (gspo.dr_grpo_loss, "group mean", "completion", "k3", set()),
     "dapo": (gspo.dapo_loss, "group", "token", "k3", SHAPED),
-    "ppo": (gspo.ppo_loss, "gae_advantages", "token", "reward", {"critic"}),
+    "ppo": (gspo.ppo_loss, "gae_advantages", "token", "k1", {"critic"}),
     "cispo": (gspo.cispo_loss, "group", "token", "k3", set()),
     "sapo": (gspo.sapo_loss, "group", "completion", "k3", set()),
     "gmpo": (gspo.gmpo_loss, "group", "completion", "k3", set()),
     "rloo": (gspo.reinforce_loss, "leave one out", "token", "k3", set()),
-    "reinforce++": (gspo.ppo_loss, "reinforce_plus_plus_advantages", "token", "reward", set()),
+    "reinforce++": (gspo.ppo_loss, "reinforce_plus_plus_advantages", "token", "k1", set()),
     "reinforce": (gspo.reinforce_loss, "batch mean", "token", "k3", set()),
 }
 KINDS = {  # of rewards [1, 0, 0, 4] in groups of two: by hand

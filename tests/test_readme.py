@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import gspo  # noqa: E402
 import rewards  # noqa: E402
+import rollout  # noqa: E402
 import train  # noqa: E402
 
 from bench_memory import cache_bytes_per_token, memory_table, weights_bytes  # noqa: E402
@@ -121,7 +122,7 @@ def test_curves_are_drawn(tmp_path, monkeypatch, capsys):
 def short_warm_start(monkeypatch, tmp_path):
     """The built-in policy after two steps of its warm start, in a cache folder of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(train, "WARM_STEPS", 2)
+    monkeypatch.setattr(rollout, "WARM_STEPS", 2)
     monkeypatch.chdir(tmp_path)
 
 

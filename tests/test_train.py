@@ -214,7 +214,7 @@ def place(home, monkeypatch):
     monkeypatch.chdir(home)
     monkeypatch.setattr(inspect, "getsource", SOURCE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
-    monkeypatch.setattr(train, "WARM_STEPS", 8)
+    monkeypatch.setattr(rollout, "WARM_STEPS", 8)
 
 
 BASE = "--model ./tiny --reward pay.py:even"
