@@ -158,7 +158,7 @@ def resolve(given: dict) -> Config:
             ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""), "letters, digits, ._+-"),
             ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
             ("device", getattr(torch, config.device).is_available(), "one that is here"),
-            ("tensorboard", importlib.util.find_spec("tensorboard"), "its package")):
+            ("tensorboard", importlib.util.find_spec("tensorboard"), "pip install tensorboard")):
         need(works or not given.get(name),
              f"--{name.replace('_', '-')} {given.get(name)}: needs {needs}")
     return config
@@ -480,8 +480,8 @@ def report(run, batch, row: dict) -> None:
     warn(run, "fault", run.reward.fault)
     run.quiet = run.quiet + 1 if row["truncated"] == 1 or row["advantage_abs"] == 0 else 0
     if run.quiet == 10:
-        warn(run, "quiet", f"10 steps taught nothing: {row['truncated']:.0%} is cut off (a higher "
-             "--max-new-tokens?), or prompts are all too easy or too hard (higher --group-size?)")
+        warn(run, "quiet", f"10 steps taught little: {row['truncated']:.0%} cut off (if many, raise "
+             "--max-new-tokens), or all groups of equal reward (other prompts? more --group-size?)")
 
 def warn(run, key: str, message: str) -> None:
     if message and key not in run.warned:  # once a run
