@@ -480,7 +480,7 @@ def report(run, batch, row: dict) -> None:
     warn(run, "fault", run.reward.fault)
     run.quiet = run.quiet + 1 if row["truncated"] == 1 or row["advantage_abs"] == 0 else 0
     if run.quiet == 10:
-        warn(run, "quiet", f"10 steps taught little: {row['truncated']:.0%} cut off (if many, raise "
+        warn(run, "quiet", f"10 steps taught little: {row['truncated']:.0%} cut off (if many: "
              "--max-new-tokens), or all groups of equal reward (other prompts? more --group-size?)")
 
 def warn(run, key: str, message: str) -> None:

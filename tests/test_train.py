@@ -1271,6 +1271,58 @@ def test_gspo_token_takes_the_steps_of_a_verifier(losses, seen, tmp_path):
     assert checked >= 4
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
+def test_token_rewards_hold_the_steps_of_a_verifier(algorithm, monkeypatch, seen, tmp_path):
+    """`steps` pays 1 for an even first digit at the first token, and the outcome at the last."""
+    calls = Calls(gspo.ALGOS[algorithm].advantages)
+    row = dataclasses.replace(gspo.ALGOS[algorithm], advantages=calls.stand_in)
+    monkeypatch.setitem(gspo.ALGOS, algorithm, row)
+    good(tmp_path, f"{BASE} --algo {algorithm} --reward pay.py:steps --steps 1")
+    (per_token, *_), _, _ = calls[0]
+    batch, checked = seen.batches[0], 0
+    for i, (score, n) in enumerate(zip(batch.scores, batch.rollout.lengths.tolist())):
+        if n > 1 and len(batch.texts[i]) >= 1:
+            first = len(batch.texts[i][:1]) == 1 and batch.rollout.completions[i, 0] > 2
+            if not first:
+                continue  # a special token first: no character
+            expected = [0.0] * n
+            expected[0] = float(batch.texts[i][0] in "02468")
+            expected[-1] += score.reward
+            assert per_token[i, :n].tolist() == pytest.approx(expected, abs=1e-6)
+            checked += 1
+    assert checked >= 4
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
+def test_gamma_discounts_token_rewards(algorithm, monkeypatch, tmp_path):
+    calls = Calls(gspo.ALGOS[algorithm].advantages)
+    row = dataclasses.replace(gspo.ALGOS[algorithm], advantages=calls.stand_in)
+    monkeypatch.setitem(gspo.ALGOS, algorithm, row)
+    good(tmp_path, f"{BASE} --algo {algorithm} --gamma 0.9 --steps 1")
+    assert calls[0][1]["gamma"] == 0.9
+
+
+@pytest.mark.parametrize("algorithm, scale", [
+    ("gspo", "batch"), ("grpo", "none"), ("dr-grpo", "group"), ("dapo", "batch")])
+def test_advantages_are_divided_by_the_std_that_the_flag_says(algorithm, scale, seen, tmp_path):
+    good(tmp_path, f"{BASE} --algo {algorithm} --steps 1 --advantage-scale {scale} --overlong-cache 0 "
+         "--no-dynamic-sampling")
+    batch = seen.batches[0]
+    expected = gspo.group_advantages(batch.rewards, 4, scale=scale)
+    assert torch.equal(batch.advantages.flatten(), expected) and float(expected.abs().max()) > 0
+
+
+def test_an_entropy_bonus_raises_the_entropy(losses, tmp_path):
+    """The gradient of - coef x mean entropy alone (all rewards equal): entropy grows step by step,
+    and not without the flag."""
+    flags = f"{BASE} --reward pay.py:always --steps 3 --lr 3e-3 --seed 2"
+    plain = metrics(good(tmp_path / "off", flags).folder)
+    bonus = metrics(good(tmp_path / "on", f"{flags} --entropy-coef 1").folder)
+    assert plain[-1]["grad_norm"] == 0 < bonus[0]["grad_norm"]
+    assert bonus[-1]["entropy"] > bonus[0]["entropy"] + 1e-3
+    assert bonus[0]["loss"] == pytest.approx(-bonus[0]["entropy"], rel=1e-4)
+
+
 def test_other_algorithms_take_the_outcome_only(losses, tmp_path):
     calls = losses("gspo")
     good(tmp_path, f"{BASE} --reward pay.py:steps --steps 1")
