@@ -230,12 +230,12 @@ def leave_one_out_advantages(rewards, group_size):
 
 def step_advantages(step_rewards, steps, group_size):
     """Advantages (N, T) for GSPO-token, whose eq. 13 leaves them open: normalised per step index.
-    step_rewards (N, T) stand at steps' last tokens, where steps (N, T) is 1; Q_{i,k} is the reward
-    to go of completion i from its step k on. A_{i,k} = (Q_{i,k} - mean) / (std + 1e-6), over the
-    completions of the group with a step k, is that of all tokens of the step; 0 after the last.
-    Where each completion is one step, up to its last token, this is group_advantages."""
+    step_rewards (N, T) are at steps' last tokens, where steps (N, T) is 1; Q_{i,k} sums them from
+    step k of completion i on (in float64, or rounding tells equal ones apart on a GPU). A_{i,k} =
+    (Q_{i,k} - mean) / (std + 1e-6), over the completions of the group with a step k, is that of all
+    its tokens; 0 after the last step. One step, up to the last token: group_advantages."""
     steps = steps.bool()
-    to_go = torch.where(steps, step_rewards, 0.0).flip(1).cumsum(1).flip(1)
+    to_go = step_rewards.where(steps, 0.0).double().flip(1).cumsum(1).flip(1).to(step_rewards)
     index = steps.cumsum(1) - steps.long()  # of the step that a token is part of
     advantages = torch.zeros_like(to_go)
     for k in range(int(steps.sum(1).max())):
@@ -300,7 +300,7 @@ def drift(logprobs, old_logprobs, mask):
 class Algorithm:
     """All that defines an algorithm. The numbers of its paper are its loss's defaults."""
     loss: Callable
-    advantages: Callable = group_advantages  # of rewards (N,), or (N, T) if it takes steps, mask
+    advantages: Callable = group_advantages  # of rewards (N,), or (N, T) where it takes a mask
     denom: str = "completion"  # unit of the loss's mean, and of the KL term's
     kl: str = "k3"  # estimator of kl_penalty, for --kl-coef: in the loss, k1 in the token rewards
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled

@@ -306,7 +306,7 @@ class Reward:
             fields = {field: row[field] for field in takes - {"completion", "answer"}}
             try:
                 value = function(completion, row["answer"], **fields)
-                ends, parts = zip(*value) if type(value) is list else ((0,), (value,))
+                ends, parts = zip(*value) if type(value) in (list, tuple) else ((0,), (value,))
                 need(all(abs(part) < inf for part in parts), f"it returned {value}")
                 terms[name] = float(parts[-1] + 0.0)
                 steps += [(int(end), weight * float(part)) for end, part in zip(ends[:-1], parts)]

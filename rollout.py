@@ -30,8 +30,7 @@ class Rollout:
     """N completions of N / group_size prompts; the rows of a group are contiguous.
     |<-------- S: prompt_width --------->|<-------------- T ------------->|
     pad pad pad  p   p   p   p   p   p   p   c   c   c   c  eos  pad pad pad
-                |<--- prompt_lengths --->|<---- lengths ---->|
-    """
+                |<--- prompt_lengths --->|<---- lengths ---->|"""
     tokens: torch.Tensor            # (N, S + T)
     prompt_lengths: torch.Tensor    # (N,) tokens
     lengths: torch.Tensor           # (N,) completion tokens, the first end token included

@@ -45,9 +45,9 @@ class Config:
     max_slots: int | None = None  # completions sampled at a time; default: all that fit [1, inf)
     cache_gb: float | None = None  # memory for the sampler's keys and values, in GB (0, inf)
     old_logprobs: str = "trainer"  # who scores pi_old {trainer, sampler}
-    stale_steps: int = 1  # steps between refreshes of the sampler's snapshot [1, inf)
+    stale_steps: int = 1  # between refreshes of the sampler; --tis-cap corrects for it [1, inf)
     tis_cap: float | None = None  # of truncated importance sampling, sampler to pi_old (0, inf)
-    tis_level: str = "token"  # unit of its ratio {token, completion}
+    tis_level: str | None = None  # unit of its ratio; default token {token, completion}
     # --- objective (defaults are the papers', in gspo.py)
     clip_low: float | None = None  # the ratio stays above 1 - clip_low; GSPO 3e-4 [0, inf)
     clip_high: float | None = None  # the ratio stays below 1 + clip_high; GSPO 4e-4 [0, inf)
@@ -59,7 +59,7 @@ class Config:
     overlong_filter: bool = False  # truncated completions leave the loss
     repetition_penalty: float = 0.0  # times the share of repeated 4-grams, off the reward [0, inf)
     entropy_coef: float = 0.0  # bonus per nat of the tokens' mean entropy [0, inf)
-    advantage_scale: str | None = None  # advantages are divided by its std {group, batch, none}
+    advantage_scale: str | None = None  # divides advantages: std of the {group, batch, none}
     gamma: float | None = None  # discount per token of PPO and REINFORCE++; default 1 (0, 1]
     gae_lambda: float | None = None  # of PPO's advantages; default 0.95 [0, 1]
     critic_lr: float | None = None  # of PPO's critic; default 10 x lr (0, inf)
@@ -137,30 +137,31 @@ def resolve(given: dict) -> Config:
              **inspect.signature(algorithm.loss).parameters}
     n, tiny = config.prompts_per_step * config.group_size, config.model == "tiny"  # n completions
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
-    lr = config.lr or (2e-4 if tiny else 1e-6)
     for name, value in {
             "reward": "math" if config.data and not tiny else task.verifier,
-            "lr": lr, "critic_lr": 10 * lr, "warmup_steps": 0 if tiny else 10,
+            "lr": (lr := config.lr or (2e-4 if tiny else 1e-6)), "warmup_steps": 0 if tiny else 10,
+            "critic_lr": 10 * lr if algorithm.critic else None,
             "completions_per_update": next(k for k in range(-(-n // 4), n + 1) if n % k == 0),
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
             "max_new_tokens": limit, "dynamic_sampling": algorithm.dynamic_sampling,
             "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0,
             "dtype": "bfloat16" if config.device == "cuda" else "float32"}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
-    other, own = f"--algo other than {config.algo}", config.old_logprobs == "trainer"
+    other = f"another --algo, {config.algo} has none"
     for name, works, needs in (
             ("clip_low", "clip_low" in takes, other), ("clip_high", "clip_high" in takes, other),
             ("gamma", "gamma" in takes, other), ("advantage_scale", "scale" in takes, other),
             ("gae_lambda", "lam" in takes, other), ("critic_lr", algorithm.critic, other),
-            ("ref_every", config.kl_coef, "--kl-coef"), ("eval_data", config.data, "--data"),
-            ("tis_cap", own, "--old-logprobs trainer"), ("tis_level", config.tis_cap, "--tis-cap"),
+            ("max_refills", config.dynamic_sampling, other), ("eval_data", config.data, "--data"),
+            ("ref_every", config.kl_coef, "--kl-coef"), ("tis_level", config.tis_cap, "--tis-cap"),
+            ("tis_cap", config.old_logprobs == "trainer", "--old-logprobs trainer"),
             ("completions_per_update", n % config.completions_per_update == 0, f"a divisor of {n}"),
             ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""), "letters, digits, ._+-"),
             ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
             ("device", getattr(torch, config.device).is_available(), "one that is here"),
             ("tensorboard", importlib.util.find_spec("tensorboard"), "pip install tensorboard")):
-        need(works or not given.get(name),
-             f"--{name.replace('_', '-')} {given.get(name)}: needs {needs}")
+        need(works or (name not in given if needs is other else not vars(config)[name]),
+             f"--{name.replace('_', '-')} {vars(config)[name]}: needs {needs}")
     return config
 
 def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") -> list[dict]:
@@ -252,7 +253,8 @@ def load_weights(run, source: str | Path) -> None:
     if run.done:
         for key, tensor in load_file(source / "trainer" / "state.safetensors").items():
             part, name = key.split()
-            run.state.get(part, {}).setdefault(name, tensor.to(config.device)).copy_(tensor)
+            held = run.state[part] if part in named or name in named else {}  # else: of no use now
+            held.setdefault(name, tensor.to(config.device)).copy_(tensor)
 
 # ---- the phases of a step
 def options(function, config: Config, **more) -> dict:
@@ -338,7 +340,8 @@ def compare(run, batch) -> None:
     last = (samples.lengths - 1).clamp(min=0)[:, None]  # the reward stands there, and ends a step
     steps = torch.zeros_like(batch.mask).scatter(1, last, True)
     per_token = torch.zeros_like(batch.old_logprobs).scatter(1, last, batch.rewards[:, None])
-    for i, score in enumerate(batch.scores):
+    takes = inspect.signature(algorithm.advantages).parameters.keys()
+    for i, score in enumerate(batch.scores if takes & {"mask", "steps"} else ()):
         ids = samples.completions[i, :samples.lengths[i]].tolist()
         read = lambda n: len(run.tokenizer.decode(ids[:n], skip_special_tokens=True))
         for end, value in score.steps:  # a step's stands where its text is complete
@@ -348,7 +351,7 @@ def compare(run, batch) -> None:
     if algorithm.kl == "k1":
         per_token -= config.kl_coef * batch.mask * (batch.old_logprobs - batch.ref_logprobs)
     batch.advantages = algorithm.advantages(**options(
-        algorithm.advantages, config, rewards=per_token if algorithm.kl == "k1" else batch.rewards,
+        algorithm.advantages, config, rewards=per_token if "mask" in takes else batch.rewards,
         step_rewards=per_token, steps=steps, values=batch.values, mask=batch.mask,
         lam=config.gae_lambda, scale=config.advantage_scale,
         # a completion that was cut off is not over: the critic's last word stands for the rest
@@ -361,7 +364,7 @@ def compare(run, batch) -> None:
     if config.tis_cap:
         batch.advantages = batch.advantages.view(len(last), -1) * gspo.truncated_importance_weights(
             batch.old_logprobs, samples.sampler_logprobs, batch.mask, cap=config.tis_cap,
-            per=config.tis_level)
+            per=config.tis_level or "token")
 
 def improve(run, batch) -> list[dict]:
     """The updates of a step: epochs over its minibatches. Returns the metrics of each."""
@@ -436,8 +439,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9}.items()}
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
-    if good:
-        row |= {name: sum(one[name] for one in good) / len(good) for name in good[0]}
+    row |= {name: sum(one[name] for one in good) / len(good) for name in (good or [{}])[0]}
     pairs = {"policy": (batch.new_logprobs, batch.old_logprobs, mask), "sampler": (
         batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])}
     for prefix, pair in pairs.items():
@@ -510,7 +512,6 @@ def save(run, step: int) -> Path:
         shutil.rmtree(old)
     return final
 
-# ---- the loop
 def train(config: Config) -> None:
     """The three-policy loop. A signal to stop raises KeyboardInterrupt when its step is saved."""
     started, run = time.time(), start(config)

@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import random
 import sys
 from types import SimpleNamespace
 
@@ -1588,6 +1589,34 @@ def test_step_advantages_of_equal_steps_are_exactly_zero(value):
         rewards = torch.full((size, 6), value)
         actual = gspo.step_advantages(rewards, steps, size)
         assert torch.equal(actual, torch.zeros(size, 6))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_step_advantages_do_not_tell_equal_sums_apart_by_rounding(seed, monkeypatch):
+    """A GPU adds up in float32, in an order that depends on positions: here a cumsum that adds
+    pairwise. The same rewards in another order, at other tokens, are still a dead group."""
+    cumsum = torch.Tensor.cumsum
+
+    def pairwise(values, dim):
+        if values.dtype not in (torch.float32, torch.float64):
+            return cumsum(values, dim)
+        reach = 1
+        while reach < values.shape[dim]:  # a scan as a GPU does it
+            values = values + torch.nn.functional.pad(values, (reach, 0))[:, :values.shape[1]]
+            reach *= 2
+        return values
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", pairwise)
+    rng = random.Random(seed)
+    steps, rewards = torch.zeros(8, 40, dtype=torch.bool), torch.zeros(8, 40)
+    for i in range(8):
+        places, parts = sorted(rng.sample(range(40), 6)), [0.1, 0.2, 0.3, 0.1, 0.2]
+        rng.shuffle(parts)
+        for place, part in zip(places, [*parts, 0.7]):
+            steps[i, place], rewards[i, place] = True, part
+    first = gspo.step_advantages(rewards, steps, 8)
+    starts = [int(row.nonzero()[0]) for row in steps]
+    assert all(float(first[i, start]) == 0 for i, start in enumerate(starts))
 
 
 def test_step_advantages_of_one_final_step_are_the_group_advantages():

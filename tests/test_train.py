@@ -34,6 +34,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -377,6 +378,9 @@ BAD_INPUT = {
     "clip-of-cispo": (f"{BASE} --algo cispo --clip-high 4", ["--clip-high", "cispo"]),
     "lambda-without-critic": (f"{BASE} --gae-lambda 0.9", ["--gae-lambda", "gspo"]),
     "critic-lr-without-critic": (f"{BASE} --critic-lr 1e-3", ["--critic-lr", "gspo"]),
+    "lambda-0-without-critic": (f"{BASE} --gae-lambda 0", ["--gae-lambda", "gspo"]),
+    "clip-0-without-clip": (f"{BASE} --algo reinforce --clip-low 0", ["--clip-low", "reinforce"]),
+    "refills-without-refilling": (f"{BASE} --max-refills 3", ["--max-refills", "gspo"]),
     "gamma-without-tokens": (f"{BASE} --gamma 0.9", ["--gamma", "gspo"]),
     "scale-of-rloo": (f"{BASE} --algo rloo --advantage-scale batch", ["--advantage-scale", "rloo"]),
     "tis-of-the-sampler": (f"{BASE} --old-logprobs sampler --tis-cap 2", ["--tis-cap", "--old-logprobs trainer"]),
@@ -545,6 +549,51 @@ def test_tensorboard_that_is_missing_says_how_to_install_it(tmp_path):
     result = launch(tmp_path / "runs", f"{BASE} --tensorboard")
     assert result.status == 2 and "pip install tensorboard" in result.err
     assert result.err.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+RESUMED_WRONGLY = {
+    "ref-every-without-kl": ("--kl-coef 0.1 --ref-every 1", "--kl-coef 0", ["--ref-every", "--kl-coef"]),
+    "not-dividing": ("", "--prompts-per-step 3 --group-size 3", ["--completions-per-update", "divisor"]),
+    "tis-of-the-sampler": ("--tis-cap 2", "--old-logprobs sampler", ["--tis-cap", "trainer"]),
+    "tis-level-alone": ("--tis-cap 2 --tis-level completion --old-logprobs trainer",
+                        "--tis-cap 0", ["--tis-cap"]),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED_WRONGLY)
+def test_flags_of_a_run_and_those_of_its_resuming_must_fit(case, tmp_path):
+    """What was right for the run, and is not with what --resume changes, is one sentence; the run
+    goes on without it."""
+    flags, changed, fragments = RESUMED_WRONGLY[case]
+    good(tmp_path, f"{BASE} {flags} --steps 1")
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    result = launch(tmp_path, f"--resume --name run --steps 2 {changed}", small=False)
+    assert result.status == 2 and result.err.count("\n") == 1, result.err
+    assert all(fragment in result.err for fragment in fragments)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    good(tmp_path, "--resume --name run --steps 2", small=False)
+
+
+def test_a_device_of_a_run_that_is_not_here_is_one_sentence(tmp_path):
+    if torch.backends.mps.is_available():
+        pytest.skip("it is here")
+    folder = good(tmp_path, f"{BASE} --steps 1").folder
+    config = json.loads((folder / "config.json").read_text()) | {"device": "mps"}
+    (folder / "config.json").write_text(json.dumps(config))
+    result = launch(tmp_path, "--resume --name run --steps 2", small=False)
+    assert result.status == 2 and result.err.count("\n") == 1 and "--device mps" in result.err
+
+
+def test_a_dropped_sampler_leaves_the_checkpoints(tmp_path):
+    """--stale-steps keeps the sampler's weights; a resume without it drops them, and one that wants
+    them again begins with the policy's."""
+    flags = f"{BASE} --stale-steps 3 --steps 2"
+    kept = [good(tmp_path, flags), good(tmp_path, "--resume --name run --steps 3 --stale-steps 1", small=False),
+            good(tmp_path, "--resume --name run --steps 4 --stale-steps 3", small=False)]
+    names = [set(load_file(tmp_path / f"run/checkpoints/step-{n}/trainer/state.safetensors"))
+             for n in (3, 4)]
+    assert not any("old_policy" in name for name in names[0])
+    assert any("old_policy" in name for name in names[1]) and kept
 
 
 def test_replay_needs_recorded_experts(moe, tmp_path):
@@ -1321,6 +1370,21 @@ def test_an_entropy_bonus_raises_the_entropy(losses, tmp_path):
     assert plain[-1]["grad_norm"] == 0 < bonus[0]["grad_norm"]
     assert bonus[-1]["entropy"] > bonus[0]["entropy"] + 1e-3
     assert bonus[0]["loss"] == pytest.approx(-bonus[0]["entropy"], rel=1e-4)
+
+
+@pytest.mark.parametrize("algorithm, kl", [("ppo", "k3"), ("reinforce++", "k2"), ("gspo", "k3")])
+def test_where_the_kl_goes_and_what_the_advantages_take_are_two_things(algorithm, kl, monkeypatch,
+                                                                         tmp_path):
+    """A fork may move a KL from the reward to the loss."""
+    row = dataclasses.replace(gspo.ALGOS[algorithm], kl=kl)
+    monkeypatch.setitem(gspo.ALGOS, algorithm, row)
+    good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.1 --steps 1")
+
+
+def test_steps_are_not_looked_for_where_nobody_reads_them(monkeypatch, tmp_path):
+    """Finding the token of a step decodes many prefixes: seconds, with long completions."""
+    monkeypatch.setattr(train.bisect, "bisect_left", lambda *args, **kw: pytest.fail("looked"))
+    good(tmp_path, f"{BASE} --reward pay.py:steps --steps 1")
 
 
 def test_other_algorithms_take_the_outcome_only(losses, tmp_path):
