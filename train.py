@@ -173,10 +173,10 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
         need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
              f"{flag}: expected another --model for the characters of {raw[:60]!r}")
     kept = [row for row in rows if len(row["ids"]) <= limit]
-    message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
-               f"tokens (--max-prompt-tokens, or {context} less --max-new-tokens)")
-    need(kept or not flag, message)  # problems without end are skipped without a word
-    if flag and len(kept) < len(rows):
+    if flag and len(kept) < len(rows):  # problems without end are skipped without a word
+        message = (f"{flag}: {len(rows) - len(kept)} of {len(rows)} prompts exceed {max(limit, 0)} "
+                   f"tokens (--max-prompt-tokens, or {context} less --max-new-tokens)")
+        need(kept, message)
         print("skipped:", message)
     return kept
 
@@ -292,7 +292,7 @@ def collect(run, step: int) -> SimpleNamespace:
         prompts = list(itertools.islice(run.prompts, wanted))
         drawn.append(sample(run, run.old_policy, prompts, f"{step} {attempt}", size,
                             config.temperature))
-        judged = [one for _, texts in drawn for one in texts]
+        judged = [one for _, found in drawn for one in found]
         groups = torch.tensor([score.correct for _, _, score in judged]).view(-1, size)
         alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
         keep = (alive if config.dynamic_sampling else alive | True).nonzero().flatten()[:wanted]
