@@ -1,12 +1,10 @@
 """Rule-based verifiers (completion, answer) -> correctness in [0, 1], the rewards made of them, and
 the built-in tasks. Completions are adversarial: nothing here raises on one, runs one outside the
 sandbox of `code`, or takes more than linear time. Try one: python rewards.py --reward math FILE"""
-import argparse, collections, contextlib, difflib, inspect, json, operator as op, os, random
-import re, runpy, subprocess, sys, tempfile, zlib
-from concurrent.futures import ThreadPoolExecutor
+import argparse, collections, concurrent.futures, contextlib, difflib, inspect, json
+import operator as op, os, random, re, runpy, subprocess, sys, tempfile, zlib
 from fractions import Fraction
 from math import factorial, inf
-from typing import Callable, Iterator, Sequence
 
 MAX_TEXT = 10_000       # characters of an answer; a longer one is none
 MAX_EXPRESSION = 1_000  # characters of an answer that is evaluated
@@ -269,7 +267,7 @@ def code(completion: str, answer: dict, strict: bool = False) -> float:
     output = run_program(source, json.dumps(given), "program", strict)[1]
     return output.splitlines()[-1] == json.dumps(results, allow_nan=False, sort_keys=True)
 
-def total(verifier: Callable) -> Callable:
+def total(verifier: collections.abc.Callable) -> collections.abc.Callable:
     """A verifier that never raises: what it cannot judge earns nothing."""
     def judge(*arguments, **row):
         with contextlib.suppress(Exception):
@@ -283,19 +281,20 @@ VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
     math, countdown, code, choice, exact, f1, format, arithmetic, arithmetic_steps)}
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
+VERIFIERS["model"] = total(lambda completion, answer, reward_model: reward_model)
 SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
-# reward: the weighted sum; correct: the weighted mean of terms but `format`; terms: name -> value;
-# steps: (end in characters, weighted reward) of each step but the last, which is the value
+# reward: the weighted sum; correct: the weighted mean, of terms but `format` and `model` if there
+# are others; terms: name -> value; steps: (end in characters, weighted reward) of each step but the last, which is the value
 Score = collections.namedtuple("Score", "reward correct terms steps")
 
 class Reward:
     """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
-    def __init__(self, terms: dict[str, tuple[float, Callable, inspect.Signature]]):
+    def __init__(self, terms: dict[str, tuple[float, collections.abc.Callable, inspect.Signature]]):
         self.terms, self.faults, self.fault = terms, 0, ""
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Scores completions, each against its row of the data ("prompt", "answer", ...)."""
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # its threads wait for programs
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # programs take time
             run = pool.map if {"code", "code_strict"} & self.terms.keys() else map
             return list(run(self.score_one, completions, rows))
 
@@ -315,21 +314,18 @@ class Reward:
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
                 terms[name] = 0.0
             reward += weight * terms[name]
-            if name != "format" or len(self.terms) == 1:
+            if name not in ("format", "model") or self.terms.keys() <= {"format", "model"}:
                 correct += weight * min(max(terms[name], 0.0), 1.0)
                 judges += weight
         return Score(reward, correct / judges, terms, steps)
 
-    def check_answer(self, answer: object) -> str | None:
-        """None when every verifier can use a gold answer, else a sentence that says why not."""
+    def check_answer(self, answer: object) -> None:
+        """UserError where a verifier of ours cannot use a gold answer."""
         for name, (_, function, _) in self.terms.items():
-            if function is not VERIFIERS.get(name) or name == "format":
-                continue  # a user's own may take any answer
-            with contextlib.suppress(Exception):
-                VERIFIERS[name].__wrapped__("<answer>A</answer>", answer)
-                if name in ("countdown", "code", "code_strict") or final_answer(answer):
-                    continue
-            return f"the answer {str(answer)[:80]!r} cannot be used by the verifier {name}"
+            if function is VERIFIERS.get(name) and name not in ("format", "model"):
+                with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
+                    function.__wrapped__("<answer>A</answer>", answer)
+                    need(final_answer(answer) or name in ("countdown", "code", "code_strict"), "")
 
 class UserError(ValueError):
     """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
@@ -337,6 +333,15 @@ class UserError(ValueError):
 def need(condition, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+@contextlib.contextmanager
+def expecting(what: str):
+    """Whatever goes wrong within is a UserError: what was expected, and a line of why it is not."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        why = f"{type(error).__name__}: {error}".removeprefix("UserError: ") or "empty"
+        raise UserError(f"{what}: {why.splitlines()[0]:.300}")
 
 def printable(text: str) -> str:
     """Text without control characters: a terminal would obey those of a completion."""
@@ -348,7 +353,8 @@ def parse_reward(spec: str) -> Reward:
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         path, _, name = place.rpartition(":")
-        try:
+        with expecting(f"--reward {spec}: {part.strip()}: expected a sum of "
+                       f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}"):
             table = runpy.run_path(path) if path else VERIFIERS
             near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, table, 1)]
             need(name in table, f"{path or 'the table'} has no verifier {name!r}{''.join(near)}")
@@ -359,29 +365,23 @@ def parse_reward(spec: str) -> Reward:
                 layers = json.loads(run_program("")[0])
                 print(f"--reward {place}: layers of the sandbox: {layers}", file=sys.stderr)
                 need(layers and (place == "code" or all(layers.values())), "layers are missing")
-        except (Exception, SystemExit) as error:
-            why = repr(error).removeprefix("UserError")
-            raise UserError(f"--reward {spec}: {part.strip()}: {why:.200}; expected a sum of "
-                            f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}")
     return Reward(terms)
 
 def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> list[dict]:
     """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer."""
-    rows, place = [], (source := f"{flag} {path}".strip())
-    try:
-        for number, line in ((n, x) for n, x in enumerate(open(path, "rb"), 1) if x.strip()):
-            place = f"{source}, line {number}"
+    rows, source = [], f"{flag} {path}".strip()
+    with expecting(f"{source}: expected a file"):
+        lines = open(path, "rb").readlines()
+    for number, line in ((n, x) for n, x in enumerate(lines, 1) if x.strip()):
+        with expecting(f"{source}, line {number}: expected {text} and answer as UTF-8 JSON"):
             row = {**json.loads(line)}  # raises where there is no object
             if "question" in row:
                 row.setdefault("prompt", row["question"])
-            need({text, "answer"} <= row.keys(), f"{place}: expected an object with the fields "
-                 f"{text} and answer, found {', '.join(row) or 'none'}")
+            need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")
             need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),
-                 f"{place}, field {text}: expected text")
-            need(not (why := reward.check_answer(row["answer"])), f"{place}, field answer: {why}")
+                 f"field {text}: no text")
+            reward.check_answer(row["answer"])
             rows.append(row)
-    except (OSError, json.JSONDecodeError, RecursionError, TypeError, UnicodeError) as error:
-        raise UserError(f"{place}: expected JSON objects with {text} and answer, in UTF-8: {error}")
     need(rows, f"{source}: expected rows, and the file is empty")
     return rows
 
@@ -389,7 +389,7 @@ def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
     """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
     return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
 
-def repetition_penalty(ids: Sequence[int], n: int = 4) -> float:
+def repetition_penalty(ids: list[int], n: int = 4) -> float:
     """Minus the share of n-grams of token ids that stood before: from 0 down to almost -1."""
     grams = list(zip(*(ids[start:] for start in range(n))))
     return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
@@ -426,7 +426,7 @@ TASKS = {
     "countdown": Task(countdown_problem, lambda problem, rng: random_expression(
         problem["answer"]["numbers"], "+-*", rng), "countdown", "0123456789 +-*/()=:", 16)}
 
-def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
+def problems(task: Task, seed: int, held_out: bool = False) -> collections.abc.Iterator[dict]:
     """Endless problems of a seed; one prompt in ten, by its hash, is held out from training."""
     rng = random.Random(f"{seed} {held_out}")
     for problem in iter(lambda: task.problem(rng), None):

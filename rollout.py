@@ -5,29 +5,28 @@
 Attention is ours, over a layout: Slots, where a finished completion makes room for the next sample,
 or Packed, prompts and completions to be scored in one sequence, each prompt once. Models with more
 state than keys and values read all their text again for each token: slow, but right."""
-import argparse, contextlib, copy, hashlib, itertools, json, os, random, sys
-from dataclasses import dataclass, fields, replace
+import argparse, contextlib, copy, dataclasses, hashlib, itertools, json, os, random, sys
 from pathlib import Path
 
-import torch, transformers
+import safetensors, tokenizers, torch, transformers
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tokenizers import Tokenizer, decoders, models
-from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, AutoTokenizer,
-                          AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast, Qwen3Config)
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, pipeline,
+                          AutoModelForCausalLM)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
-from rewards import Task, UserError, need, parse_reward, printable, problems
+from rewards import Task, expecting, need, parse_reward, printable, problems
 
-WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policy
+WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policies
+TINY = {"tiny": {"model_type": "qwen3", "num_hidden_layers": 2}, "tiny-moe": {
+    "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True}}
 
-@dataclass
+@dataclasses.dataclass
 class Rollout:
-    """N completions of N / group_size prompts; the rows of a group are contiguous.
+    """N completions; those of one prompt, a group, are contiguous.
     |<-------- S: prompt_width --------->|<-------------- T ------------->|
     pad pad pad  p   p   p   p   p   p   p   c   c   c   c  eos  pad pad pad
                 |<--- prompt_lengths --->|<---- lengths ---->|"""
@@ -36,7 +35,6 @@ class Rollout:
     lengths: torch.Tensor           # (N,) completion tokens, the first end token included
     sampler_logprobs: torch.Tensor  # (N, T) float32, 0 on padding
     truncated: torch.Tensor         # (N,) no end token within max_new_tokens
-    group_size: int
 
     prompt_width = property(lambda self: self.tokens.shape[1] - self.sampler_logprobs.shape[1])
     completions = property(lambda self: self.tokens[:, self.prompt_width:])  # (N, T)
@@ -46,7 +44,7 @@ class Rollout:
 
     def __getitem__(self, rows) -> "Rollout":
         """The given rows (list, slice or LongTensor); the widths S and T stay."""
-        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)[:-1]})
+        return Rollout(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
 
     @staticmethod
     def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":
@@ -56,7 +54,7 @@ class Rollout:
             left, right = max(s for s, _ in widths) - prompt, max(t for _, t in widths) - completion
             columns.append([F.pad(r.tokens, (left, right), value=pad_id), r.prompt_lengths,
                             r.lengths, F.pad(r.sampler_logprobs, (0, right)), r.truncated])
-        return Rollout(*map(torch.cat, zip(*columns)), rollouts[0].group_size)
+        return Rollout(*map(torch.cat, zip(*columns)))
 
 def attention(module, query, key, value, mask, scaling=None, **kwargs):
     """query (rows, heads, queries, dim) on key and value (rows, kv_heads, keys, dim), the mask
@@ -71,11 +69,6 @@ def attention(module, query, key, value, mask, scaling=None, **kwargs):
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     return output.reshape(rows, heads, queries, -1).transpose(1, 2)
-
-def visible(mask_function, queries, keys):
-    """The architecture's mask at positions (rows, queries) and (rows or 1, keys): 0 or -inf."""
-    seen = mask_function(0, 0, queries[:, None, :, None], keys[:, None, None, :])
-    return torch.where(seen, 0.0, -torch.inf)
 
 class Packed:
     """A layout: the distinct consecutive prompts of a rollout, and then its completions, in one
@@ -124,16 +117,18 @@ class Packed:
         return torch.cat(outputs).index_select(0, self.places)[None], None
 
 AttentionInterface.register("slots", lambda m, *args, **kw: m.config.layout.attend(m, *args, **kw))
-AttentionMaskInterface.register("slots", lambda config, mask_function, **_: [
-    visible(mask_function, *pair) for pair in config.layout.pairs])
+# the architecture's mask, 0 or -inf, at a layout's pairs of query and key positions, (rows, tokens)
+AttentionMaskInterface.register("slots", lambda config, mask_function, **_: [torch.where(
+    mask_function(0, 0, queries[:, None, :, None], keys[:, None, None, :]), 0.0, -torch.inf)
+    for queries, keys in config.layout.pairs])
 
 @contextlib.contextmanager
 def exact(model, ours=True):
     """Dropout off, and our attention where keys and values are all the state and it fits in."""
     config = model.config
     need(not config.is_encoder_decoder, f"{config.model_type} is an encoder-decoder")
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    ours = ours and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    kinds = {type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers}
+    ours = ours and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
     with contextlib.ExitStack() as undo:
         for module in model.modules():
             undo.callback(setattr, module, "training", module.training)
@@ -145,10 +140,20 @@ def exact(model, ours=True):
             config._attn_implementation = "slots"
         yield
 
-def draw(logits: torch.Tensor, uniform: torch.Tensor):
-    """Exact inverse-CDF draw: first a block of the vocabulary by its mass, then a token inside it.
-    logits (rows, V) float32, uniform (rows, 2); returns tokens (rows,) and log-probs (rows,)."""
+def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0):
+    """Tokens (rows,) of logits (rows, V), and their log-probs (rows,) in the distribution they were
+    drawn from: exact inverse-CDF draws by uniform (rows, 2), of a block by its mass, then in it."""
     rows, size = logits.shape
+    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
+    if temperature == 0:
+        token = logits.argmax(-1, keepdim=True)
+        return token[:, 0], logits.log_softmax(-1).gather(1, token)[:, 0]
+    if 0 < top_k < size:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        probs, index = logits.softmax(-1).sort(descending=True)
+        beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
+        logits = logits.masked_fill(beyond.gather(1, index.argsort()), -torch.inf)
     block, peak = min(256, size), logits.amax(-1, keepdim=True)
     mass = F.pad(logits - peak, (0, -size % block), value=-torch.inf).exp_().view(rows, -1, block)
     blocks = mass.sum(-1).cumsum(-1)
@@ -159,24 +164,9 @@ def draw(logits: torch.Tensor, uniform: torch.Tensor):
     token = (chosen * block + offset).clamp_(max=size - 1)
     return token[:, 0], (logits.gather(1, token) - peak - blocks[:, -1:].log())[:, 0]
 
-def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0):
-    """Tokens (rows,), and their log-probs (rows,) in the distribution they were drawn from."""
-    logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
-    if temperature == 0:
-        token = logits.argmax(-1, keepdim=True)
-        return token[:, 0], logits.log_softmax(-1).gather(1, token)[:, 0]
-    if 0 < top_k < logits.shape[1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-    if top_p < 1:
-        probs, index = logits.softmax(-1).sort(descending=True)
-        beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
-        logits = logits.masked_fill(beyond.gather(1, index.argsort()), -torch.inf)
-    return draw(logits, uniform)
-
 class Slots:
-    """The samples under way: slot b is row b of state and of memory.
-    memory[2 * layer][b, :, p] is the key of slot b's token at position p, memory[2 * layer + 1] its
-    value. state: last token, its position, tokens sampled, index of the sample, alive (0 or 1)."""
+    """The samples under way. state: last token, its position, tokens sampled, index of the sample,
+    alive (0 or 1). memory[2 * layer][b, :, p]: slot b's key at position p; next, its values."""
     def __init__(self, model, slots, width, memory, tokens, eos_ids, generator, options):
         self.model, self.tokens, self.options, device = model, tokens, options, tokens.device
         self.logprobs = torch.zeros(tokens.shape, device=device)
@@ -237,7 +227,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     page = pad_sequence(prompts, batch_first=True, padding_value=pad_id, padding_side="left")
     state = torch.stack([page[:, -1], sizes - 1, zeros, (zeros + 1).cumsum(0) - 1, zeros + 1], 1)
     # a token more: a layout leaves out the last ones of prompts
-    layout = Packed(Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0, 1))
+    layout = Packed(Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0))
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
     bucket, stride = (256, 8) if page.is_cuda else (32, 1)
@@ -270,7 +260,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     truncated = ~ends.any(1)
     lengths = torch.where(truncated, max_new_tokens, ends.int().argmax(1) + 1)
     return Rollout(page[:total, :longest + lengths.max()], sizes, lengths,
-                   slots.logprobs[:total, :lengths.max()], truncated, group_size)
+                   slots.logprobs[:total, :lengths.max()], truncated)
 
 def sampler_copy(policy, dtype: torch.dtype):
     """A frozen copy in dtype, as sampler or reference; load_state_dict refreshes it in place."""
@@ -283,16 +273,12 @@ def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torc
     """Partition the rows, by length, under a budget of tokens (None: one part), the prompt of a
     group counting once. Groups are together, but for those at borders. Returns LongTensors."""
     groups = torch.arange(len(rollout.lengths)).split(Packed(rollout).counts)
-    batches, tokens = [[]], 0
-    for group in sorted(groups, key=lambda rows: -rollout.lengths[rows].max().item()):
-        cost = rollout.lengths[group] + rollout.prompt_lengths[group] / len(group)
-        for row, more in zip(group.tolist(), cost.tolist()):
-            tokens += more
-            if batches[-1] and tokens > (micro_batch_tokens or tokens):
-                batches.append([])
-                tokens = more
-            batches[-1].append(row)
-    return [torch.tensor(sorted(batch)) for batch in batches]
+    groups = sorted(groups, key=lambda rows: -rollout.lengths[rows].max().item())
+    tokens = torch.cat([rollout.lengths[rows] + rollout.prompt_lengths[rows] / len(rows)
+                        for rows in groups]).cpu()
+    part = tokens.cumsum(0) // max((micro_batch_tokens or 2**60) - tokens.max(), 1)
+    sizes = part.unique_consecutive(return_counts=True)[1].tolist()
+    return [rows.sort().values for rows in torch.cat(groups).split(sizes)]
 
 def score(body, rollout: Rollout, micro_batch_tokens: int | None, head) -> torch.Tensor:
     """head(hidden (M, H), targets (M,)) -> (k, M) for all completion tokens: (k, N, T) float32."""
@@ -331,24 +317,36 @@ def completion_logprobs(model, rollout: Rollout, *, temperature: float,
         return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], dim=1)
     return tuple(score(model.base_model, rollout, micro_batch_tokens, head))
 
-def make_critic(policy) -> torch.nn.Module:
-    """A copy of the policy's body, with weights and bias of a value that is 0 everywhere."""
-    critic, size = copy.deepcopy(policy.base_model), policy.config.get_text_config().hidden_size
-    critic.value = torch.nn.Parameter(torch.zeros(size + 1, device=policy.device))
-    return critic
-
 def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None = None):
-    """Value before each completion token, (N, T), 0 on padding; float32 in autocast, too."""
+    """Value before each completion token, (N, T), 0 on padding; float32 in autocast, too. critic: a
+    policy's body, and in critic.value the weights and the bias of a linear head."""
     head = lambda hidden, _: ((hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1])[None]
     return score(critic, rollout, micro_batch_tokens, head)[0]
 
-def tiny(task: Task) -> Path:
-    """Folder (cached) of the built-in policy, a character a token, 0.3 M parameters: supervised on
-    demonstrations that are often wrong."""
+def reward_model(source: str, device: str):
+    """(prompts, completions) -> scores by a sequence classifier with one output, which reads them
+    in the chat template of its tokenizer where that has one."""
+    with expecting(f"--reward-model {source}: expected a classifier with one output"):
+        judge = pipeline("text-classification", source, device=device, function_to_apply="none",
+                         batch_size=16, truncation=True, model_kwargs={"use_safetensors": True})
+        kind, labels = judge.model.config.architectures, judge.model.config.num_labels
+        need("ForSequenceClassification" in str(kind) and labels == 1, f"{labels} labels, {kind}")
+        need(judge.tokenizer.pad_token, "its tokenizer has no padding token")
+    template = judge.tokenizer.chat_template  # it writes the special tokens itself
+    def text(prompt, completion):
+        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+        return (judge.tokenizer.apply_chat_template(chat, tokenize=False) if template
+                else prompt + completion)
+    return lambda *texts: [one["score"] for one in judge(
+        list(map(text, *texts)), add_special_tokens=not template)]
+
+def tiny(task: Task, name: str = "tiny") -> Path:
+    """Folder (cached) of a built-in policy, a character a token, supervised on demonstrations that
+    are often wrong."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
-    shape = Qwen3Config(
-        vocab_size=len(words), hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=16, initializer_range=0.06,
+    shape = AutoConfig.for_model(
+        **TINY[name], vocab_size=len(words), hidden_size=128, intermediate_size=256, head_dim=16,
+        num_attention_heads=8, num_key_value_heads=4, initializer_range=0.06,
         pad_token_id=0, eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # for short texts
     shown, rng = [], random.Random(0)
@@ -359,12 +357,12 @@ def tiny(task: Task) -> Path:
     shown = [shown[i] for i in sorted(range(len(shown)), key=window_and_length)]
     recipe = repr((shape.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo",
-                  f"tiny-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
+                  f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}")
     if folder.exists():
         return folder
-    characters = Tokenizer(models.BPE(words, merges=[], unk_token="<unk>"))
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
+    characters = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[], unk_token="<unk>"))
+    characters.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_config(shape)
@@ -384,43 +382,35 @@ def tiny(task: Task) -> Path:
     return folder
 
 def inspect_model(source) -> tuple:
-    """(tokenizer, context in tokens) of a causal model, UserError where it cannot be trained."""
-    folder, expected = Path(source), f"--model {source}: expected"
-    try:
+    """(tokenizer, context in tokens, active experts) of a policy; UserError if it can be none."""
+    with expecting(f"--model {source}: expected a folder or hub name of a causal language model"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        weights = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]  # reads headers
-    except Exception as error:  # of many kinds
-        raise UserError(f"{expected} a folder or hub name of a causal language model: "
-                        f"{(str(error).strip() or 'none').splitlines()[0]}")
-    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported for them
-    need(causal & set(config.architectures or ()), f"{expected} a causal language model, found "
-         f"{config.architectures or config.model_type}")
-    need(tokenizer.eos_token_id is not None and len(tokenizer) > 1,
-         f"{expected} a tokenizer with an end token, found none")
-    need(weights or not folder.is_dir(), f"{expected} *.safetensors weights, found none (pickles "
-         "do not count: they can run code when they load)")
-    return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        headers = [safetensors.safe_open(x, "pt") for x in Path(source).glob("*.safetensors")]
+        causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported
+        need(causal & set(config.architectures or ()), f"{config.architectures}")
+        need(tokenizer.eos_token_id is not None and len(tokenizer) > 1, "found no end token")
+        need(headers or not Path(source).is_dir(), "found no *.safetensors weights (pickles do not "
+             "count: they can run code when they load)")
+    config = config.get_text_config()
+    context = getattr(config, "max_position_embeddings", None) or 2**20
+    return tokenizer, context, getattr(config, "num_experts_per_tok", 0)
 
 def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "") -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template where it has one; its args: JSON."""
     if not tokenizer.chat_template:
         need(not (system or args), "--system, --chat-template-args: the model has no chat template")
         return tokenizer.encode(text)
-    chat = [{"role": "system", "content": system}] if system else []
-    chat.append({"role": "user", "content": text})
-    try:
-        return tokenizer.apply_chat_template(
-            chat, tokenize=True, add_generation_prompt=True, return_dict=False,
-            **json.loads(args or "{}"))
-    except Exception as error:  # no JSON object, or the template's: Gemma's takes no system message
-        raise UserError(f"--system, --chat-template-args (JSON): refused by the template: {error}")
+    chat = [{"role": r, "content": c} for r, c in (("system", system), ("user", text)) if c]
+    with expecting("--system, --chat-template-args (JSON): expected what the template takes"):
+        return tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True,
+                                             return_dict=False, **json.loads(args or "{}"))
 
-def end_and_pad_ids(model, tokenizer) -> tuple[list[int], int]:
-    """All end tokens, the tokenizer's and the generation config's; the pad token, or an end."""
+def end_and_pad_ids(model, tokenizer) -> dict:
+    """eos_ids, the tokenizer's and the generation config's; pad_id, the pad token or an end."""
     ends, pad = model.generation_config.eos_token_id, tokenizer.pad_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    return sorted(ends), min(ends) if pad is None else pad
+    return {"eos_ids": sorted(ends), "pad_id": min(ends) if pad is None else pad}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Print completions.", allow_abbrev=False)
@@ -431,15 +421,14 @@ if __name__ == "__main__":
                             type=str if value is None else type(value))
     args = parser.parse_args()
     try:
-        tokenizer, context = inspect_model(args.model)
+        tokenizer, context, _ = inspect_model(args.model)
         reward = parse_reward(args.reward)
         prompt = encode_prompt(tokenizer, args.prompt, args.system)
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-        ends, pad = end_and_pad_ids(model, tokenizer)
         samples = generate(
-            model.to(args.device), [prompt], group_size=args.n, eos_ids=ends, pad_id=pad,
+            model.to(args.device), [prompt], group_size=args.n, temperature=args.temperature,
             max_new_tokens=min(args.max_new_tokens, context - len(prompt)),
-            temperature=args.temperature, generator=torch.Generator().manual_seed(args.seed))
+            generator=torch.Generator().manual_seed(args.seed), **end_and_pad_ids(model, tokenizer))
     except (ValueError, OSError, RuntimeError, AssertionError) as error:
         parser.exit(2, f"error: {error}\n")
     for ids, length in zip(samples.completions, samples.lengths):  # may hold escape sequences

@@ -4,20 +4,14 @@
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
 `train` is the loop: read it first. `policy` learns, `old_policy` samples, `ref_policy` holds."""
-import argparse, bisect, collections, dataclasses, difflib, functools, hashlib, importlib.util
-import inspect, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time
+import argparse, bisect, collections, copy, dataclasses, difflib, functools, hashlib, importlib.util
+import inspect, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time, types
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
-from safetensors import SafetensorError
+import safetensors, torch, transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
-import gspo
-import rewards
-import rollout
+import gspo, rewards, rollout
 from rewards import UserError, need
 
 @dataclasses.dataclass
@@ -25,11 +19,12 @@ class Config:
     # The comments are the help texts, and the range at their end is checked.
     # --- what to run
     algo: str = "gspo"  # algorithm {ALGOS}
-    model: str = "tiny"  # tiny (built in), a folder, or a name on the hub
+    model: str = "tiny"  # built in (tiny, tiny-moe), a folder, or a name on the hub
     task: str = "arithmetic"  # built-in problems, and what tiny has seen {TASKS}
     data: str | None = None  # JSONL file to train on: prompt and answer, or question and answer
     eval_data: str | None = None  # JSONL file to evaluate on; without it a tenth of --data
     reward: str | None = None  # "math + 0.1*format" or file.py:function; default math or the task's
+    reward_model: str | None = None  # classifier with one output, called model in --reward
     steps: int = 50  # rollout steps [1, inf)
     seed: int = 0  # of problems, samples and shuffles [0, inf)
     # --- prompts
@@ -56,6 +51,7 @@ class Config:
     dynamic_sampling: bool | None = None  # refill groups that are all right or all wrong
     max_refills: int = 4  # further rollouts of a step for dynamic sampling [0, inf)
     overlong_cache: int | None = None  # punished tokens before the limit; DAPO a fifth [0, inf)
+    routing_replay: bool = False  # train with the experts that pi_old chose (MoE)
     overlong_filter: bool = False  # truncated completions leave the loss
     repetition_penalty: float = 0.0  # times the share of repeated 4-grams, off the reward [0, inf)
     entropy_coef: float = 0.0  # bonus per nat of the tokens' mean entropy [0, inf)
@@ -125,17 +121,15 @@ def resolve(given: dict) -> Config:
     before = {}
     if given.get("resume"):
         path = Path(given.get("runs", Config.runs), given.get("name", ""), "config.json")
-        try:
+        with rewards.expecting(f"--resume: expected the --name of a run, with {path}"):
             before = {**json.loads(path.read_text())}
-        except (OSError, TypeError, ValueError) as error:
-            raise UserError(f"--resume: expected the --name of a run, with {path}: {error}")
         for name in [x for x in given if x != "resume" and given[x] != before.get(x)]:
             print(f"resume: {name} was {before.get(name)}, from now on it is {given[name]}")
     config = Config(**before | given)
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     takes = {**inspect.signature(algorithm.advantages).parameters,
              **inspect.signature(algorithm.loss).parameters}
-    n, tiny = config.prompts_per_step * config.group_size, config.model == "tiny"  # n completions
+    n, tiny = config.prompts_per_step * config.group_size, config.model in rollout.TINY
     limit = config.max_new_tokens or (task.max_new_tokens if tiny else 1024)
     for name, value in {
             "reward": "math" if config.data and not tiny else task.verifier,
@@ -155,6 +149,8 @@ def resolve(given: dict) -> Config:
             ("max_refills", config.dynamic_sampling, other), ("eval_data", config.data, "--data"),
             ("ref_every", config.kl_coef, "--kl-coef"), ("tis_level", config.tis_cap, "--tis-cap"),
             ("tis_cap", config.old_logprobs == "trainer", "--old-logprobs trainer"),
+            ("routing_replay", config.old_logprobs == "trainer", "--old-logprobs trainer"),
+            ("routing_replay", not config.gradient_checkpointing, "no --gradient-checkpointing"),
             ("completions_per_update", n % config.completions_per_update == 0, f"a divisor of {n}"),
             ("name", re.fullmatch(r"\w[\w.+-]{0,99}", config.name or ""), "letters, digits, ._+-"),
             ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
@@ -170,7 +166,7 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
     for row in rows:
         raw = (config.prompt_template or "{prompt}").replace("{prompt}", row["prompt"])
         row["ids"] = rollout.encode_prompt(tokenizer, raw, config.system, config.chat_template_args)
-        need(config.model != "tiny" or tokenizer.unk_token_id not in row["ids"],
+        need(config.model not in rollout.TINY or tokenizer.unk_token_id not in row["ids"],
              f"{flag}: expected another --model for the characters of {raw[:60]!r}")
     kept = [row for row in rows if len(row["ids"]) <= limit]
     if flag and len(kept) < len(rows):  # problems without end are skipped without a word
@@ -180,9 +176,11 @@ def fitting(config: Config, tokenizer, context: int, rows: list[dict], flag="") 
         print("skipped:", message)
     return kept
 
-def start(config: Config) -> SimpleNamespace:
+def start(config: Config) -> types.SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
+    need(("model" in reward.terms) == bool(config.reward_model),
+         f"--reward-model: expected with model in --reward, and only then; it is {config.reward}")
     rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
@@ -191,9 +189,16 @@ def start(config: Config) -> SimpleNamespace:
     done = int(saved[-1].name[5:]) if saved else 0
     need(config.resume or not folder.exists(), f"--name: {folder} exists; new name or --resume?")
     need(done < config.steps, f"--steps {config.steps}: {folder} has a checkpoint of step {done}")
-    torch.set_num_threads(1 if config.model == "tiny" else torch.get_num_threads())  # it is small
-    source = saved[-1] if saved else rollout.tiny(task) if config.model == "tiny" else config.model
-    tokenizer, context = rollout.inspect_model(source)
+    source = saved[-1] if saved else config.model
+    if config.model in rollout.TINY:
+        torch.set_num_threads(1)  # at this size two threads wait for each other
+        source = saved[-1] if saved else rollout.tiny(task, config.model)
+    tokenizer, context, experts = rollout.inspect_model(source)
+    need(experts or not config.routing_replay, "--routing-replay: expected a mixture of experts")
+    run = types.SimpleNamespace(
+        config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
+        experts=experts, folder=folder, done=done, warned=set(), writer=None, critic=None,
+        stopped=False, bad=0, quiet=0, seconds=collections.Counter())
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
         prompts = (row for problem in rewards.problems(task, config.seed) for row in fit([problem]))
@@ -205,30 +210,24 @@ def start(config: Config) -> SimpleNamespace:
             need(rows, f"--data {config.data}: expected two rows, as one in ten is held out")
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
-    held_out = fit(list(held_out)[:config.eval_prompts], "held out")
+    run.held_out = fit(list(held_out)[:config.eval_prompts], "held out")
+    run.reward_model = config.reward_model and rollout.reward_model(
+        config.reward_model, config.device)
     folder.mkdir(parents=True, exist_ok=config.resume)
     for name in ("samples.jsonl", "metrics.jsonl"):  # what came after a checkpoint comes again
         with open(folder / name, "a+b") as file:
             file.seek(0)
             lines = [x for x in file if x[-1:] == b"\n" and json.loads(x)["step"] <= done]
             file.truncate(sum(map(len, lines)))
-    drawn = int(sum(json.loads(line)["prompts_drawn"] for line in lines))
+    drawn = sum(json.loads(line)["prompts_drawn"] for line in lines)
+    run.prompts = itertools.islice(prompts, int(drawn), None)
     (folder / "config.new").write_text(json.dumps(vars(config), indent=1) + "\n")
     (folder / "config.new").rename(folder / "config.json")
-    run = SimpleNamespace(
-        config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        prompts=itertools.islice(prompts, drawn, None), held_out=held_out, folder=folder, done=done,
-        seconds=collections.Counter(), warned=set(), writer=None, stopped=False, bad=0, quiet=0)
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.writer = SummaryWriter(folder, purge_step=done + 1)
-    load_weights(run, source)
-    return run
-
-def load_weights(run, source: str | Path) -> None:
-    """The three policies, from safetensors only, and the optimiser."""
-    config, stale = run.config, run.config.stale_steps > 1
-    policy = run.policy = AutoModelForCausalLM.from_pretrained(
+    # the three policies, from safetensors only, and the optimiser
+    policy = run.policy = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
     if config.gradient_checkpointing:
         getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)()
@@ -237,24 +236,27 @@ def load_weights(run, source: str | Path) -> None:
     run.logprobs = autocast(functools.partial(  # one path for policy, old and ref
         rollout.completion_logprobs, temperature=config.temperature))
     copied = functools.partial(rollout.sampler_copy, policy, getattr(torch, config.dtype))
-    run.old_policy = policy if config.dtype == "float32" and not stale else copied()
+    run.old_policy = policy if config.dtype == "float32" and config.stale_steps == 1 else copied()
     run.ref_policy = copied() if config.kl_coef else None
-    run.critic = rollout.make_critic(policy) if run.algorithm.critic else None
     groups = [{"params": list(policy.parameters()), "initial_lr": config.lr}]
-    if run.critic is not None:
+    if run.algorithm.critic:  # the policy's body, and a value that is 0 everywhere
+        run.critic = copy.deepcopy(policy.base_model)
+        size = policy.config.get_text_config().hidden_size + 1  # weights and bias
+        run.critic.value = torch.nn.Parameter(torch.zeros(size, device=config.device))
         groups.append({"params": list(run.critic.parameters()), "initial_lr": config.critic_lr})
     run.optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device == "cuda")
-    run.eos_ids, run.pad_id = rollout.end_and_pad_ids(run.policy, run.tokenizer)
-    models = [(name, vars(run)[name]) for name in ("policy", "critic", "ref_policy", "old_policy")]
-    models = [(name, model) for name, model in models[:3 + stale] if model]
-    named = {f"{name}.{x}": w for name, model in models for x, w in model.named_parameters()}
+    run.ends = rollout.end_and_pad_ids(policy, run.tokenizer)
+    parts = ("policy", "critic", "ref_policy", "old_policy")[:4 if config.stale_steps > 1 else 3]
+    named = {f"{part}.{x}": w for part in parts if vars(run)[part]
+             for x, w in vars(run)[part].named_parameters()}
     run.state = {name: run.optimizer.state[w] for name, w in named.items()}  # filled in by AdamW
     run.state["weights"] = {name: w.data for name, w in named.items() if name[:7] != "policy."}
-    if run.done:
+    if done:
         for key, tensor in load_file(source / "trainer" / "state.safetensors").items():
             part, name = key.split()
             held = run.state[part] if part in named or name in named else {}  # else: of no use now
             held.setdefault(name, tensor.to(config.device)).copy_(tensor)
+    return run
 
 # ---- the phases of a step
 def options(function, config: Config, **more) -> dict:
@@ -277,14 +279,17 @@ def sample(run, model, prompts: list[dict], seed: str, size: int, temperature: f
     number = int(hashlib.sha256(f"{run.config.seed} {seed}".encode()).hexdigest()[:15], 16)
     samples = timed(run, "sample", rollout.generate, **options(
         rollout.generate, run.config, model=model, prompts=[row["ids"] for row in prompts],
-        group_size=size, temperature=temperature, eos_ids=run.eos_ids, pad_id=run.pad_id,
+        group_size=size, temperature=temperature, **run.ends,
         generator=torch.Generator().manual_seed(number)))
     rows = [row for row in prompts for _ in range(size)]
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     texts = [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
+    if run.reward_model:
+        found = timed(run, "score", run.reward_model, [row["prompt"] for row in rows], texts)
+        rows = [row | {"reward_model": score} for row, score in zip(rows, found)]
     return samples, list(zip(texts, rows, timed(run, "score", run.reward.score, texts, rows)))
 
-def collect(run, step: int) -> SimpleNamespace:
+def collect(run, step: int) -> types.SimpleNamespace:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
     config, size, wanted = run.config, run.config.group_size, run.config.prompts_per_step
     run.reward.faults, drawn = 0, []
@@ -303,16 +308,16 @@ def collect(run, step: int) -> SimpleNamespace:
              f"nor all wrong, after {len(groups)} prompts (--max-refills {config.max_refills})")
     keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
     keep = (keep[:, None] * size + torch.arange(size)).flatten()
-    samples = rollout.Rollout.cat([samples for samples, _ in drawn], run.pad_id)[keep]
-    batch = SimpleNamespace(rollout=samples, groups=groups, mask=samples.completion_mask, step=step)
+    samples = rollout.Rollout.cat([samples for samples, _ in drawn], run.ends["pad_id"])[keep]
+    batch = types.SimpleNamespace(rollout=samples, groups=groups, step=step)
     batch.texts, batch.rows, batch.scores = zip(*[judged[i] for i in keep])
     rows = zip(batch.scores, samples.completions.tolist(), samples.lengths.tolist())
     batch.rewards = torch.tensor([
         score.reward + config.repetition_penalty * rewards.repetition_penalty(ids[:n])
         + rewards.soft_overlong_penalty(n, config.max_new_tokens, config.overlong_cache)
         for score, ids, n in rows]).to(config.device)
-    if config.overlong_filter:  # out of the loss, not out of the attention
-        batch.mask = batch.mask & ~samples.truncated[:, None]
+    # what is cut off may leave the loss, but not the attention
+    batch.mask = samples.completion_mask & ~(samples.truncated[:, None] & config.overlong_filter)
     order = torch.arange(len(keep)).view(-1, size)
     shuffled = random.Random(f"{config.seed} {step}").sample(range(len(order)), len(order))
     # optimiser steps, of whole groups where they divide; each a list of micro-batches of rows
@@ -326,9 +331,11 @@ def freeze(run, batch) -> None:
     """Constants of a step, scored in the updates' micro-batches: the first ratio is exactly 1."""
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
+    batch.experts = {}  # of each micro-batch
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
+            with gspo.Routing() as batch.experts[rows]:
+                batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
         if run.critic is not None:
@@ -389,7 +396,8 @@ def update(run, batch, micro_batches: list) -> dict:
     run.optimizer.zero_grad()
     for rows in micro_batches:
         advantages, mask = batch.advantages[rows], batch.mask[rows]
-        logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
+        with gspo.Routing(config.routing_replay and batch.experts[rows]):
+            logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
         new = batch.new_logprobs[rows] = logprobs.detach()
         given = options(
             algorithm.loss, config, logprobs=logprobs, old_logprobs=batch.old_logprobs[rows],
@@ -448,6 +456,12 @@ def measure(run, batch, updates: list[dict]) -> dict:
     if run.critic is not None and batch.mask.sum() > 1:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
+    if run.experts and batch.experts:  # of completion tokens, which come last
+        freeze(run, after := types.SimpleNamespace(**vars(batch)))
+        flips = [(old.sort()[0] != new.sort()[0]).any(-1)[-int(samples.lengths[rows].sum()):]
+                 for rows, routing in batch.experts.items()
+                 for old, new in zip(routing.experts, after.experts[rows].experts)]
+        row["expert_flips"] = float(torch.cat(flips).float().mean())
     row |= {name: round(value, 3) for name, value in run.seconds.items()}
     return row | {"tokens_per_second": round(float(lengths.sum()) / run.seconds.total(), 1)}
 
@@ -557,13 +571,14 @@ def train(config: Config) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     if not sys.stderr.isatty():
-        disable_progress_bar()  # transformers' own, too
+        transformers.utils.logging.disable_progress_bar()  # transformers' own, too
     config = Config()
     try:
         config = resolve(parse_flags(arguments))
         train(config)
         return 0
-    except (UserError, OSError, SafetensorError, KeyboardInterrupt, torch.OutOfMemoryError) as why:
+    except (UserError, OSError, KeyboardInterrupt, safetensors.SafetensorError,
+            torch.OutOfMemoryError) as why:
         text = f"--runs {config.runs}: {why}" if isinstance(why, OSError) else str(why) or "stopped"
         if isinstance(why, torch.OutOfMemoryError):
             text = (f"out of memory; lower --micro-batch-tokens {config.micro_batch_tokens}, "

@@ -182,7 +182,7 @@ def scoring(name, rows, prompt, longest, repeats):
     tokens[:, :prompt] = tokens[::GROUP, :prompt].repeat_interleave(GROUP, 0)
     columns = (tokens, torch.full((rows,), prompt), lengths, torch.zeros(rows, lengths.max()),
                torch.zeros(rows, dtype=torch.bool))
-    out = R.Rollout(*[column.to(model.device) for column in columns], GROUP)
+    out = R.Rollout(*[column.to(model.device) for column in columns])
 
     def run(score, parts):
         for part in parts:
@@ -209,7 +209,7 @@ def head_memory(tokens):
     model = Qwen3ForCausalLM(Qwen3Config(**config))
     ids = torch.randint(0, 151_936, (8, 1 + tokens // 8))
     out = R.Rollout(ids, torch.ones(8, dtype=torch.long), torch.full((8,), tokens // 8),
-                    torch.zeros(8, tokens // 8), torch.zeros(8, dtype=torch.bool), 1)
+                    torch.zeros(8, tokens // 8), torch.zeros(8, dtype=torch.bool))
     with torch.profiler.profile(profile_memory=True) as profile:
         logprobs, entropy = R.completion_logprobs(model, out, temperature=1.0)
         (logprobs.sum() + entropy.sum()).backward()
@@ -240,7 +240,7 @@ def rollout_step(repeats):
             eos_token_id=None, num_return_sequences=8, max_new_tokens=28, pad_token_id=0,
             stopping_criteria=[Forced(lengths, 6)])
         out = R.Rollout(ids, torch.full((256,), 6), lengths, torch.zeros(256, ids.shape[1] - 6),
-                        torch.zeros(256, dtype=torch.bool), 8)
+                        torch.zeros(256, dtype=torch.bool))
         update(out, lambda part: padded(model, part))
 
     def update(out, score):

@@ -183,7 +183,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function():
     logits = torch.randn(1, 700, generator=torch.Generator().manual_seed(0)) * 3
     grid = (torch.arange(300) + 0.5) / 300
     uniform = torch.cartesian_prod(grid, grid)
-    token, logprobs = R.draw(logits.expand(len(uniform), -1), uniform)
+    token, logprobs = R.sample(logits.expand(len(uniform), -1), uniform)
     probs = logits.softmax(-1)[0]
     shares = token.bincount(minlength=700) / len(uniform)
     assert (shares - probs).abs().max() < 1 / 100
@@ -196,7 +196,7 @@ def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
     logits[0, [3, 255, 256, 599]] = torch.tensor([0.0, 1.0, 2.0, 3.0])
     logits[0, 599] = -torch.inf
     ends = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
-    token, logprobs = R.draw(logits.expand(9, -1), torch.cartesian_prod(ends, ends))
+    token, logprobs = R.sample(logits.expand(9, -1), torch.cartesian_prod(ends, ends))
     assert set(token.tolist()) <= {3, 255, 256} and logprobs.isfinite().all()
 
 
@@ -378,7 +378,7 @@ def test_rows_and_joined_rollouts_keep_every_token():
     model = tiny()
     first, second = sampled(model), sampled(model, [[9] * 12], max_new_tokens=30, seed=1)
     rows = first[[3, 0]]
-    assert torch.equal(rows.tokens, first.tokens[[3, 0]]) and rows.group_size == 3
+    assert torch.equal(rows.tokens, first.tokens[[3, 0]])
     assert torch.equal(first[torch.tensor([3, 0])].completions, rows.completions)
     both = R.Rollout.cat([first, second], pad_id=7)
     assert both.prompt_width == 12 and both.completions.shape[1] == max(
@@ -470,7 +470,7 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
     lengths = torch.full((20,), 100)
     tokens = torch.randint(3, 20_000, (20, 104))
     out = R.Rollout(tokens, torch.full((20,), 4), lengths, torch.zeros(20, 100),
-                    torch.zeros(20, dtype=torch.bool), 1)
+                    torch.zeros(20, dtype=torch.bool))
     sizes, linear = [], torch.nn.functional.linear
 
     def recorded(*args):

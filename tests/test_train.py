@@ -44,11 +44,6 @@ import rollout
 import train
 
 ROOT = Path(train.__file__).parent
-# What has not come yet: tests of it are here already, and are skipped. A flag, or a word and the
-# text that the source has once it has come; then a test fails until the word has left this list.
-LATER_FLAGS = {"--reward-model", "--routing-replay"}
-LATER_WORDS = {"tiny-moe": "tiny-moe", "reward model": "reward_model"}
-LATER = LATER_FLAGS | LATER_WORDS.keys()
 SMALL = ("--lr 1e-3 --steps 2 --prompts-per-step 4 --group-size 4 "
          "--max-new-tokens 8 --eval-prompts 8 --eval-samples 0 --eval-every 0 --name run")
 REWARDS = '''
@@ -76,14 +71,8 @@ def steps(completion, answer):
 # ------------------------------------------------------------------------------ tools
 
 
-def later(*words):
-    if waiting := LATER.intersection(words):
-        pytest.skip(f"not there yet: {', '.join(sorted(waiting))}")
-
-
 def small_flags(runs, flags, small):
     words = f"{SMALL * small} --runs {runs} {flags}".split()
-    later(*words)
     return ["--warmup-steps", "0", *words] if small else words  # full speed at once
 
 
@@ -201,7 +190,6 @@ def home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def moe(home):
     """A mixture of 8 experts, 2 of them active, in 2 layers."""
-    later("tiny-moe")
     return random_policy(home / "moe", transformers.Qwen3MoeConfig(
         num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True, **SHAPE))
 
@@ -409,9 +397,9 @@ BAD_INPUT = {
     "reward-file-raises": ("--model ./tiny --reward two-errors.py:f",
                            ["--reward", "two-errors.py", "RuntimeError"]),
     "reward-weight": ("--model ./tiny --reward 0*math", ["--reward", "weight"]),
-    "reward-model-missing": ("--model ./tiny --reward-model /nowhere/judge",
+    "reward-model-missing": ("--model ./tiny --reward model --reward-model /nowhere/judge",
                              ["--reward-model", "/nowhere/judge"]),
-    "reward-model-with-two-labels": ("--model ./tiny --reward-model two-labels",
+    "reward-model-with-two-labels": ("--model ./tiny --reward model --reward-model two-labels",
                                      ["--reward-model", "two-labels", "label"]),
     # data
     "data-missing": (f"{BASE} --data nowhere.jsonl", ["--data", "nowhere.jsonl", "no such file"]),
@@ -458,7 +446,7 @@ BAD_INPUT = {
     "model-a-file": ("--model ./file", ["--model ./file"]),
     "model-without-weights": ("--model ./weightless", ["--model ./weightless", "safetensors"]),
     "model-pickled": ("--model ./pickled", ["--model ./pickled", "safetensors", "pickle"]),
-    "model-without-tokenizer": ("--model ./tokenless", ["--model ./tokenless", "tokenizer"]),
+    "model-without-tokenizer": ("--model ./tokenless", ["--model ./tokenless", "end token"]),
     "model-torn-config": ("--model ./torn-config", ["--model ./torn-config"]),
     "model-torn-tokenizer": ("--model ./torn-tokenizer", ["--model ./torn-tokenizer"]),
     "model-unheard-of": ("--model ./unheard-of", ["--model ./unheard-of"]),
@@ -519,16 +507,6 @@ def test_bad_input_is_one_sentence(case, wrong_models, home, tmp_path, monkeypat
 
 def test_bad_input_table_covers_forty_cases():
     assert len(BAD_INPUT) >= 40
-
-
-@pytest.mark.parametrize("word", sorted(LATER))
-def test_what_has_come_is_required(word):
-    if word in LATER_WORDS:
-        source = "".join((ROOT / name).read_text() for name in ("train.py", "rollout.py"))
-        assert LATER_WORDS[word] not in source, f"{word} has come: take it out of LATER_WORDS"
-    else:
-        name = word.removeprefix("--").replace("-", "_")
-        assert name not in {field.name for field in dataclasses.fields(train.Config)}
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -1283,7 +1261,7 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step(monkeypatch):
     The completion's own reward, 8 and 16, is at the last token."""
     tokens = torch.tensor([[9, 1, 2, 4, 0], [9, 2, 1, 3, 3]])
     samples = rollout.Rollout(tokens, torch.tensor([1, 1]), torch.tensor([4, 2]), torch.zeros(2, 4),
-                              torch.tensor([False, True]), 2)
+                              torch.tensor([False, True]))
     scores = [rewards.Score(0.0, 0.0, {}, steps) for steps in (
         [(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)])]
     batch = SimpleNamespace(
@@ -1440,10 +1418,9 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
 
 
 @pytest.mark.parametrize("algorithm", [name for name, row in gspo.ALGOS.items() if not row.critic])
-def test_the_critic_is_only_made_for_rows_that_ask(algorithm, monkeypatch, tmp_path):
-    monkeypatch.setattr(rollout, "make_critic", lambda *args: pytest.fail("a critic was made"),
-                        raising=True)
+def test_the_critic_is_only_made_for_rows_that_ask(algorithm, seen, tmp_path):
     good(tmp_path, f"{BASE} --algo {algorithm} --steps 1 --prompts-per-step 2 --eval-prompts 1")
+    assert seen.run.critic is None and len(seen.run.optimizer.param_groups) == 1
 
 
 @pytest.fixture(scope="module")
@@ -1460,12 +1437,11 @@ def judge(home):
 
 
 @pytest.mark.parametrize("reward, weights", [
-    (None, (0, 1)), ("model", (0, 1)), ("pay.py:even+0.25*model", (1, 0.25))])
+    ("model", (0, 1)), ("2*model", (0, 2)), ("pay.py:even+0.25*model", (1, 0.25))])
 def test_a_reward_model_scores_prompt_and_completion(reward, weights, judge, seen, tmp_path):
     """reward = verifier + w model, the model read by transformers' own forward, row by row; it
     stays out of `solved` where a verifier judges."""
-    chosen = f"--reward {reward}" if reward else ""
-    good(tmp_path, f"--model ./tiny --reward-model ./judge --steps 1 {chosen}")
+    good(tmp_path, f"--model ./tiny --reward-model ./judge --steps 1 --reward {reward}")
     batch, texts = seen.batches[0], character_tokenizer()
     for i, score in enumerate(batch.scores):
         ids = texts.encode(batch.rows[i]["prompt"] + batch.texts[i])
@@ -1482,7 +1458,6 @@ def test_a_reward_model_scores_prompt_and_completion(reward, weights, judge, see
 def test_a_reward_model_reads_its_own_chat_template(judge, home, tmp_path):
     """Prompt and completion are turns of a chat where its tokenizer has one; the first token of the
     template's text is not doubled."""
-    later("reward model")
     folder = tmp_path / "chatty"
     shutil.copytree(home / "judge", folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -1519,25 +1494,34 @@ def test_expert_flips_are_0_while_nothing_moves(moe, tmp_path):
 
 
 def test_routing_replay_uses_the_experts_of_pi_old(moe, monkeypatch, tmp_path):
-    """Every forward of an update reports the experts that were recorded for those rows."""
-    calls = Calls(rollout.completion_logprobs)
-    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
-    used, gate = [], transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts
-    forward = gate.forward
-    monkeypatch.setattr(gate, "forward", lambda self, hidden, experts, weights: (
-        used.append(experts) or forward(self, hidden, experts, weights)))
-    good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --lr 1e-2 --routing-replay "
-         "--steps 1")
-    trained = [positional[2] for positional, _, (logprobs, _) in calls if logprobs.requires_grad]
-    recorded = [positional[2] for positional, _, (logprobs, _) in calls
-                if len(positional) > 2 and positional[2] and not logprobs.requires_grad]
-    assert len(trained) == 4 and len(recorded) == 8  # pi_old's, and those after the updates
-    for experts in trained:
-        assert len(experts) == 2 and any(experts is one for one in recorded)
-        assert sum(any(one is chosen for one in used) for chosen in experts) == 2
-    flipped = [not torch.equal(a.sort(-1)[0], b.sort(-1)[0])
-               for old, new in zip(recorded[:4], recorded[4:]) for a, b in zip(old, new)]
-    assert any(flipped)  # or replaying would have changed nothing
+    """Every forward of an update runs the experts that were recorded for those rows; expert_flips
+    is a count, in python, of the completion tokens whose sets differ afterwards."""
+    used, batches, gate = {}, [], transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts
+    forward, improve = gate.forward, train.improve
+
+    def spy(self, hidden, experts, weights):
+        used.setdefault(len(batches), []).append(experts)
+        return forward(self, hidden, experts, weights)
+
+    def watched(run, batch):
+        batches.append(batch)
+        updates = improve(run, batch)
+        batches.append(batch)
+        return updates
+
+    monkeypatch.setattr(gate, "forward", spy)
+    monkeypatch.setattr(train, "improve", watched)
+    result = good(tmp_path, f"--model {moe} --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2 "
+                  "--routing-replay --steps 1")
+    batch = batches[0]
+    assert [len(routing.experts) for routing in batch.experts.values()] == [2] * 4  # layers
+    old = [chosen for routing in batch.experts.values() for chosen in routing.experts]
+    assert len(used[1]) == 8 and all(a is b for a, b in zip(used[1], old))
+    flips = [set(a) != set(b) for (i, rows) in enumerate(batch.experts) for layer in (0, 1)
+             for a, b in list(zip(old[2 * i + layer].tolist(), used[2][2 * i + layer].tolist()))[
+                 -int(batch.rollout.lengths[rows].sum()):]]
+    assert len(flips) == 2 * int(batch.rollout.lengths.sum()) and any(flips)
+    assert metrics(result.folder)[0]["expert_flips"] == pytest.approx(sum(flips) / len(flips))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
@@ -1545,7 +1529,6 @@ def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
     """Experts of the model before a change of its routers, against a scalar reading of what the
     block should do: softmax over all experts, those of before chosen, renormalised where the model
     does; and the router's gradient flows."""
-    later("tiny-moe")
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         kind, vocab_size=18, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
@@ -1555,25 +1538,29 @@ def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
     model = AutoModelForCausalLM.from_config(config).eval()
     samples = rollout.generate(model, [[3, 4], [5, 6, 7]], group_size=2, max_new_tokens=6, pad_id=0,
                                eos_ids=[1], generator=torch.Generator().manual_seed(0))
-    before = []
-    score = functools.partial(rollout.completion_logprobs, model, samples, temperature=1.0)
-    plain = score()[0]
-    assert torch.equal(score(before)[0], plain) and len(before) == 1
-    assert torch.equal(score(list(before))[0], plain)  # replayed before any change: the same bits
+    def score(recorded=None):
+        with gspo.Routing(recorded) as routing:
+            return rollout.completion_logprobs(model, samples, temperature=1.0)[0], routing
+
+    plain = rollout.completion_logprobs(model, samples, temperature=1.0)[0]
+    recorded, before = score()
+    assert torch.equal(recorded, plain) and len(before.experts) == 1
+    assert torch.equal(score(before)[0], plain)  # replayed before any change: the same bits
     router = next(m for m in model.modules() if type(m).__name__.endswith("TopKRouter"))
     with torch.no_grad():
         router.weight += 0.3 * torch.randn_like(router.weight)
     outputs = []
     hook = router.register_forward_hook(lambda module, inputs, output: outputs.append((inputs, output)))
-    now = []
-    changed = score(now)[0]
-    replayed = score(list(before))[0]
+    changed, now = score()
+    replayed, again = score(before)
     hook.remove()
-    assert not torch.equal(now[0].sort(-1)[0], before[0].sort(-1)[0])
+    assert again.experts[0] is before.experts[0]
+    assert not torch.equal(now.experts[0].sort(-1)[0], before.experts[0].sort(-1)[0])
     assert not torch.equal(changed, replayed)
     (hidden,), _ = outputs[1]
     weights = []
-    for row, chosen in zip((hidden.reshape(-1, 16) @ router.weight.T).tolist(), before[0].tolist()):
+    for row, chosen in zip((hidden.reshape(-1, 16) @ router.weight.T).tolist(),
+                           before.experts[0].tolist()):
         exps = [math.exp(x - max(row)) for x in row]
         picked = [exps[e] / sum(exps) for e in chosen]
         total = sum(picked) if getattr(router, "norm_topk_prob", True) else 1.0
@@ -1581,9 +1568,9 @@ def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
     seen = []
     experts = next(m for m in model.modules() if type(m).__name__.endswith("Experts"))
     spy = experts.register_forward_pre_hook(lambda module, inputs: seen.append(inputs))
-    score(list(before))[0].sum().backward()
+    score(before)[0].sum().backward()
     spy.remove()
-    assert torch.equal(seen[0][1], before[0])
+    assert torch.equal(seen[0][1], before.experts[0])
     torch.testing.assert_close(seen[0][2], torch.tensor(weights), atol=1e-5, rtol=1e-5)
     assert router.weight.grad is not None and bool(router.weight.grad.abs().sum() > 0)
     assert not any(module._forward_hooks for module in model.modules())
