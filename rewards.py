@@ -284,7 +284,7 @@ VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
 VERIFIERS["model"] = total(lambda completion, answer, reward_model: reward_model)
 SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
 # reward: the weighted sum; correct: the weighted mean, of terms but `format` and `model` if there
-# are others; terms: name -> value; steps: (end in characters, weighted reward) of each step but the last, which is the value
+# are others; terms: name -> value; steps: (end in characters, weighted reward) but for the last
 Score = collections.namedtuple("Score", "reward correct terms steps")
 
 class Reward:
