@@ -373,10 +373,9 @@ def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> lis
     with expecting(f"{source}: expected a file"):
         lines = open(path, "rb").readlines()
     for number, line in ((n, x) for n, x in enumerate(lines, 1) if x.strip()):
-        with expecting(f"{source}, line {number}: expected {text} and answer as UTF-8 JSON"):
+        with expecting(f"{source}, line {number}: expected UTF-8, a JSON object of {text}, answer"):
             row = {**json.loads(line)}  # raises where there is no object
-            if "question" in row:
-                row.setdefault("prompt", row["question"])
+            row = {"prompt": row["question"]} | row if "question" in row else row
             need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")
             need(isinstance(row[text], str) and (row[text].encode().strip() or text != "prompt"),
                  f"field {text}: no text")

@@ -326,19 +326,15 @@ def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None =
 def reward_model(source: str, device: str):
     """(prompts, completions) -> scores by a sequence classifier with one output, which reads them
     in the chat template of its tokenizer where that has one."""
-    with expecting(f"--reward-model {source}: expected a classifier with one output"):
-        judge = pipeline("text-classification", source, device=device, function_to_apply="none",
-                         batch_size=16, truncation=True, model_kwargs={"use_safetensors": True})
-        kind, labels = judge.model.config.architectures, judge.model.config.num_labels
-        need("ForSequenceClassification" in str(kind) and labels == 1, f"{labels} labels, {kind}")
-        need(judge.tokenizer.pad_token, "its tokenizer has no padding token")
-    template = judge.tokenizer.chat_template  # it writes the special tokens itself
-    def text(prompt, completion):
-        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-        return (judge.tokenizer.apply_chat_template(chat, tokenize=False) if template
-                else prompt + completion)
+    tokenizer, *_ = inspect_model(source, judge=True)
+    judge = pipeline("text-classification", source, tokenizer=tokenizer, device=device,
+                     function_to_apply="none", model_kwargs={"use_safetensors": True})
+    template = tokenizer.chat_template  # it writes the special tokens itself
+    def text(prompt, said):
+        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
+        return tokenizer.apply_chat_template(chat, tokenize=False) if template else prompt + said
     return lambda *texts: [one["score"] for one in judge(
-        list(map(text, *texts)), add_special_tokens=not template)]
+        list(map(text, *texts)), batch_size=16, truncation=True, add_special_tokens=not template)]
 
 def tiny(task: Task, name: str = "tiny") -> Path:
     """Folder (cached) of a built-in policy, a character a token, supervised on demonstrations that
@@ -381,15 +377,19 @@ def tiny(task: Task, name: str = "tiny") -> Path:
         temporary.rename(folder)
     return folder
 
-def inspect_model(source) -> tuple:
-    """(tokenizer, context in tokens, active experts) of a policy; UserError if it can be none."""
-    with expecting(f"--model {source}: expected a folder or hub name of a causal language model"):
+def inspect_model(source, judge: bool = False) -> tuple:
+    """(tokenizer, context in tokens, active experts) of a policy or, a judge, of a reward model."""
+    kind = "classifier with one output" if judge else "causal language model"
+    with expecting(f"--{'reward-' * judge}model {source}: expected a folder or name of a {kind}"):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         headers = [safetensors.safe_open(x, "pt") for x in Path(source).glob("*.safetensors")]
         causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported
-        need(causal & set(config.architectures or ()), f"{config.architectures}")
-        need(tokenizer.eos_token_id is not None and len(tokenizer) > 1, "found no end token")
+        fits = "ForSequenceClassification" in str(config.architectures) and config.num_labels == 1
+        need(fits if judge else causal & set(config.architectures or ()),
+             f"found {config.architectures or config.model_type} ({config.num_labels} labels)")
+        need((tokenizer.pad_token if judge else tokenizer.eos_token) and len(tokenizer) > 1,
+             f"found no {'padding' if judge else 'end'} token in its tokenizer")
         need(headers or not Path(source).is_dir(), "found no *.safetensors weights (pickles do not "
              "count: they can run code when they load)")
     config = config.get_text_config()

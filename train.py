@@ -457,7 +457,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
     if run.experts and batch.experts:  # of completion tokens, which come last
-        freeze(run, after := types.SimpleNamespace(**vars(batch)))
+        alone = types.SimpleNamespace(**{**vars(run), "ref_policy": None, "critic": None})
+        freeze(alone, after := types.SimpleNamespace(**vars(batch)))
         flips = [(old.sort()[0] != new.sort()[0]).any(-1)[-int(samples.lengths[rows].sum()):]
                  for rows, routing in batch.experts.items()
                  for old, new in zip(routing.experts, after.experts[rows].experts)]

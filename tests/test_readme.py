@@ -143,28 +143,18 @@ def test_reward_example_pays_and_trains(short_warm_start):
     assert "reward/last_digit" in Path("runs/run/metrics.jsonl").read_text()
 
 
-def test_reward_model_example_scores_and_trains(short_warm_start):
-    """Its score is what the classifier's own forward says of prompt + completion."""
-    source = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-                  if "judge.py" in block)
+def test_reward_model_command_trains(short_warm_start):
+    """The command, with the built-in policy and a classifier of random weights of its kind."""
     folder = rollout.tiny(rewards.TASKS["arithmetic"])
     shape = transformers.Qwen3Config.from_pretrained(folder, num_labels=1)
-    torch.manual_seed(0)
-    judge = transformers.AutoModelForSequenceClassification.from_config(shape).eval()
-    with torch.no_grad():
-        judge.score.weight.normal_()
+    judge = transformers.AutoModelForSequenceClassification.from_config(shape)
     judge.save_pretrained("my-reward-model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.save_pretrained("my-reward-model")
-    Path("judge.py").write_text(source)
-    reward = rewards.parse_reward("judge.py:score + 0.5*arithmetic")
-    found, = reward.score(["7+5=2#2"], [{"prompt": "7+5=", "answer": "2"}])
-    with torch.no_grad():
-        expected = float(judge(torch.tensor([tokenizer.encode("7+5=7+5=2#2")])).logits[0, 0])
-    assert found.terms["score"] == pytest.approx(expected, abs=1e-5) and expected != 0
-    assert found.reward == pytest.approx(expected + 0.5, abs=1e-5)
-    assert train.main(["--reward", "0.2*judge.py:score", *SHORT]) == 0
-    assert "reward/score" in Path("runs/run/metrics.jsonl").read_text()
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained("my-reward-model")
+    Path("train.jsonl").write_text(code("Your own data and reward", "json") * 20)
+    command = next(command for command in commands() if "my-reward-model" in command)
+    command = command.replace("Qwen/Qwen3-0.6B", str(folder))
+    assert train.main(shlex.split(command) + SHORT + ["--max-new-tokens", "8"]) == 0
+    assert "reward/model" in Path("runs/run/metrics.jsonl").read_text()
 
 
 def test_every_metric_is_explained(short_warm_start):

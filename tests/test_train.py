@@ -327,6 +327,11 @@ def wrong_models(home):
                                     "class Mine(Qwen3Config):\n    pass\n")
     two = transformers.Qwen3Config.from_pretrained(home / "tiny", num_labels=2)
     copied(home, "two-labels", config__json=two.to_dict())
+    one = transformers.Qwen3Config.from_pretrained(home / "tiny", num_labels=1).to_dict()
+    one |= {"architectures": ["Qwen3ForSequenceClassification"]}
+    settings = json.loads((home / "tiny" / "tokenizer_config.json").read_text())
+    settings = {name: value for name, value in settings.items() if name != "pad_token"}
+    copied(home, "padless", config__json=one, tokenizer_config__json=settings)
     (home / "two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     (home / "file").write_text("not a folder")
     (home / "runs-with-one" / "run").mkdir(parents=True)
@@ -399,6 +404,10 @@ BAD_INPUT = {
     "reward-weight": ("--model ./tiny --reward 0*math", ["--reward", "weight"]),
     "reward-model-missing": ("--model ./tiny --reward model --reward-model /nowhere/judge",
                              ["--reward-model", "/nowhere/judge"]),
+    "reward-model-that-writes": ("--model ./tiny --reward model --reward-model ./tiny",
+                                 ["--reward-model ./tiny", "classifier", "CausalLM"]),
+    "reward-model-without-padding": ("--model ./tiny --reward model --reward-model padless",
+                                     ["--reward-model padless", "padding"]),
     "reward-model-with-two-labels": ("--model ./tiny --reward model --reward-model two-labels",
                                      ["--reward-model", "two-labels", "label"]),
     # data
@@ -433,6 +442,8 @@ BAD_INPUT = {
                           '{"prompt": "1+1=", "answer": ""}\n'),
     "data-answer-for-countdown": ("--model ./tiny --reward countdown --data bad.jsonl",
                                   ["bad.jsonl", "line 1", "field answer", "countdown"], ROW),
+    "data-huge-number": (DATA, ["bad.jsonl", "line 1", "digits"],
+                         '{"prompt": "1+1=", "answer": 1' + "0" * 5000 + "}\n"),
     "data-one-row": (DATA, ["--data bad.jsonl", "two rows"], ROW),
     "data-unreadable": (f"{BASE} --data /proc/self/mem", ["--data", "/proc/self/mem"]),
     "eval-data-broken": (f"{BASE} --data good.jsonl --eval-data bad.jsonl",
@@ -1574,6 +1585,38 @@ def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
     torch.testing.assert_close(seen[0][2], torch.tensor(weights), atol=1e-5, rtol=1e-5)
     assert router.weight.grad is not None and bool(router.weight.grad.abs().sum() > 0)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("kind, more", [
+    ("gpt_oss", dict(num_local_experts=4)), ("deepseek_v3", dict(
+        n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1, kv_lora_rank=8,
+        q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1))])
+def test_other_routers_are_replayed_too(kind, more):
+    """Two layers; after its weights moved, a model that is replayed takes the experts of before."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        kind, vocab_size=18, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2,
+        eos_token_id=1, pad_token_id=0, moe_intermediate_size=16, **more)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    samples = rollout.generate(model, [[3, 4], [5, 6, 7]], group_size=2, max_new_tokens=6, pad_id=0,
+                               eos_ids=[1], generator=torch.Generator().manual_seed(0))
+
+    def score(recorded=None):
+        with gspo.Routing(recorded) as routing:
+            return rollout.completion_logprobs(model, samples, temperature=1.0)[0], routing
+
+    plain, before = score()
+    assert before.experts and torch.equal(score(before)[0], plain)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    changed, now = score()
+    replayed, again = score(before)
+    assert any(not torch.equal(a, b) for a, b in zip(before.experts, now.experts))
+    assert all(a is b for a, b in zip(before.experts, again.experts, strict=True))
+    assert not torch.equal(changed, replayed)
 
 
 def test_routing_replay_leaves_the_model_untouched(moe, seen, tmp_path):
