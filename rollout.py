@@ -12,8 +12,7 @@ import safetensors, tokenizers, torch, transformers
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AttentionMaskInterface, AutoConfig, pipeline,
-                          AutoModelForCausalLM)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
@@ -324,8 +323,7 @@ def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None =
     return score(critic, rollout, micro_batch_tokens, head)[0]
 
 def reward_model(source: str, device: str):
-    """(prompts, completions) -> scores by a sequence classifier with one output, which reads them
-    in the chat template of its tokenizer where that has one."""
+    """(prompts, completions) -> scores of a classifier, in its tokenizer's chat template if any."""
     tokenizer, *_ = inspect_model(source, judge=True)
     judge = pipeline("text-classification", source, tokenizer=tokenizer, device=device,
                      function_to_apply="none", model_kwargs={"use_safetensors": True})
@@ -340,7 +338,7 @@ def tiny(task: Task, name: str = "tiny") -> Path:
     """Folder (cached) of a built-in policy, a character a token, supervised on demonstrations that
     are often wrong."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
-    shape = AutoConfig.for_model(
+    shape = transformers.AutoConfig.for_model(
         **TINY[name], vocab_size=len(words), hidden_size=128, intermediate_size=256, head_dim=16,
         num_attention_heads=8, num_key_value_heads=4, initializer_range=0.06,
         pad_token_id=0, eos_token_id=1, max_position_embeddings=512, tie_word_embeddings=True,
@@ -381,7 +379,7 @@ def inspect_model(source, judge: bool = False) -> tuple:
     """(tokenizer, context in tokens, active experts) of a policy or, a judge, of a reward model."""
     kind = "classifier with one output" if judge else "causal language model"
     with expecting(f"--{'reward-' * judge}model {source}: expected a folder or name of a {kind}"):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         headers = [safetensors.safe_open(x, "pt") for x in Path(source).glob("*.safetensors")]
         causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported

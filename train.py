@@ -211,8 +211,7 @@ def start(config: Config) -> types.SimpleNamespace:
         epochs = (random.Random(f"{config.seed} {epoch}") for epoch in itertools.count())
         prompts = itertools.chain.from_iterable(rng.sample(rows, len(rows)) for rng in epochs)
     run.held_out = fit(list(held_out)[:config.eval_prompts], "held out")
-    run.reward_model = config.reward_model and rollout.reward_model(
-        config.reward_model, config.device)
+    run.judge = config.reward_model and rollout.reward_model(config.reward_model, config.device)
     folder.mkdir(parents=True, exist_ok=config.resume)
     for name in ("samples.jsonl", "metrics.jsonl"):  # what came after a checkpoint comes again
         with open(folder / name, "a+b") as file:
@@ -226,7 +225,12 @@ def start(config: Config) -> types.SimpleNamespace:
     if config.tensorboard:
         from torch.utils.tensorboard import SummaryWriter  # not among our requirements
         run.writer = SummaryWriter(folder, purge_step=done + 1)
-    # the three policies, from safetensors only, and the optimiser
+    load_weights(run, source)
+    return run
+
+def load_weights(run, source: str | Path) -> None:
+    """The three policies, from safetensors only, the critic and the optimiser."""
+    config = run.config
     policy = run.policy = transformers.AutoModelForCausalLM.from_pretrained(
         source, dtype=torch.float32, use_safetensors=True).to(config.device).eval()
     if config.gradient_checkpointing:
@@ -251,12 +255,11 @@ def start(config: Config) -> types.SimpleNamespace:
              for x, w in vars(run)[part].named_parameters()}
     run.state = {name: run.optimizer.state[w] for name, w in named.items()}  # filled in by AdamW
     run.state["weights"] = {name: w.data for name, w in named.items() if name[:7] != "policy."}
-    if done:
+    if run.done:
         for key, tensor in load_file(source / "trainer" / "state.safetensors").items():
             part, name = key.split()
             held = run.state[part] if part in named or name in named else {}  # else: of no use now
             held.setdefault(name, tensor.to(config.device)).copy_(tensor)
-    return run
 
 # ---- the phases of a step
 def options(function, config: Config, **more) -> dict:
@@ -284,8 +287,8 @@ def sample(run, model, prompts: list[dict], seed: str, size: int, temperature: f
     rows = [row for row in prompts for _ in range(size)]
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     texts = [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
-    if run.reward_model:
-        found = timed(run, "score", run.reward_model, [row["prompt"] for row in rows], texts)
+    if run.judge:
+        found = timed(run, "score", run.judge, [row["prompt"] for row in rows], texts)
         rows = [row | {"reward_model": score} for row, score in zip(rows, found)]
     return samples, list(zip(texts, rows, timed(run, "score", run.reward.score, texts, rows)))
 
@@ -448,9 +451,8 @@ def measure(run, batch, updates: list[dict]) -> dict:
     for name in scores[0].terms:
         row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
     row |= {name: sum(one[name] for one in good) / len(good) for name in (good or [{}])[0]}
-    pairs = {"policy": (batch.new_logprobs, batch.old_logprobs, mask), "sampler": (
-        batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])}
-    for prefix, pair in pairs.items():
+    for prefix, *pair in (("policy", batch.new_logprobs, batch.old_logprobs, mask), (
+            "sampler", batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])):
         row |= {f"{prefix}_{name}": float(value) for name, value in gspo.drift(*pair).items()
                 if value.isfinite()}  # log-probs of a skipped update may not be
     if run.critic is not None and batch.mask.sum() > 1:
