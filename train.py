@@ -197,8 +197,8 @@ def start(config: Config) -> types.SimpleNamespace:
     need(experts or not config.routing_replay, "--routing-replay: expected a mixture of experts")
     run = types.SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        experts=experts, folder=folder, done=done, warned=set(), writer=None, critic=None,
-        stopped=False, bad=0, quiet=0, seconds=collections.Counter())
+        folder=folder, done=done, experts=experts, critic=None, writer=None, warned=set(),
+        seconds=collections.Counter(), stopped=False, bad=0, quiet=0)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
         prompts = (row for problem in rewards.problems(task, config.seed) for row in fit([problem]))
@@ -337,7 +337,7 @@ def freeze(run, batch) -> None:
     batch.experts = {}  # of each micro-batch
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            with gspo.Routing() as batch.experts[rows]:
+            with gspo.Routing() if run.experts else torch.no_grad() as batch.experts[rows]:
                 batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
@@ -399,7 +399,7 @@ def update(run, batch, micro_batches: list) -> dict:
     run.optimizer.zero_grad()
     for rows in micro_batches:
         advantages, mask = batch.advantages[rows], batch.mask[rows]
-        with gspo.Routing(config.routing_replay and batch.experts[rows]):
+        with gspo.Routing(batch.experts[rows]) if config.routing_replay else torch.enable_grad():
             logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
         new = batch.new_logprobs[rows] = logprobs.detach()
         given = options(
@@ -458,7 +458,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
     if run.critic is not None and batch.mask.sum() > 1:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
-    if run.experts and batch.experts:  # of completion tokens, which come last
+    if any(batch.experts.values()):  # of completion tokens, which come last
         alone = types.SimpleNamespace(**{**vars(run), "ref_policy": None, "critic": None})
         freeze(alone, after := types.SimpleNamespace(**vars(batch)))
         flips = [(old.sort()[0] != new.sort()[0]).any(-1)[-int(samples.lengths[rows].sum()):]
