@@ -5,12 +5,11 @@ Losses: xxx_loss(logprobs, old_logprobs, advantages, mask, *, ..., denom=None) -
     logprobs      (N, T)  log pi_theta of the sampled tokens, in nats; carries the gradient
     old_logprobs  (N, T)  log pi_old of the same tokens; a constant
     advantages    (N,) or (N, T)
-    mask          (N, T)  True or 1 on completion tokens, up to and including the first end token
+    mask          (N, T)  True or 1 (no 16-bit floats) on completion tokens, to the first end token
     denom         completions or tokens (see ALGOS) of the whole optimiser step, so that
                   micro-batches add up to one batch; None: those of this batch
-    metrics       0-d, means as the loss is one; clip_fraction: where the clipped branch is active
-`weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything.
-float32 overflows at a token log-ratio of 88: nothing is clamped, callers skip such updates."""
+    metrics       0-d, add up over micro-batches; clip_fraction: where the clipped branch is active
+`weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything."""
 import dataclasses, functools, typing
 
 import torch
@@ -134,9 +133,8 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom
     return -(weight * objective).sum(), metrics
 
 def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=1.05, denom=None):
-    """SAPO, arXiv 2511.20347: -(4 / tau) sigmoid(tau (r - 1)) A, mean over the tokens of a
-    completion, then over completions; tau is tau_pos where A > 0, else tau_neg.
-    A gate, not a clip: the gradient is A grad log pi at r = 1 and fades on both sides."""
+    """SAPO, arXiv 2511.20347: -(4 / tau) sigmoid(tau (r - 1)) A, a gate, not a clip; mean over
+    the tokens of a completion, then over completions; tau is tau_pos where A > 0, else tau_neg."""
     length = mask.sum(1, keepdim=True).clamp(min=1)
     weight = mask.to(logprobs.dtype) / length / (len(mask) if denom is None else denom)
     advantages = torch.where(mask > 0, advantages.reshape(len(mask), -1), 0.0)
@@ -237,9 +235,8 @@ def whiten(values, mask):
     return torch.zeros_like(values).masked_scatter(mask, tokens)
 
 def reinforce_plus_plus_advantages(rewards, mask, *, gamma=1.0):
-    """REINFORCE++, arXiv 2501.03262: reward to go of each token, whitened. (N, T) -> (N, T)."""
-    zeros = torch.zeros_like(rewards)  # GAE at lam 1 without a critic is the reward to go
-    return whiten(gae_advantages(rewards, zeros, mask, gamma=gamma, lam=1.0)[1], mask)
+    """REINFORCE++, arXiv 2501.03262: reward to go (GAE, lam 1, V 0), whitened. (N, T) -> (N, T)."""
+    return whiten(gae_advantages(rewards, 0 * rewards, mask, gamma=gamma, lam=1.0)[1], mask)
 
 def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None):
     """GAE, arXiv 1506.02438 eq. 16: A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
@@ -278,18 +275,19 @@ def drift(logprobs, old_logprobs, mask):
             "outside_clip": ((ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)).float().mean()}
 
 class Routing(torch.overrides.TorchFunctionMode):
-    """Routing Replay (arXiv 2507.18071), a context: `experts` gets the indices (tokens, k) of each
-    router's torch.topk, or they are those of `recorded`, weighed by the router of now."""
+    """Routing Replay (arXiv 2507.18071), a context: `experts` gets the indices (tokens, k) of every
+    torch.topk, which are routers' choices. With `recorded`, another such context, its indices are
+    chosen again, and weighed by the router of now, whose gradient flows."""
     def __init__(self, recorded: "Routing | None" = None):
         super().__init__()
         self.experts, self.recorded = [], iter(recorded.experts if recorded else ())
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
-        if function is torch.topk:
-            chosen = next(self.recorded, result[1])
-            self.experts.append(chosen)
-            result = args[0].gather(-1, chosen), chosen
+        if function in (torch.topk, torch.Tensor.topk) and result[1].dim() == 2:
+            if (chosen := next(self.recorded, None)) is not None:
+                result = torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+            self.experts.append(result[1])
         return result
 
 @dataclasses.dataclass(frozen=True)

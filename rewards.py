@@ -4,7 +4,7 @@ sandbox of `code`, or takes more than linear time. Try one: python rewards.py --
 import argparse, collections, concurrent.futures, contextlib, difflib, inspect, json
 import operator as op, os, random, re, runpy, subprocess, sys, tempfile, zlib
 from fractions import Fraction
-from math import factorial, inf
+from math import factorial, inf, nan, tanh
 
 MAX_TEXT = 10_000       # characters of an answer; a longer one is none
 MAX_EXPRESSION = 1_000  # characters of an answer that is evaluated
@@ -281,10 +281,10 @@ VERIFIERS = {verifier.__name__: total(verifier) for verifier in (
     math, countdown, code, choice, exact, f1, format, arithmetic, arithmetic_steps)}
 VERIFIERS["math_lenient"] = total(lambda *given: math(*given, lenient=True))
 VERIFIERS["code_strict"] = total(lambda *given: code(*given, strict=True))
-VERIFIERS["model"] = total(lambda completion, answer, reward_model: reward_model)
+VERIFIERS["model"] = total(lambda completion, answer, reward_model=nan: reward_model)
 SANDBOX = inspect.getsource(sandbox)  # read now: the file may change while a run lasts
 # reward: the weighted sum; correct: the weighted mean, of terms but `format` and `model` if there
-# are others; terms: name -> value; steps: (end in characters, weighted reward) but for the last
+# are others; terms: name -> value; steps: (end in characters, weighted reward) but the last step's
 Score = collections.namedtuple("Score", "reward correct terms steps")
 
 class Reward:
@@ -315,7 +315,8 @@ class Reward:
                 terms[name] = 0.0
             reward += weight * terms[name]
             if name not in ("format", "model") or self.terms.keys() <= {"format", "model"}:
-                correct += weight * min(max(terms[name], 0.0), 1.0)
+                mark = tanh(terms[name] / 2) / 2 + 0.5 if name == "model" else terms[name]
+                correct += weight * min(max(mark, 0.0), 1.0)
                 judges += weight
         return Score(reward, correct / judges, terms, steps)
 
@@ -325,7 +326,8 @@ class Reward:
             if function is VERIFIERS.get(name) and name not in ("format", "model"):
                 with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
                     function.__wrapped__("<answer>A</answer>", answer)
-                    need(final_answer(answer) or name in ("countdown", "code", "code_strict"), "")
+                    need(name in ("countdown", "code", "code_strict") or final_answer(answer),
+                         "it has no final answer")
 
 class UserError(ValueError):
     """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
@@ -340,7 +342,7 @@ def expecting(what: str):
     try:
         yield
     except (Exception, SystemExit) as error:
-        why = f"{type(error).__name__}: {error}".removeprefix("UserError: ") or "empty"
+        why = f"{type(error).__name__}: {error}".removeprefix("UserError: ")
         raise UserError(f"{what}: {why.splitlines()[0]:.300}")
 
 def printable(text: str) -> str:
@@ -357,7 +359,7 @@ def parse_reward(spec: str) -> Reward:
                        f"[weight*]file.py:function or one of {', '.join(VERIFIERS)}"):
             table = runpy.run_path(path) if path else VERIFIERS
             near = [f", did you mean {n!r}?" for n in difflib.get_close_matches(name, table, 1)]
-            need(name in table, f"{path or 'the table'} has no verifier {name!r}{''.join(near)}")
+            need(name in table, f"{path or 'rewards.py'} has no verifier {name!r}{''.join(near)}")
             need(name not in terms, "a name stands there twice")
             terms[name] = (float(weight or 1), table[name], inspect.signature(table[name]))
             need(0 < terms[name][0] < inf, "a weight is positive")
@@ -371,9 +373,9 @@ def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> lis
     """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer."""
     rows, source = [], f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
-        lines = open(path, "rb").readlines()
+        lines = open(path, "rb").read().split(b"\n")
     for number, line in ((n, x) for n, x in enumerate(lines, 1) if x.strip()):
-        with expecting(f"{source}, line {number}: expected UTF-8, a JSON object of {text}, answer"):
+        with expecting(f"{source}, line {number}: expected JSON, UTF-8, with {text} and answer"):
             row = {**json.loads(line)}  # raises where there is no object
             row = {"prompt": row["question"]} | row if "question" in row else row
             need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")

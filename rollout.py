@@ -2,9 +2,8 @@
 
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
-Attention is ours, over a layout: Slots, where a finished completion makes room for the next sample,
-or Packed, prompts and completions to be scored in one sequence, each prompt once. Models with more
-state than keys and values read all their text again for each token: slow, but right."""
+Attention is ours, over a layout: Slots to sample, Packed to score, a prompt read once. Models with
+more state than keys and values read all text again for each token: slow, but right."""
 import argparse, contextlib, copy, dataclasses, hashlib, itertools, json, os, random, sys
 from pathlib import Path
 
@@ -41,13 +40,11 @@ class Rollout:
     completion_mask = property(lambda self: torch.ones_like(
         self.completions).cumsum(1) <= self.lengths[:, None])
 
-    def __getitem__(self, rows) -> "Rollout":
-        """The given rows (list, slice or LongTensor); the widths S and T stay."""
+    def __getitem__(self, rows) -> "Rollout":  # a list, slice or LongTensor; S and T stay
         return Rollout(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
 
     @staticmethod
-    def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":
-        """All rows in order, padded to the widest prompt and the widest completion."""
+    def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":  # padded to the widest S and T
         columns, widths = [], [(r.prompt_width, r.completions.shape[1]) for r in rollouts]
         for r, (prompt, completion) in zip(rollouts, widths):
             left, right = max(s for s, _ in widths) - prompt, max(t for _, t in widths) - completion
@@ -129,10 +126,9 @@ def exact(model, ours=True):
     kinds = {type(layer).__name__ for layer in transformers.DynamicCache(config=config).layers}
     ours = ours and kinds <= {"DynamicLayer", "DynamicSlidingWindowLayer"}
     with contextlib.ExitStack() as undo:
-        for module in model.modules():
-            undo.callback(setattr, module, "training", module.training)
-            checkpoints = getattr(module, "gradient_checkpointing", False)  # it, not what is in it
-            module.training = checkpoints and torch.is_grad_enabled()
+        for m in model.modules():
+            undo.callback(setattr, m, "training", m.training)
+            m.training = getattr(m, "gradient_checkpointing", False) & torch.is_grad_enabled()
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         undo.callback(vars(config).pop, "layout", None)
         if ours and model._supports_attention_backend:
@@ -165,7 +161,7 @@ def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature=1.0, top_k=0
 
 class Slots:
     """The samples under way. state: last token, its position, tokens sampled, index of the sample,
-    alive (0 or 1). memory[2 * layer][b, :, p]: slot b's key at position p; next, its values."""
+    alive (0 or 1). memory[2 * layer (+ 1)][b, :, p]: slot b's key (value) at position p."""
     def __init__(self, model, slots, width, memory, tokens, eos_ids, generator, options):
         self.model, self.tokens, self.options, device = model, tokens, options, tokens.device
         self.logprobs = torch.zeros(tokens.shape, device=device)
@@ -272,12 +268,16 @@ def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torc
     """Partition the rows, by length, under a budget of tokens (None: one part), the prompt of a
     group counting once. Groups are together, but for those at borders. Returns LongTensors."""
     groups = torch.arange(len(rollout.lengths)).split(Packed(rollout).counts)
-    groups = sorted(groups, key=lambda rows: -rollout.lengths[rows].max().item())
-    tokens = torch.cat([rollout.lengths[rows] + rollout.prompt_lengths[rows] / len(rows)
-                        for rows in groups]).cpu()
-    part = tokens.cumsum(0) // max((micro_batch_tokens or 2**60) - tokens.max(), 1)
-    sizes = part.unique_consecutive(return_counts=True)[1].tolist()
-    return [rows.sort().values for rows in torch.cat(groups).split(sizes)]
+    batches, tokens = [[]], 0
+    for group in sorted(groups, key=lambda rows: -rollout.lengths[rows].max().item()):
+        cost = rollout.lengths[group] + rollout.prompt_lengths[group] / len(group)
+        for row, more in zip(group.tolist(), cost.tolist()):
+            tokens += more
+            if batches[-1] and tokens > (micro_batch_tokens or tokens):
+                batches.append([])
+                tokens = more
+            batches[-1].append(row)
+    return [torch.tensor(sorted(batch)) for batch in batches]
 
 def score(body, rollout: Rollout, micro_batch_tokens: int | None, head) -> torch.Tensor:
     """head(hidden (M, H), targets (M,)) -> (k, M) for all completion tokens: (k, N, T) float32."""
@@ -317,26 +317,26 @@ def completion_logprobs(model, rollout: Rollout, *, temperature: float,
     return tuple(score(model.base_model, rollout, micro_batch_tokens, head))
 
 def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None = None):
-    """Value before each completion token, (N, T), 0 on padding; float32 in autocast, too. critic: a
-    policy's body, and in critic.value the weights and the bias of a linear head."""
+    """Value before each completion token, (N, T), 0 on padding, float32: critic.value is a head."""
     head = lambda hidden, _: ((hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1])[None]
     return score(critic, rollout, micro_batch_tokens, head)[0]
 
 def reward_model(source: str, device: str):
     """(prompts, completions) -> scores of a classifier, in its tokenizer's chat template if any."""
-    tokenizer, *_ = inspect_model(source, judge=True)
-    judge = pipeline("text-classification", source, tokenizer=tokenizer, device=device,
-                     function_to_apply="none", model_kwargs={"use_safetensors": True})
+    tokenizer, context, _ = inspect_model(source, "--reward-model")
+    tokenizer.truncation_side, tokenizer.model_max_length = "left", context  # completions stay
+    classifier = pipeline("text-classification", source, tokenizer=tokenizer, device=device,
+                          function_to_apply="none", model_kwargs={"use_safetensors": True})
+    classifier.model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     template = tokenizer.chat_template  # it writes the special tokens itself
     def text(prompt, said):
         chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
         return tokenizer.apply_chat_template(chat, tokenize=False) if template else prompt + said
-    return lambda *texts: [one["score"] for one in judge(
+    return lambda *texts: [one["score"] for one in classifier(
         list(map(text, *texts)), batch_size=16, truncation=True, add_special_tokens=not template)]
 
 def tiny(task: Task, name: str = "tiny") -> Path:
-    """Folder (cached) of a built-in policy, a character a token, supervised on demonstrations that
-    are often wrong."""
+    """Folder (cached) of a built-in policy, a character a token, taught from bad demonstrations."""
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
     shape = transformers.AutoConfig.for_model(
         **TINY[name], vocab_size=len(words), hidden_size=128, intermediate_size=256, head_dim=16,
@@ -375,31 +375,31 @@ def tiny(task: Task, name: str = "tiny") -> Path:
         temporary.rename(folder)
     return folder
 
-def inspect_model(source, judge: bool = False) -> tuple:
-    """(tokenizer, context in tokens, active experts) of a policy or, a judge, of a reward model."""
+def inspect_model(source, flag: str = "--model") -> tuple:
+    """(tokenizer, context in tokens, whether it has experts); UserError for what cannot be used."""
+    judge = flag == "--reward-model"
     kind = "classifier with one output" if judge else "causal language model"
-    with expecting(f"--{'reward-' * judge}model {source}: expected a folder or name of a {kind}"):
+    with expecting(f"{flag} {source}: expected a folder or hub name of a {kind}"):
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         headers = [safetensors.safe_open(x, "pt") for x in Path(source).glob("*.safetensors")]
         causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported
         fits = "ForSequenceClassification" in str(config.architectures) and config.num_labels == 1
         need(fits if judge else causal & set(config.architectures or ()),
-             f"found {config.architectures or config.model_type} ({config.num_labels} labels)")
+             f"found {config.architectures or config.model_type}")
         need((tokenizer.pad_token if judge else tokenizer.eos_token) and len(tokenizer) > 1,
              f"found no {'padding' if judge else 'end'} token in its tokenizer")
         need(headers or not Path(source).is_dir(), "found no *.safetensors weights (pickles do not "
              "count: they can run code when they load)")
-    config = config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or 2**20
-    return tokenizer, context, getattr(config, "num_experts_per_tok", 0)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
+    return tokenizer, context, "expert" in config.to_json_string()
 
 def encode_prompt(tokenizer, text: str, system: str | None = None, args: str = "") -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template where it has one; its args: JSON."""
     if not tokenizer.chat_template:
         need(not (system or args), "--system, --chat-template-args: the model has no chat template")
         return tokenizer.encode(text)
-    chat = [{"role": r, "content": c} for r, c in (("system", system), ("user", text)) if c]
+    chat = [dict(role="system", content=system)] * bool(system) + [dict(role="user", content=text)]
     with expecting("--system, --chat-template-args (JSON): expected what the template takes"):
         return tokenizer.apply_chat_template(chat, tokenize=True, add_generation_prompt=True,
                                              return_dict=False, **json.loads(args or "{}"))

@@ -16,7 +16,6 @@ from rewards import UserError, need
 
 @dataclasses.dataclass
 class Config:
-    # The comments are the help texts, and the range at their end is checked.
     # --- what to run
     algo: str = "gspo"  # algorithm {ALGOS}
     model: str = "tiny"  # built in (tiny, tiny-moe), a folder, or a name on the hub
@@ -48,10 +47,10 @@ class Config:
     clip_high: float | None = None  # the ratio stays below 1 + clip_high; GSPO 4e-4 [0, inf)
     kl_coef: float | None = None  # weight of the KL to the reference; GRPO 0.04, else 0 [0, inf)
     ref_every: int = 0  # steps between refreshes of the reference; 0: never [0, inf)
+    routing_replay: bool = False  # train with the experts that pi_old chose (MoE)
     dynamic_sampling: bool | None = None  # refill groups that are all right or all wrong
     max_refills: int = 4  # further rollouts of a step for dynamic sampling [0, inf)
     overlong_cache: int | None = None  # punished tokens before the limit; DAPO a fifth [0, inf)
-    routing_replay: bool = False  # train with the experts that pi_old chose (MoE)
     overlong_filter: bool = False  # truncated completions leave the loss
     repetition_penalty: float = 0.0  # times the share of repeated 4-grams, off the reward [0, inf)
     entropy_coef: float = 0.0  # bonus per nat of the tokens' mean entropy [0, inf)
@@ -92,7 +91,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message.removeprefix("argument "))
 
 def parse_flags(arguments: list[str] | None) -> dict:
-    """The flags that were given, name -> value. The parser and its checks are Config's source."""
+    """The flags that were given, name -> value. Config's comments are help texts and ranges."""
     parser = Parser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group, rules, names = parser, {}, {"ALGOS": [*gspo.ALGOS], "TASKS": [*rewards.TASKS]}
@@ -180,7 +179,7 @@ def start(config: Config) -> types.SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
     need(("model" in reward.terms) == bool(config.reward_model),
-         f"--reward-model: expected with model in --reward, and only then; it is {config.reward}")
+         f"--reward {config.reward}: expected model in it with --reward-model, and only then")
     rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
@@ -197,8 +196,8 @@ def start(config: Config) -> types.SimpleNamespace:
     need(experts or not config.routing_replay, "--routing-replay: expected a mixture of experts")
     run = types.SimpleNamespace(
         config=config, algorithm=gspo.ALGOS[config.algo], reward=reward, tokenizer=tokenizer,
-        folder=folder, done=done, experts=experts, critic=None, writer=None, warned=set(),
-        seconds=collections.Counter(), stopped=False, bad=0, quiet=0)
+        folder=folder, done=done, moe=experts and not config.gradient_checkpointing, critic=None,
+        writer=None, warned=set(), seconds=collections.Counter(), stopped=False, bad=0, quiet=0)
     fit = functools.partial(fitting, config, tokenizer, context)
     if rows is None:
         prompts = (row for problem in rewards.problems(task, config.seed) for row in fit([problem]))
@@ -301,7 +300,7 @@ def collect(run, step: int) -> types.SimpleNamespace:
         drawn.append(sample(run, run.old_policy, prompts, f"{step} {attempt}", size,
                             config.temperature))
         judged = [one for _, found in drawn for one in found]
-        groups = torch.tensor([score.correct for _, _, score in judged]).view(-1, size)
+        groups = torch.tensor([x.correct for *_, x in judged], dtype=torch.float64).view(-1, size)
         alive = groups.amax(1) != groups.amin(1)  # by position: a prompt may come twice
         keep = (alive if config.dynamic_sampling else alive | True).nonzero().flatten()[:wanted]
         if len(keep) == wanted:
@@ -334,15 +333,16 @@ def freeze(run, batch) -> None:
     """Constants of a step, scored in the updates' micro-batches: the first ratio is exactly 1."""
     batch.old_logprobs = batch.rollout.sampler_logprobs.clone()
     batch.ref_logprobs, batch.values = (torch.zeros_like(batch.old_logprobs) for _ in range(2))
-    batch.experts = {}  # of each micro-batch
+    batch.experts = {}  # keys: the very tensors of batch.plan
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            with gspo.Routing() if run.experts else torch.no_grad() as batch.experts[rows]:
+            with gspo.Routing() if run.moe else torch.no_grad() as batch.experts[rows]:
                 batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
         if run.critic is not None:
             batch.values[rows] = run.values(run.critic, batch.rollout[rows])
+    need(not run.config.routing_replay or batch.experts[rows].experts, "--routing-replay: no MoE")
 
 def compare(run, batch) -> None:
     """Advantages (N,) or (N, T): how much better than its peers, or than the critic expected."""
@@ -458,9 +458,9 @@ def measure(run, batch, updates: list[dict]) -> dict:
     if run.critic is not None and batch.mask.sum() > 1:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
-    if any(batch.experts.values()):  # of completion tokens, which come last
+    if any(x and x.experts for x in batch.experts.values()):  # of completions: they come last
         alone = types.SimpleNamespace(**{**vars(run), "ref_policy": None, "critic": None})
-        freeze(alone, after := types.SimpleNamespace(**vars(batch)))
+        timed(run, "flips", freeze, alone, after := types.SimpleNamespace(**vars(batch)))
         flips = [(old.sort()[0] != new.sort()[0]).any(-1)[-int(samples.lengths[rows].sum()):]
                  for rows, routing in batch.experts.items()
                  for old, new in zip(routing.experts, after.experts[rows].experts)]

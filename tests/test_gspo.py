@@ -1785,3 +1785,33 @@ def test_algorithm_names_the_unit_of_its_losses_mean(name):
 def test_algorithm_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         gspo.ALGOS["gspo"].denom = "token"
+
+
+# ---------------------------------------------------------------------------------------------
+# routing replay
+# ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("topk", [torch.topk, torch.Tensor.topk])
+def test_routing_records_and_replays_the_indices_of_topk(topk):
+    """By hand: of (3, 1, 2) the two largest are 0 and 2; of (1, 3, 2) they would be 1 and 2, but 0
+    and 2 are chosen again, with the values of today, whose gradient flows."""
+    with gspo.Routing() as before:
+        first = topk(torch.tensor([[3.0, 1.0, 2.0]]), 2)
+    assert first.indices.tolist() == [[0, 2]] and before.experts[0] is first.indices
+    now = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
+    with gspo.Routing(before) as after:
+        again = topk(now, 2)
+        further = topk(now, 1)  # nothing recorded is left
+    assert again.indices.tolist() == [[0, 2]] and again.values.tolist() == [[1.0, 2.0]]
+    assert further.indices.tolist() == [[1]]
+    assert [x.tolist() for x in after.experts] == [[[0, 2]], [[1]]]
+    (again.values * torch.tensor([[5.0, 7.0]])).sum().backward()
+    assert now.grad.tolist() == [[5.0, 0.0, 7.0]]
+    assert topk(now, 1).indices.tolist() == [[1]] and len(after.experts) == 2  # outside
+
+
+def test_routing_leaves_other_calls_alone():
+    with gspo.Routing() as routing:
+        values, indices = torch.topk(torch.arange(8.0).view(1, 2, 4), 2)  # no tokens x experts
+        torch.sort(torch.arange(4.0))
+    assert indices.tolist() == [[[3, 2], [3, 2]]] and routing.experts == []

@@ -17,7 +17,7 @@ sys.path.insert(0, ROOT)
 
 import rewards
 
-VERIFY = rewards.VERIFIERS
+VERIFY = {name: f for name, f in rewards.VERIFIERS.items() if name != "model"}  # it reads no text
 
 
 def outcome(value):
@@ -1316,3 +1316,14 @@ def test_a_list_of_steps_is_weighted_and_its_last_entry_is_the_reward(tmp_path):
         reward = rewards.parse_reward(f"{tmp_path / 'steps.py'}:{name}")
         score, = reward.score(["6"], [{"answer": "6"}])
         assert score == (0.0, 0.0, {name: 0.0}, []) and reward.faults == 1
+
+
+def test_the_verifier_of_reward_models_needs_a_score():
+    """0 and a fault where nobody scored; the score itself, and its sigmoid as correctness, else."""
+    reward = rewards.parse_reward("model")
+    missing, = reward.score(["x"], [{"prompt": "", "answer": ""}])
+    assert missing.reward == 0 and reward.faults == 1 and "nan" in reward.fault
+    found = reward.score(["x", "y"], [{"answer": "", "reward_model": x} for x in (7.0, 9.0)])
+    assert [score.reward for score in found] == [7.0, 9.0]
+    assert [score.correct for score in found] == pytest.approx(
+        [1 / (1 + 2.718281828459045 ** -x) for x in (7, 9)], abs=1e-12)

@@ -397,6 +397,14 @@ def test_rows_and_joined_rollouts_keep_every_token():
     torch.testing.assert_close(joined[both.completion_mask], scored[scored != 0], atol=1e-5, rtol=0)
 
 
+def test_one_long_row_does_not_scatter_the_others():
+    """A row that fills the budget alone, and 23 of 10 tokens, ten of which fit in a part."""
+    lengths = torch.tensor([100] + [10] * 23)
+    out = R.Rollout(torch.ones(24, 1 + 100, dtype=torch.long), torch.ones(24, dtype=torch.long), lengths,
+                    torch.zeros(24, 100), torch.zeros(24, dtype=torch.bool))
+    assert [len(part) for part in R.micro_batches(out, 101)] == [1, 10, 10, 3]
+
+
 def test_micro_batches_are_whole_groups_by_length_under_the_budget():
     """Rows once each, sorted; no part over the budget but a row alone; and the same scores."""
     model = tiny()

@@ -1462,8 +1462,35 @@ def test_a_reward_model_scores_prompt_and_completion(reward, weights, judge, see
         expected = weights[0] * even + weights[1] * judged
         assert float(batch.rewards[i]) == pytest.approx(expected, abs=1e-4)
         assert score.correct == pytest.approx(
-            even if weights[0] else min(max(judged, 0), 1), abs=1e-4)
+            even if weights[0] else 1 / (1 + math.exp(-judged)), abs=1e-4)
     assert float(batch.rewards.std()) > 0
+
+
+def test_a_reward_model_alone_tells_groups_apart_beyond_1(judge, monkeypatch, tmp_path):
+    """Scores above 1 do not make every group all right: dynamic sampling keeps what differs."""
+    monkeypatch.setattr(rollout, "reward_model", lambda source, device: lambda prompts, texts: [
+        5.0 + text.count("2") + len(text) / 10 for text in texts])
+    result = good(tmp_path, "--model ./tiny --algo dapo --reward model --reward-model ./judge --steps 1")
+    row = metrics(result.folder)[0]
+    assert row["advantage_abs"] > 0 and row["dead_right"] < 1 and row["reward"] > 1
+    assert 0 < row["solved"] < 1
+
+
+def test_a_reward_model_does_not_read_padding(judge, home, tmp_path):
+    """Its scores in a batch are those of one row at a time, whatever pad token its config names;
+    what is too long loses its beginning."""
+    folder = tmp_path / "judge"
+    shutil.copytree(home / "judge", folder)
+    for pad in (2, None):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(
+            config | {"pad_token_id": pad, "max_position_embeddings": 24}))
+        score = rollout.reward_model(str(folder), "cpu")
+        prompts, completions = ["3+4=", "5*", "1+" * 10], ["7", "11111111", "12345"]
+        for alone, together in zip(map(lambda *pair: score(*[[x] for x in pair])[0], prompts,
+                                       completions), score(prompts, completions), strict=True):
+            assert alone == pytest.approx(together, abs=1e-5)
+        assert score(["1+" * 20], ["5#5"]) != score(["1+" * 20], ["5#6"])
 
 
 def test_a_reward_model_reads_its_own_chat_template(judge, home, tmp_path):
@@ -1497,6 +1524,24 @@ def test_expert_flips_are_a_share(flags, moe, tmp_path):
     flips = [row["expert_flips"] for row in metrics(result.folder)]
     assert all(0 <= share <= 1 for share in flips)
     assert max(flips) > 0  # the policy did move
+
+
+@pytest.mark.parametrize("flags, shape", [
+    ("--gradient-checkpointing", {}), ("--old-logprobs sampler", {}),
+    ("", dict(mlp_only_layers=[0, 1]))])  # a dense model with the config of a mixture
+def test_no_flips_where_no_experts_are_recorded(flags, shape, home, tmp_path):
+    folder = random_policy(tmp_path / "moe", transformers.Qwen3MoeConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, **shape, **SHAPE))
+    result = good(tmp_path, f"--model {folder} --reward pay.py:even --steps 1 {flags}")
+    assert "expert_flips" not in metrics(result.folder)[0]
+
+
+def test_a_replay_without_experts_ends(home, tmp_path):
+    """Its config is that of a mixture, but no layer is one."""
+    folder = random_policy(tmp_path / "moe", transformers.Qwen3MoeConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, mlp_only_layers=[0, 1], **SHAPE))
+    result = launch(tmp_path / "runs", f"--model {folder} --reward pay.py:even --routing-replay")
+    assert result.status == 2 and "--routing-replay" in result.err and result.err.count("\n") == 1
 
 
 def test_expert_flips_are_0_while_nothing_moves(moe, tmp_path):
@@ -1588,7 +1633,7 @@ def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
 
 
 @pytest.mark.parametrize("kind, more", [
-    ("gpt_oss", dict(num_local_experts=4)), ("deepseek_v3", dict(
+    ("gpt_oss", dict(num_local_experts=4)), ("granitemoe", dict(num_local_experts=4)), ("deepseek_v3", dict(
         n_routed_experts=8, n_group=2, topk_group=1, n_shared_experts=1, kv_lora_rank=8,
         q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
         first_k_dense_replace=1))])
