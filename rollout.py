@@ -386,7 +386,7 @@ def inspect_model(source, flag: str = "--model") -> tuple:
         causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported
         fits = "ForSequenceClassification" in str(config.architectures) and config.num_labels == 1
         need(fits if judge else causal & set(config.architectures or ()),
-             f"found {config.architectures or config.model_type}")
+             f"found {config.architectures or config.model_type} (num_labels {config.num_labels})")
         need((tokenizer.pad_token if judge else tokenizer.eos_token) and len(tokenizer) > 1,
              f"found no {'padding' if judge else 'end'} token in its tokenizer")
         need(headers or not Path(source).is_dir(), "found no *.safetensors weights (pickles do not "

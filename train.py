@@ -336,7 +336,7 @@ def freeze(run, batch) -> None:
     batch.experts = {}  # keys: the very tensors of batch.plan
     for rows in itertools.chain(*batch.plan):
         if run.config.old_logprobs == "trainer":
-            with gspo.Routing() if run.moe else torch.no_grad() as batch.experts[rows]:
+            with gspo.Routing() if run.moe else torch.no_grad() as batch.experts[rows]:  # or None
                 batch.old_logprobs[rows] = run.logprobs(run.policy, batch.rollout[rows])[0]
         if run.ref_policy is not None:
             batch.ref_logprobs[rows] = run.logprobs(run.ref_policy, batch.rollout[rows])[0]
