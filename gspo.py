@@ -230,9 +230,8 @@ def step_advantages(step_rewards, steps, group_size):
 
 def whiten(values, mask):
     """(x - mean) / (std + 1e-6) over all tokens of the mask, both (N, T); all equal: exactly 0."""
-    mask = mask.bool()
-    tokens = group_advantages(values[mask], max(int(mask.sum()), 1))  # one group of all tokens
-    return torch.zeros_like(values).masked_scatter(mask, tokens)
+    tokens = group_advantages(values[mask > 0], max(int(mask.sum()), 1))  # one group of all tokens
+    return torch.zeros_like(values).masked_scatter(mask > 0, tokens)
 
 def reinforce_plus_plus_advantages(rewards, mask, *, gamma=1.0):
     """REINFORCE++, arXiv 2501.03262: reward to go (GAE, lam 1, V 0), whitened. (N, T) -> (N, T)."""
@@ -263,9 +262,8 @@ def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.
     return mask * {"token": log_ratio, "completion": mean}[per].exp().clamp(max=cap)
 
 def drift(logprobs, old_logprobs, mask):
-    """How far two scorings (N, T) of the same completions are apart, a dict of 0-d tensors: kl (k3,
-    over tokens), std of the log-ratios of tokens and of sequences (means over their tokens), mean,
-    min and max of the ratio s_i of sequences, and the share of them outside GSPO's clip."""
+    """How far two scorings (N, T) of completions are apart, 0-d each: k3 over tokens, std of token
+    and of sequence log-ratios, mean, min and max of s_i, share of s_i outside GSPO's clip."""
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     tokens, sequences = log_ratio[mask], log_ratio.sum(1) / mask.sum(1).clamp(min=1)
     ratio = sequences.exp()

@@ -308,14 +308,14 @@ class Reward:
                 ends, parts = zip(*value) if type(value) in (list, tuple) else ((0,), (value,))
                 need(all(abs(part) < inf for part in parts), f"it returned {value}")
                 terms[name] = float(parts[-1] + 0.0)
+                mark = tanh(terms[name] / 2) / 2 + 0.5 if name == "model" else terms[name]
                 steps += [(int(end), weight * float(part)) for end, part in zip(ends[:-1], parts)]
             except (Exception, SystemExit) as error:
                 self.faults += 1
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
-                terms[name] = 0.0
+                mark = terms[name] = 0.0
             reward += weight * terms[name]
             if name not in ("format", "model") or self.terms.keys() <= {"format", "model"}:
-                mark = tanh(terms[name] / 2) / 2 + 0.5 if name == "model" else terms[name]
                 correct += weight * min(max(mark, 0.0), 1.0)
                 judges += weight
         return Score(reward, correct / judges, terms, steps)

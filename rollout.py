@@ -67,9 +67,8 @@ def attention(module, query, key, value, mask, scaling=None, **kwargs):
     return output.reshape(rows, heads, queries, -1).transpose(1, 2)
 
 class Packed:
-    """A layout: the distinct consecutive prompts of a rollout, and then its completions, in one
-    sequence without padding. Attention unpacks it; a completion sees its prompt and itself.
-    A prompt's last token counts as a completion's first, whose own last is never read."""
+    """A layout: the distinct consecutive prompts of a rollout, then its completions, one sequence
+    without padding. A prompt's last token is a completion's first, whose own last is never read."""
     def __init__(self, rollout: Rollout):
         width, before = rollout.prompt_width - 1, rollout.prompt_lengths[:, None] - 1
         at = torch.arange(before.max(), device=before.device)
@@ -113,10 +112,9 @@ class Packed:
         return torch.cat(outputs).index_select(0, self.places)[None], None
 
 AttentionInterface.register("slots", lambda m, *args, **kw: m.config.layout.attend(m, *args, **kw))
-# the architecture's mask, 0 or -inf, at a layout's pairs of query and key positions, (rows, tokens)
 AttentionMaskInterface.register("slots", lambda config, mask_function, **_: [torch.where(
     mask_function(0, 0, queries[:, None, :, None], keys[:, None, None, :]), 0.0, -torch.inf)
-    for queries, keys in config.layout.pairs])
+    for queries, keys in config.layout.pairs])  # positions (rows, tokens)
 
 @contextlib.contextmanager
 def exact(model, ours=True):
@@ -209,9 +207,8 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
              pad_id: int, generator: torch.Generator | None = None, max_slots: int | None = None,
              cache_gb: float | None = None) -> Rollout:
     """Sample group_size completions of each prompt (token ids); ValueError for what cannot be.
-    temperature 0 is greedy (log-probs recorded at 1); top_k 0 and top_p 1 are off. generator, a CPU
-    one, gives two numbers for each sample and step, and with them the completions, whatever
-    max_slots (rows at once) and cache_gb (memory of their keys and values; None: enough) say."""
+    temperature 0: greedy (log-probs of 1); top_k 0, top_p 1: off. generator (CPU) alone decides on
+    tokens, not max_slots (rows at once) or cache_gb (of their keys and values; None: enough)."""
     need(min(group_size, max_new_tokens, len(prompts), *map(len, prompts)) >= 1 and top_p <= 1
          and min(temperature, top_k) >= 0 < top_p, "generate needs prompts, group_size and "
          "max_new_tokens >= 1, temperature and top_k >= 0, 0 < top_p <= 1")
@@ -332,8 +329,14 @@ def reward_model(source: str, device: str):
     def text(prompt, said):
         chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
         return tokenizer.apply_chat_template(chat, tokenize=False) if template else prompt + said
-    return lambda *texts: [one["score"] for one in classifier(
-        list(map(text, *texts)), batch_size=16, truncation=True, add_special_tokens=not template)]
+    def score(prompts, completions):
+        texts = list(map(text, prompts, completions))
+        once = list(dict.fromkeys(texts))  # a batch's rounding would tell equal texts apart
+        found = classifier(once, batch_size=16, truncation=True, add_special_tokens=not template)
+        return list(map(dict(zip(once, (one["score"] for one in found))).get, texts))
+    with expecting(f"--reward-model {source}: expected a score, a number, of any text"):
+        need(abs(score(["1"], ["1"])[0]) < 1e30, "found none")
+    return score
 
 def tiny(task: Task, name: str = "tiny") -> Path:
     """Folder (cached) of a built-in policy, a character a token, taught from bad demonstrations."""

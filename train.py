@@ -140,12 +140,12 @@ def resolve(given: dict) -> Config:
             "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0,
             "dtype": "bfloat16" if config.device == "cuda" else "float32"}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
-    other = f"another --algo, {config.algo} has none"
+    other, refill = f"another --algo, {config.algo} has none", "--dynamic-sampling"
     for name, works, needs in (
             ("clip_low", "clip_low" in takes, other), ("clip_high", "clip_high" in takes, other),
             ("gamma", "gamma" in takes, other), ("advantage_scale", "scale" in takes, other),
             ("gae_lambda", "lam" in takes, other), ("critic_lr", algorithm.critic, other),
-            ("max_refills", config.dynamic_sampling, other), ("eval_data", config.data, "--data"),
+            ("max_refills", config.dynamic_sampling, refill), ("eval_data", config.data, "--data"),
             ("ref_every", config.kl_coef, "--kl-coef"), ("tis_level", config.tis_cap, "--tis-cap"),
             ("tis_cap", config.old_logprobs == "trainer", "--old-logprobs trainer"),
             ("routing_replay", config.old_logprobs == "trainer", "--old-logprobs trainer"),
@@ -155,7 +155,7 @@ def resolve(given: dict) -> Config:
             ("prompt_template", str(config.prompt_template).count("{prompt}") == 1, "one {prompt}"),
             ("device", getattr(torch, config.device).is_available(), "one that is here"),
             ("tensorboard", importlib.util.find_spec("tensorboard"), "pip install tensorboard")):
-        need(works or (name not in given if needs is other else not vars(config)[name]),
+        need(works or (name not in given if needs in (other, refill) else not vars(config)[name]),
              f"--{name.replace('_', '-')} {vars(config)[name]}: needs {needs}")
     return config
 
@@ -179,7 +179,7 @@ def start(config: Config) -> types.SimpleNamespace:
     """All that a run holds. What can be wrong with the input is found before weights load."""
     reward, task = rewards.parse_reward(config.reward), rewards.TASKS[config.task]
     need(("model" in reward.terms) == bool(config.reward_model),
-         f"--reward {config.reward}: expected model in it with --reward-model, and only then")
+         f"--reward {config.reward}: model in it and --reward-model need each other")
     rows, held_out = (rewards.read_rows(path, flag, reward) if path else None for path, flag in (
         (config.data, "--data"), (config.eval_data, "--eval-data")))
     names = (f"{config.algo}-{number}" for number in itertools.count(1))
@@ -264,8 +264,7 @@ def load_weights(run, source: str | Path) -> None:
 def options(function, config: Config, **more) -> dict:
     """What a function of gspo.py takes of the flags and more; what is None has its own default."""
     have = vars(config) | more
-    takes = inspect.signature(function).parameters
-    return {name: have[name] for name in takes if have.get(name) is not None}
+    return {n: have[n] for n in inspect.signature(function).parameters if have.get(n) is not None}
 
 def timed(run, phase: str, function, *args, **named):
     """The function's result; its seconds go to the metrics under the name of the phase."""

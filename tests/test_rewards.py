@@ -1322,7 +1322,7 @@ def test_the_verifier_of_reward_models_needs_a_score():
     """0 and a fault where nobody scored; the score itself, and its sigmoid as correctness, else."""
     reward = rewards.parse_reward("model")
     missing, = reward.score(["x"], [{"prompt": "", "answer": ""}])
-    assert missing.reward == 0 and reward.faults == 1 and "nan" in reward.fault
+    assert missing.reward == missing.correct == 0 and reward.faults == 1 and "nan" in reward.fault
     found = reward.score(["x", "y"], [{"answer": "", "reward_model": x} for x in (7.0, 9.0)])
     assert [score.reward for score in found] == [7.0, 9.0]
     assert [score.correct for score in found] == pytest.approx(

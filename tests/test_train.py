@@ -377,7 +377,7 @@ BAD_INPUT = {
     "critic-lr-without-critic": (f"{BASE} --critic-lr 1e-3", ["--critic-lr", "gspo"]),
     "lambda-0-without-critic": (f"{BASE} --gae-lambda 0", ["--gae-lambda", "gspo"]),
     "clip-0-without-clip": (f"{BASE} --algo reinforce --clip-low 0", ["--clip-low", "reinforce"]),
-    "refills-without-refilling": (f"{BASE} --max-refills 3", ["--max-refills", "gspo"]),
+    "refills-without-refilling": (f"{BASE} --max-refills 3", ["--max-refills", "--dynamic-sampling"]),
     "gamma-without-tokens": (f"{BASE} --gamma 0.9", ["--gamma", "gspo"]),
     "scale-of-rloo": (f"{BASE} --algo rloo --advantage-scale batch", ["--advantage-scale", "rloo"]),
     "tis-of-the-sampler": (f"{BASE} --old-logprobs sampler --tis-cap 2", ["--tis-cap", "--old-logprobs trainer"]),
@@ -1491,6 +1491,25 @@ def test_a_reward_model_does_not_read_padding(judge, home, tmp_path):
                                        completions), score(prompts, completions), strict=True):
             assert alone == pytest.approx(together, abs=1e-5)
         assert score(["1+" * 20], ["5#5"]) != score(["1+" * 20], ["5#6"])
+    many = score(["3+4="] * 40 + prompts, ["7"] * 40 + completions)
+    assert len(set(many[:40])) == 1 and len(many) == 43  # equal texts, in several batches
+
+
+@pytest.mark.parametrize("fault", ["nan", "template"])
+def test_a_reward_model_that_cannot_score_is_refused(fault, judge, home, tmp_path):
+    folder = tmp_path / "judge"
+    shutil.copytree(home / "judge", folder)
+    if fault == "nan":
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        torch.nn.init.constant_(model.score.weight, math.nan)
+        model.save_pretrained(folder)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = "{{ raise_exception('no roles') }}"
+        tokenizer.save_pretrained(folder)
+    result = launch(tmp_path / "runs", f"{BASE.split()[0]} ./tiny --reward model --reward-model {folder}")
+    assert result.status == 2 and result.err.count("\n") == 1 and "--reward-model" in result.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_reward_model_reads_its_own_chat_template(judge, home, tmp_path):
