@@ -191,7 +191,7 @@ def start(config: Config) -> types.SimpleNamespace:
     source = saved[-1] if saved else config.model
     if config.model in rollout.TINY:
         torch.set_num_threads(1)  # at this size two threads wait for each other
-        source = saved[-1] if saved else rollout.tiny(task, config.model)
+        source = source if saved else rollout.tiny(task, config.model)
     tokenizer, context, experts = rollout.inspect_model(source)
     need(experts or not config.routing_replay, "--routing-replay: expected a mixture of experts")
     run = types.SimpleNamespace(
@@ -435,7 +435,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
     """The row of metrics.jsonl: what a person may want to see of a step (README explains each)."""
     samples, groups, scores = batch.rollout, batch.groups, batch.scores
     lengths, finished = samples.lengths.float(), samples.lengths[~samples.truncated].float()
-    first, mask = torch.cat(batch.plan[0]), samples.completion_mask
+    first, mask, flips = torch.cat(batch.plan[0]), samples.completion_mask, []
     good = [one for one in updates if "bad_updates" not in one]
     row = {name: float(value) for name, value in {
         "reward": batch.rewards.mean(), "reward_std": batch.rewards.std(), "solved": groups.mean(),
@@ -457,12 +457,12 @@ def measure(run, batch, updates: list[dict]) -> dict:
     if run.critic is not None and batch.mask.sum() > 1:
         error, returns = (batch.returns - batch.values)[batch.mask], batch.returns[batch.mask]
         row["explained_variance"] = float(1 - error.var() / (returns.var() + 1e-8))
-    if any(x and x.experts for x in batch.experts.values()):  # of completions: they come last
-        alone = types.SimpleNamespace(**{**vars(run), "ref_policy": None, "critic": None})
-        timed(run, "flips", freeze, alone, after := types.SimpleNamespace(**vars(batch)))
-        flips = [(old.sort()[0] != new.sort()[0]).any(-1)[-int(samples.lengths[rows].sum()):]
-                 for rows, routing in batch.experts.items()
-                 for old, new in zip(routing.experts, after.experts[rows].experts)]
+    for rows, old in batch.experts.items() if run.moe else ():
+        with torch.no_grad(), gspo.Routing() as new:
+            timed(run, "flips", run.logprobs, run.policy, samples[rows])
+        flips += [(a.sort()[0] != b.sort()[0])[-int(samples.lengths[rows].sum()):].any(1)
+                  for a, b in zip(old.experts, new.experts)]  # completion tokens come last
+    if flips:
         row["expert_flips"] = float(torch.cat(flips).float().mean())
     row |= {name: round(value, 3) for name, value in run.seconds.items()}
     return row | {"tokens_per_second": round(float(lengths.sum()) / run.seconds.total(), 1)}

@@ -1599,28 +1599,37 @@ def test_routing_replay_uses_the_experts_of_pi_old(moe, monkeypatch, tmp_path):
     assert metrics(result.folder)[0]["expert_flips"] == pytest.approx(sum(flips) / len(flips))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
-def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
-    """Experts of the model before a change of its routers, against a scalar reading of what the
-    block should do: softmax over all experts, those of before chosen, renormalised where the model
-    does; and the router's gradient flows."""
+def mixture(kind, **shape):
+    """A random mixture of experts, 2 of them active, and what scores completions that it sampled:
+    score(recorded) -> (log-probs, the routing of now)."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        kind, vocab_size=18, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, num_experts_per_tok=2, eos_token_id=1,
-        bos_token_id=None, pad_token_id=0, moe_intermediate_size=16,
-        **{"num_local_experts" if kind == "mixtral" else "num_experts": 6})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(
+        kind, vocab_size=18, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=2, num_experts_per_tok=2, eos_token_id=1, pad_token_id=0,
+        moe_intermediate_size=16, **shape)).eval()
     samples = rollout.generate(model, [[3, 4], [5, 6, 7]], group_size=2, max_new_tokens=6, pad_id=0,
                                eos_ids=[1], generator=torch.Generator().manual_seed(0))
+
     def score(recorded=None):
         with gspo.Routing(recorded) as routing:
             return rollout.completion_logprobs(model, samples, temperature=1.0)[0], routing
 
     plain = rollout.completion_logprobs(model, samples, temperature=1.0)[0]
-    recorded, before = score()
-    assert torch.equal(recorded, plain) and len(before.experts) == 1
+    logprobs, before = score()
+    assert before.experts and torch.equal(logprobs, plain)  # recording changes nothing
     assert torch.equal(score(before)[0], plain)  # replayed before any change: the same bits
+    return model, score, before
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
+    """Experts of the model before a change of its routers, against a scalar reading of what the
+    block should do: softmax over all experts, those of before chosen, renormalised where the model
+    does; and the router's gradient flows."""
+    model, score, before = mixture(
+        kind, num_hidden_layers=1, bos_token_id=None,
+        **{"num_local_experts" if kind == "mixtral" else "num_experts": 6})
+    assert len(before.experts) == 1
     router = next(m for m in model.modules() if type(m).__name__.endswith("TopKRouter"))
     with torch.no_grad():
         router.weight += 0.3 * torch.randn_like(router.weight)
@@ -1658,21 +1667,7 @@ def test_replayed_experts_are_weighed_by_the_router_of_today(kind):
         first_k_dense_replace=1))])
 def test_other_routers_are_replayed_too(kind, more):
     """Two layers; after its weights moved, a model that is replayed takes the experts of before."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        kind, vocab_size=18, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2,
-        eos_token_id=1, pad_token_id=0, moe_intermediate_size=16, **more)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    samples = rollout.generate(model, [[3, 4], [5, 6, 7]], group_size=2, max_new_tokens=6, pad_id=0,
-                               eos_ids=[1], generator=torch.Generator().manual_seed(0))
-
-    def score(recorded=None):
-        with gspo.Routing(recorded) as routing:
-            return rollout.completion_logprobs(model, samples, temperature=1.0)[0], routing
-
-    plain, before = score()
-    assert before.experts and torch.equal(score(before)[0], plain)
+    model, score, before = mixture(kind, num_hidden_layers=2, head_dim=8, **more)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
