@@ -117,7 +117,7 @@ AttentionMaskInterface.register("slots", lambda config, mask_function, **_: [tor
     for queries, keys in config.layout.pairs])  # positions (rows, tokens)
 
 @contextlib.contextmanager
-def exact(model, ours=True):
+def exact(model, ours=True, few_rows=False):
     """Dropout off, and our attention where keys and values are all the state and it fits in."""
     config = model.config
     need(not config.is_encoder_decoder, f"{config.model_type} is an encoder-decoder")
@@ -127,6 +127,10 @@ def exact(model, ours=True):
         for m in model.modules():
             undo.callback(setattr, m, "training", m.training)
             m.training = getattr(m, "gradient_checkpointing", False) & torch.is_grad_enabled()
+            if few_rows and isinstance(m, torch.nn.Linear) and m.weight.dtype == torch.float32:
+                # a CPU multiplies 4 to 32 rows twice as fast by a weight that lies transposed
+                undo.callback(lambda w: setattr(w, "data", w.data.contiguous()), m.weight)
+                m.weight.data = m.weight.data.t().contiguous().t()
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         undo.callback(vars(config).pop, "layout", None)
         if ours and model._supports_attention_backend:
@@ -183,6 +187,7 @@ class Slots:
         key, value = [kept[:len(key), :, :masks[0].shape[3]] for kept in memory]
         return attention(module, query, key, value, *masks, **kwargs).contiguous(), None
 
+    @torch.inference_mode()
     def decode_one_token(self, rows: int, span: int):
         """Sample one token in the first rows, all at positions below span; no host sync."""
         token, position, step, index, alive = self.state[:rows].unbind(1)
@@ -223,7 +228,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
     bucket, stride = (256, 8) if page.is_cuda else (32, 1)
-    with exact(model), tqdm(total=total, desc="sampling", disable=None, leave=False) as bar:
+    with exact(model, few_rows=True), tqdm(total=total, desc="sampling", disable=None, leave=False) as bar:
         memory, owner = [ids[:, None]], list(range(total))
         if model.config._attn_implementation == "slots":
             layout.run(model.base_model)
