@@ -10,7 +10,7 @@ Losses: xxx_loss(logprobs, old_logprobs, advantages, mask, *, ..., denom=None) -
                   micro-batches add up to one batch; None: those of this batch
     metrics       0-d, add up over micro-batches; clip_fraction: where the clipped branch is active
 `weight` is each unit's share of the mean. A loss can be copied alone; padding may hold anything."""
-import dataclasses, functools, typing
+import functools, typing
 
 import torch
 
@@ -244,13 +244,11 @@ def gae_advantages(rewards, values, mask, *, gamma=1.0, lam=0.95, bootstrap=None
     mask = mask.bool()
     values = torch.where(mask, values, 0.0)
     advantages = torch.where(mask, rewards, 0.0)
-    next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap
-    next_advantage = torch.zeros_like(next_value)
+    ahead = torch.zeros_like(values[:, 0]) if bootstrap is None else gamma * bootstrap
     for t in reversed(range(mask.shape[1])):
-        advantage = advantages[:, t] + gamma * (next_value + lam * next_advantage) - values[:, t]
-        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
-        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantage = advantages[:, t] + ahead - values[:, t]
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+        ahead = torch.where(mask[:, t], gamma * (values[:, t] + lam * advantage), ahead)
     return advantages, advantages + values
 
 def truncated_importance_weights(old_logprobs, sampler_logprobs, mask, *, cap=2.0, per="token"):
@@ -288,8 +286,7 @@ class Routing(torch.overrides.TorchFunctionMode):
             self.experts.append(result[1])
         return result
 
-@dataclasses.dataclass(frozen=True)
-class Algorithm:
+class Algorithm(typing.NamedTuple):
     """All that defines an algorithm. The numbers of its paper are its loss's defaults."""
     loss: typing.Callable
     advantages: typing.Callable = group_advantages  # of rewards (N,), or (N, T) with a mask

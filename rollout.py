@@ -4,7 +4,7 @@
 
 Attention is ours, over a layout: Slots to sample, Packed to score, a prompt read once. Models with
 more state than keys and values read all text again for each token: slow, but right."""
-import argparse, contextlib, copy, dataclasses, hashlib, itertools, json, os, random, sys
+import argparse, contextlib, copy, hashlib, itertools, json, os, random, sys, typing, warnings
 from pathlib import Path
 
 import safetensors, tokenizers, torch, transformers
@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, pipeline
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
 from rewards import Task, expecting, need, parse_reward, printable, problems
 
 WARM_STEPS, WARM_ROWS, WARM_LR = 560, 24, 3e-3  # supervised learning of the built-in policies
+PACE = {"cuda": (256, 8, 32)}  # sampling: multiple of tokens, steps between looks, multiple of rows
 TINY = {"tiny": {"model_type": "qwen3", "num_hidden_layers": 2}, "tiny-moe": {
     "model_type": "qwen3_moe", "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 64, "norm_topk_prob": True}}
 
-@dataclasses.dataclass
-class Rollout:
+class Rollout(typing.NamedTuple):
     """N completions; those of one prompt, a group, are contiguous.
     |<-------- S: prompt_width --------->|<-------------- T ------------->|
     pad pad pad  p   p   p   p   p   p   p   c   c   c   c  eos  pad pad pad
@@ -41,7 +40,7 @@ class Rollout:
         self.completions).cumsum(1) <= self.lengths[:, None])
 
     def __getitem__(self, rows) -> "Rollout":  # a list, slice or LongTensor; S and T stay
-        return Rollout(*(getattr(self, f.name)[rows] for f in dataclasses.fields(self)))
+        return Rollout(*(column[rows] for column in self))
 
     @staticmethod
     def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":  # padded to the widest S and T
@@ -91,8 +90,7 @@ class Packed:
         body.config.layout, self.memory = self, []
         hidden = body(self.ids, position_ids=self.positions, use_cache=False,
                       attention_mask=torch.ones_like(self.ids)).last_hidden_state
-        need(len(self.memory) == 2 * body.config.num_hidden_layers,
-             f"{body.config.model_type}: expected one attention in each layer")
+        need(len(self.memory) == 2 * body.config.num_hidden_layers, "expects one attention a layer")
         return hidden[0, self.start:]
 
     def attend(self, module, query, key, value, masks, **kwargs):
@@ -128,9 +126,8 @@ def exact(model, ours=True, few_rows=False):
             undo.callback(setattr, m, "training", m.training)
             m.training = getattr(m, "gradient_checkpointing", False) & torch.is_grad_enabled()
             if few_rows and isinstance(m, torch.nn.Linear) and m.weight.dtype == torch.float32:
-                # a CPU multiplies 4 to 32 rows twice as fast by a weight that lies transposed
                 undo.callback(lambda w: setattr(w, "data", w.data.contiguous()), m.weight)
-                m.weight.data = m.weight.data.t().contiguous().t()
+                m.weight.data = m.weight.data.t().contiguous().t()  # a CPU is faster so
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         undo.callback(vars(config).pop, "layout", None)
         if ours and model._supports_attention_backend:
@@ -206,6 +203,16 @@ class Slots:
         self.state[:rows, 1:3] += alive[:, None]  # position and step
         alive *= (chosen[:, None] != self.eos_ids).all(1) & (step < self.tokens.shape[1] - 1)
 
+def capture(step, shape: tuple):
+    """step, which has run at this shape, as a CUDA graph; step itself where it cannot be one."""
+    graph = torch.cuda.CUDAGraph()
+    with contextlib.suppress(RuntimeError):  # a capture that breaks off leaves its stream behind
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            step(*shape)
+        return lambda *shape: graph.replay()
+    warnings.warn("a step of this model cannot be captured as a CUDA graph: it samples slower")
+    return step
+
 @torch.no_grad()
 def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens: int,
              temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, eos_ids: list[int],
@@ -227,8 +234,8 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     layout = Packed(Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0))
     # a row and a column more than there will be: dead slots write there
     page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
-    bucket, stride = (256, 8) if page.is_cuda else (32, 1)
-    with exact(model, few_rows=True), tqdm(total=total, desc="sampling", disable=None, leave=False) as bar:
+    bucket, stride, few = PACE.get(page.device.type, (32, 1, 1))
+    with exact(model, few_rows=True), tqdm(None, "sampling", total, False, disable=None) as bar:
         memory, owner = [ids[:, None]], list(range(total))
         if model.config._attn_implementation == "slots":
             layout.run(model.base_model)
@@ -237,7 +244,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
         rows = max(1, min(total, max_slots or total, int((cache_gb or 1e9) / row_gb)))
         slots = Slots(model, rows, width, memory, page[:, longest:], list(eos_ids), generator,
                       (temperature, top_k, top_p))
-        holes, waiting = list(range(rows)), list(range(total))
+        holes, waiting, graphs = list(range(rows)), list(range(total)), {}
         while rows:
             if holes:
                 new, waiting = waiting[:len(holes)], waiting[len(holes):]
@@ -246,18 +253,20 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                 last = sorted(set(range(rows - len(holes), rows)) - set(holes))
                 rows -= len(holes)
                 slots.fill(holes[:len(last)], slots.memory, last, slots.state[last])
+                slots.state[rows:] = 0  # they may be stepped along
             if rows:
                 span = int(slots.state[:rows, 1].max()) + stride
-                span = min(width, span + -span % bucket)
+                shape = min(len(slots.state), rows + -rows % few), min(width, span + -span % bucket)
                 for _ in range(stride):
-                    slots.decode_one_token(rows, span)
+                    graphs.get(shape, slots.decode_one_token)(*shape)
+                    if few > 1 and shape not in graphs:  # the shapes before it seldom return
+                        graphs = {shape: capture(slots.decode_one_token, shape)}
                 holes = (slots.state[:rows, 4] == 0).nonzero()[:, 0].tolist()
                 bar.update(len(holes))
     ends = torch.isin(page[:total, longest:-1], slots.eos_ids)
-    truncated = ~ends.any(1)
-    lengths = torch.where(truncated, max_new_tokens, ends.int().argmax(1) + 1)
+    lengths = torch.where(ends.any(1), ends.int().argmax(1) + 1, max_new_tokens)
     return Rollout(page[:total, :longest + lengths.max()], sizes, lengths,
-                   slots.logprobs[:total, :lengths.max()], truncated)
+                   slots.logprobs[:total, :lengths.max()], ~ends.any(1))
 
 def sampler_copy(policy, dtype: torch.dtype):
     """A frozen copy in dtype, as sampler or reference; load_state_dict refreshes it in place."""
@@ -276,8 +285,7 @@ def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[torc
         for row, more in zip(group.tolist(), cost.tolist()):
             tokens += more
             if batches[-1] and tokens > (micro_batch_tokens or tokens):
-                batches.append([])
-                tokens = more
+                batches, tokens = [*batches, []], more
             batches[-1].append(row)
     return [torch.tensor(sorted(batch)) for batch in batches]
 
@@ -296,8 +304,7 @@ def score(body, rollout: Rollout, micro_batch_tokens: int | None, head) -> torch
                 row, step = mask.nonzero(as_tuple=True)
                 hidden = hidden[row, part.prompt_lengths[row] - 1 + step]
             values = head(hidden, part.completions[mask])
-            blank = torch.zeros(len(values), *mask.shape, device=mask.device)
-            scores.append(blank.masked_scatter(mask, values))
+            scores.append(values.new_zeros(len(values), *mask.shape).masked_scatter(mask, values))
     return torch.cat(scores, 1)[:, torch.cat(batches).argsort()]
 
 def completion_logprobs(model, rollout: Rollout, *, temperature: float,
@@ -391,14 +398,13 @@ def inspect_model(source, flag: str = "--model") -> tuple:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         headers = [safetensors.safe_open(x, "pt") for x in Path(source).glob("*.safetensors")]
-        causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())  # names: nothing is imported
+        names = {*transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
         fits = "ForSequenceClassification" in str(config.architectures) and config.num_labels == 1
-        need(fits if judge else causal & set(config.architectures or ()),
+        need(fits if judge else names & set(config.architectures or ()),
              f"found {config.architectures or config.model_type} (num_labels {config.num_labels})")
         need((tokenizer.pad_token if judge else tokenizer.eos_token) and len(tokenizer) > 1,
              f"found no {'padding' if judge else 'end'} token in its tokenizer")
-        need(headers or not Path(source).is_dir(), "found no *.safetensors weights (pickles do not "
-             "count: they can run code when they load)")
+        need(headers or not Path(source).is_dir(), "no *.safetensors (pickles can run code)")
     context = getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
     return tokenizer, context, "expert" in config.to_json_string()
 

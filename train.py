@@ -8,8 +8,7 @@ import argparse, bisect, collections, copy, dataclasses, difflib, functools, has
 import inspect, itertools, json, math, os, random, re, shlex, shutil, signal, sys, time, types
 from pathlib import Path
 
-import safetensors, torch, transformers
-from safetensors.torch import load_file, save_file
+import safetensors.torch, torch, transformers
 
 import gspo, rewards, rollout
 from rewards import UserError, need
@@ -100,7 +99,7 @@ def parse_flags(arguments: list[str] | None) -> dict:
             group = parser.add_argument_group(line.split("# --- ")[1])
         if found := re.match(r"    (\w+): (\w+).*? = (.+?)  # (.+?)(?: \{([\w, ]+)\})?$", line):
             name, kind, default, text, choices = found.groups()
-            rules[name] = re.search(r"([\[(])(\S+), (\S+)([\])])$", text)
+            rules[name] = re.search(r"([\[(])(\S+), (\S+)[\])]$", text)
             text += "" if default == "None" else f"; default {default}"
             options = {"choices": names.get(choices) or choices.split(", ")} if choices else {
                 "action": argparse.BooleanOptionalAction} if kind == "bool" else {
@@ -110,8 +109,7 @@ def parse_flags(arguments: list[str] | None) -> dict:
     for name, value in given.items():
         if rule := rules[name]:
             low, high = float(rule[2]), float(rule[3])
-            edge = (value == low and rule[1] == "[") or (value == high and rule[4] == "]")
-            need(low < value < high or edge,
+            need(low <= value <= high and value < math.inf and (value > low or rule[1] == "["),
                  f"--{name.replace('_', '-')} {value}: expected a number in {rule[0]}")
     return given
 
@@ -136,8 +134,8 @@ def resolve(given: dict) -> Config:
             "critic_lr": 10 * lr if algorithm.critic else None,
             "completions_per_update": next(k for k in range(-(-n // 4), n + 1) if n % k == 0),
             "kl_coef": takes["kl_coef"].default if "kl_coef" in takes else 0.0,
-            "max_new_tokens": limit, "dynamic_sampling": algorithm.dynamic_sampling,
-            "overlong_cache": limit // 5 if algorithm.overlong_shaping else 0,
+            "max_new_tokens": limit, "overlong_cache": algorithm.overlong_shaping * limit // 5,
+            "dynamic_sampling": algorithm.dynamic_sampling,
             "dtype": "bfloat16" if config.device == "cuda" else "float32"}.items():
         setattr(config, name, value if getattr(config, name) is None else getattr(config, name))
     other, refill = f"another --algo, {config.algo} has none", "--dynamic-sampling"
@@ -255,10 +253,10 @@ def load_weights(run, source: str | Path) -> None:
     run.state = {name: run.optimizer.state[w] for name, w in named.items()}  # filled in by AdamW
     run.state["weights"] = {name: w.data for name, w in named.items() if name[:7] != "policy."}
     if run.done:
-        for key, tensor in load_file(source / "trainer" / "state.safetensors").items():
+        for key, saved in safetensors.torch.load_file(source / "trainer/state.safetensors").items():
             part, name = key.split()
             held = run.state[part] if part in named or name in named else {}  # else: of no use now
-            held.setdefault(name, tensor.to(config.device)).copy_(tensor)
+            held.setdefault(name, saved.to(config.device)).copy_(saved)
 
 # ---- the phases of a step
 def options(function, config: Config, **more) -> dict:
@@ -270,18 +268,16 @@ def timed(run, phase: str, function, *args, **named):
     """The function's result; its seconds go to the metrics under the name of the phase."""
     begun = time.perf_counter()
     result = function(*args, **named)
-    if run.config.device == "cuda":
-        torch.cuda.synchronize()
+    getattr(torch, run.config.device).synchronize()
     run.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
     return result
 
 def sample(run, model, prompts: list[dict], seed: str, size: int, temperature: float) -> tuple:
     """A Rollout and (text, row, Score) of each completion; the same seed text gives the same."""
     number = int(hashlib.sha256(f"{run.config.seed} {seed}".encode()).hexdigest()[:15], 16)
-    samples = timed(run, "sample", rollout.generate, **options(
+    samples = timed(run, "sample", rollout.generate, **run.ends, **options(
         rollout.generate, run.config, model=model, prompts=[row["ids"] for row in prompts],
-        group_size=size, temperature=temperature, **run.ends,
-        generator=torch.Generator().manual_seed(number)))
+        group_size=size, temperature=temperature, generator=torch.Generator().manual_seed(number)))
     rows = [row for row in prompts for _ in range(size)]
     pairs = zip(samples.completions.tolist(), samples.lengths.tolist())
     texts = [run.tokenizer.decode(ids[:n], skip_special_tokens=True) for ids, n in pairs]
@@ -307,8 +303,7 @@ def collect(run, step: int) -> types.SimpleNamespace:
     else:
         warn(run, "refills", f"step {step}: {len(keep)} of {wanted} groups are neither all right "
              f"nor all wrong, after {len(groups)} prompts (--max-refills {config.max_refills})")
-    keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
-    keep = (keep[:, None] * size + torch.arange(size)).flatten()
+    keep = torch.arange(len(judged)).view(-1, size)[keep if len(keep) else [0]].flatten()
     samples = rollout.Rollout.cat([samples for samples, _ in drawn], run.ends["pad_id"])[keep]
     batch = types.SimpleNamespace(rollout=samples, groups=groups, step=step)
     batch.texts, batch.rows, batch.scores = zip(*[judged[i] for i in keep])
@@ -322,9 +317,8 @@ def collect(run, step: int) -> types.SimpleNamespace:
     order = torch.arange(len(keep)).view(-1, size)
     shuffled = random.Random(f"{config.seed} {step}").sample(range(len(order)), len(order))
     # optimiser steps, of whole groups where they divide; each a list of micro-batches of rows
-    batch.plan = [
-        [rows[part] for part in rollout.micro_batches(samples[rows], config.micro_batch_tokens)]
-        for rows in order[shuffled].flatten().split(config.completions_per_update)]
+    batch.plan = [[rows[i] for i in rollout.micro_batches(samples[rows], config.micro_batch_tokens)]
+                  for rows in order[shuffled].flatten().split(config.completions_per_update)]
     return batch
 
 @torch.no_grad()
@@ -401,10 +395,9 @@ def update(run, batch, micro_batches: list) -> dict:
         with gspo.Routing(batch.experts[rows]) if config.routing_replay else torch.enable_grad():
             logprobs, entropy = run.logprobs(run.policy, batch.rollout[rows])
         new = batch.new_logprobs[rows] = logprobs.detach()
-        given = options(
-            algorithm.loss, config, logprobs=logprobs, old_logprobs=batch.old_logprobs[rows],
-            advantages=advantages, mask=mask, denom=denom, per=algorithm.denom,
-            max_completion_length=config.max_new_tokens)
+        given = options(algorithm.loss, config, logprobs=logprobs, advantages=advantages, mask=mask,
+                        old_logprobs=batch.old_logprobs[rows], denom=denom, per=algorithm.denom,
+                        max_completion_length=config.max_new_tokens)
         loss, metrics = algorithm.loss(**given)
         metrics["entropy"] = (entropy * mask).sum() / tokens
         loss = loss - config.entropy_coef * metrics["entropy"]
@@ -447,8 +440,7 @@ def measure(run, batch, updates: list[dict]) -> dict:
         "advantage_abs": batch.advantages.abs().sum() / mask[:, :batch.advantages[0].numel()].sum(),
         "bad_updates": len(updates) - len(good), "verifier_faults": run.reward.faults,
         "memory_gb": torch.cuda.max_memory_allocated() / 1e9}.items()}
-    for name in scores[0].terms:
-        row[f"reward/{name}"] = sum(score.terms[name] for score in scores) / len(scores)
+    row |= {f"reward/{n}": sum(x.terms[n] for x in scores) / len(scores) for n in scores[0].terms}
     row |= {name: sum(one[name] for one in good) / len(good) for name in (good or [{}])[0]}
     for prefix, *pair in (("policy", batch.new_logprobs, batch.old_logprobs, mask), (
             "sampler", batch.first_logprobs[first], samples.sampler_logprobs[first], mask[first])):
@@ -520,8 +512,8 @@ def save(run, step: int) -> Path:
     run.policy.save_pretrained(temporary)
     run.tokenizer.save_pretrained(temporary)
     (temporary / "trainer").mkdir()
-    save_file({f"{part} {name}": tensor for part, tensors in run.state.items()
-               for name, tensor in tensors.items()}, temporary / "trainer" / "state.safetensors")
+    safetensors.torch.save_file({f"{part} {x}": w for part, held in run.state.items()
+                                 for x, w in held.items()}, temporary / "trainer/state.safetensors")
     os.sync()  # the files and the rows so far are on the disk before the name is there
     temporary.rename(final)
     for old in checkpoints(run.folder)[:-run.config.keep]:

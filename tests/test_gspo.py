@@ -1759,7 +1759,7 @@ KINDS = {  # of rewards [1, 0, 0, 4] in groups of two: by hand
 def test_algorithms_are_those_of_the_papers():
     table = {}
     for name, row in gspo.ALGOS.items():
-        has = {flag for flag, value in vars(row).items() if value is True}
+        has = {flag for flag, value in row._asdict().items() if value is True}
         takes = inspect.signature(row.advantages).parameters
         kind = getattr(row.advantages, "__name__", "partial")
         if not {"mask", "steps"} & takes.keys():
@@ -1783,7 +1783,7 @@ def test_algorithm_names_the_unit_of_its_losses_mean(name):
 
 
 def test_algorithm_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         gspo.ALGOS["gspo"].denom = "token"
 
 

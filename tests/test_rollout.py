@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -131,7 +132,7 @@ def test_encoder_decoders_are_refused_in_one_sentence():
 def test_a_model_with_two_attentions_in_a_layer_is_refused():
     """diffllama says that it takes any attention, and calls it twice for each layer."""
     CONFIGS["diffllama"] = {}
-    with pytest.raises(ValueError, match="one attention in each layer"):
+    with pytest.raises(ValueError, match="expects one attention a layer"):
         sampled(tiny("diffllama"))
 
 
@@ -285,7 +286,7 @@ def test_progress_counts_up_to_all(monkeypatch):
     bars = []
 
     class Bar(contextlib.nullcontext):
-        def __init__(self, total, **options):
+        def __init__(self, iterable, name, total, *options, **more):
             super().__init__(self)
             self.total, self.n = total, 0
             bars.append(self)
@@ -346,14 +347,37 @@ def test_the_model_is_left_as_it_was_and_its_dropout_stays_out():
     before = model.config.to_dict()
     assert torch.equal(sampled(model).tokens, quiet.tokens)
     assert torch.equal(R.completion_logprobs(model, quiet, temperature=1.0)[0], expected)
-    broken = quiet[[0]]
-    broken.tokens = broken.tokens + 1000
+    broken = quiet[[0]]._replace(tokens=quiet.tokens[:1] + 1000)
     for wrong in (lambda: R.completion_logprobs(model, broken, temperature=1.0),
                   lambda: sampled(model, [[1000]])):
         with pytest.raises(IndexError):
             wrong()
     assert [module.training for module in model.modules()] == modes
     assert model.config.to_dict() == before and model.config._attn_implementation == "eager"
+
+
+def test_weights_that_lay_transposed_come_back(monkeypatch):
+    """They do while rows are sampled, also those that the embedding shares; after it, and after an
+    error, they lie as they were, in every bit."""
+    model = tiny(tie_word_embeddings=True)
+    linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    before = [(weight.data.clone(), weight.stride()) for weight in linear]
+    seen, step = [], R.Slots.decode_one_token
+
+    def look(slots, *shape):
+        seen.extend(weight.stride() for weight in linear)
+        if len(seen) > 200:
+            raise RuntimeError("stopped")
+        step(slots, *shape)
+
+    monkeypatch.setattr(R.Slots, "decode_one_token", look)
+    sampled(model, max_new_tokens=2)
+    assert seen and all(first == 1 for first, _ in seen)
+    with pytest.raises(RuntimeError, match="stopped"):
+        sampled(model)
+    for weight, (data, stride) in zip(linear, before):
+        assert torch.equal(weight, data) and weight.stride() == stride
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def test_a_decode_step_never_waits_for_the_device():
@@ -369,6 +393,87 @@ def test_a_decode_step_never_waits_for_the_device():
     assert slots.state.shape == (6, 5)
     with pytest.raises((RuntimeError, NotImplementedError)):
         slots.state.max().item()
+
+
+class Tape(TorchDispatchMode):
+    """Stands in for a CUDA graph where there is no GPU. What runs in its context is noted, and what
+    was there before stays as it was; replay does it again, in the same memory, whatever that holds
+    by then. As in a capture, no value can be read."""
+    replays = 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.own = [], set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function.__name__.split(".")[0] in ("item", "_local_scalar_dense", "nonzero"):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        if function._schema.is_mutable:
+            self.calls.append((function, args, kwargs, []))
+            if args[0].untyped_storage().data_ptr() in self.own:
+                function(*args, **kwargs)
+            return args[0]
+        result = function(*args, **kwargs)
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        results = [one for one in (result if isinstance(result, (tuple, list)) else [result])
+                   if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in given]
+        if results:  # else a view
+            self.calls.append((function, args, kwargs, results))
+            self.own |= {one.untyped_storage().data_ptr() for one in results}
+        return result
+
+    def replay(self):
+        Tape.replays += 1
+        with torch.inference_mode():
+            for function, args, kwargs, results in self.calls:
+                again = function(*args, **kwargs)
+                for one, new in zip(results, again if isinstance(again, (tuple, list)) else [again]):
+                    one.copy_(new)
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """The pace of a GPU, and tapes for graphs."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", lambda tape: tape)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setitem(R.PACE, "cpu", (2, 3, 4))
+    monkeypatch.setattr(Tape, "replays", 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3",
+                                  "gpt_oss", "falcon", "mamba"])
+@pytest.mark.parametrize("options", [{}, dict(max_slots=5, temperature=0.7, top_k=9, top_p=0.9),
+                                     dict(temperature=0.0, eos_ids=[])], ids=str)
+def test_captured_steps_sample_what_eager_ones_do(kind, options, taped, monkeypatch):
+    """A step captured at one time, replayed on what the slots hold later, dead slots among them."""
+    model, shapes, step = tiny(kind), [], R.Slots.decode_one_token
+    monkeypatch.setattr(R.Slots, "decode_one_token",
+                        lambda slots, *shape: shapes.append(shape) or step(slots, *shape))
+    out = sampled(model, **options)
+    assert all(rows % 4 == 0 or rows == 5 for rows, _ in shapes) and len(shapes) < 2 * Tape.replays
+    assert shapes[::2] == shapes[1::2]  # each shape once in earnest, then once on the tape
+    replays = Tape.replays
+    monkeypatch.delitem(R.PACE, "cpu")
+    same = sampled(model, **options)
+    assert torch.equal(out.tokens, same.tokens) and Tape.replays == replays
+    assert torch.equal(out.lengths, same.lengths) and torch.equal(out.truncated, same.truncated)
+    torch.testing.assert_close(out.sampler_logprobs, same.sampler_logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_step_that_cannot_be_captured_runs_as_it_is(taped):
+    """A model that reads a value: one warning, and the completions that it had."""
+    model = tiny()
+    expected = sampled(model)
+    assert Tape.replays
+    Tape.replays = 0
+    model.lm_head.register_forward_pre_hook(lambda module, given: print(end="" * given[0].argmax()))
+    with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph") as warned:
+        warnings.simplefilter("default")
+        out = sampled(model)
+    assert not Tape.replays and len(warned) == 1 and torch.equal(out.tokens, expected.tokens)
 
 
 # ---- rollouts
@@ -605,3 +710,18 @@ def test_on_a_gpu_a_bf16_sampler_and_the_scorer_agree():
     assert gap.abs().mean() < 0.02 and math.isfinite(gap.sum().item())
     last = out.completions.gather(1, out.lengths[:, None] - 1)[:, 0]
     assert torch.equal(last == 2, ~out.truncated)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", [{}, dict(max_slots=40, temperature=0.7, top_p=0.9)], ids=str)
+def test_on_a_gpu_captured_steps_sample_what_eager_ones_do(options, monkeypatch):
+    """No warning: graphs there are. Rounding may differ where rows do, and with it a few tokens."""
+    model, options = tiny(attention="sdpa").cuda(), dict(group_size=32, max_new_tokens=100) | options
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = sampled(model, **options)
+    monkeypatch.setattr(R, "capture", lambda step, shape: step)
+    same = sampled(model, **options)
+    width = min(out.completions.shape[1], same.completions.shape[1])
+    equal = (out.completions[:, :width] == same.completions[:, :width]).all(1)
+    assert equal.float().mean() > 0.98

@@ -256,7 +256,7 @@ def spied(monkeypatch, algorithm, field, *options):
     """The calls of a function that a row of ALGOS names."""
     row = gspo.ALGOS[algorithm]
     calls = Calls(getattr(row, field), *options)
-    monkeypatch.setitem(gspo.ALGOS, algorithm, dataclasses.replace(row, **{field: calls.stand_in}))
+    monkeypatch.setitem(gspo.ALGOS, algorithm, row._replace(**{field: calls.stand_in}))
     return calls
 
 
@@ -834,7 +834,7 @@ def forked(arguments, log, die_at, limit):
         return call
 
     for module, name in ((os, "sync"), (os, "rename"), (os, "unlink"), (os, "rmdir"),
-                         (os, "mkdir"), (train, "save_file"), (json, "dumps")):
+                         (os, "mkdir"), (train.safetensors.torch, "save_file"), (json, "dumps")):
         setattr(module, name, mortal(getattr(module, name)))
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -1281,7 +1281,7 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step(monkeypatch):
     calls = Calls(gspo.step_advantages)
     run = SimpleNamespace(
         tokenizer=Pieces(), config=train.Config(group_size=2, dynamic_sampling=False),
-        algorithm=dataclasses.replace(gspo.ALGOS["gspo-token"], advantages=calls.stand_in))
+        algorithm=gspo.ALGOS["gspo-token"]._replace(advantages=calls.stand_in))
     train.compare(run, batch)
     (per_token, steps, size), _, _ = calls[0]
     assert per_token.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]] and size == 2
@@ -1361,7 +1361,7 @@ def test_an_entropy_bonus_raises_the_entropy(losses, tmp_path):
 def test_where_the_kl_goes_and_what_the_advantages_take_are_two_things(algorithm, kl, monkeypatch,
                                                                          tmp_path):
     """A fork may move a KL from the reward to the loss."""
-    row = dataclasses.replace(gspo.ALGOS[algorithm], kl=kl)
+    row = gspo.ALGOS[algorithm]._replace(kl=kl)
     monkeypatch.setitem(gspo.ALGOS, algorithm, row)
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.1 --steps 1")
 
