@@ -4,7 +4,10 @@
     python tests/bench_rollout.py --models 3m,80m,80m-151k --rows 64,256 --repeats 5
 
 The same model, prompts and lengths for all: lengths are forced, from a seeded long-tailed draw.
-Contestants take turns, and the ratios are medians over the turns. On a GPU: --models qwen3-0.6b.
+Contestants take turns, and the ratios are medians over the turns. On a GPU, after the default line:
+
+    python tests/bench_rollout.py --models qwen3-0.6b,qwen3-1.7b,qwen3-4b --rows 64,256,512 \
+        --longest 1024 --only sampling,decoding,scoring
 """
 import argparse
 import contextlib
@@ -97,8 +100,8 @@ class Forced(StoppingCriteria):
 
 @contextlib.contextmanager
 def forced(lengths, steps):
-    """So does ours; the rows of each of its steps are appended to steps."""
-    one = R.Slots.decode_one_token
+    """So does ours; the rows of each of its steps, replayed or not, are appended to steps."""
+    one, capture = R.Slots.decode_one_token, R.capture
 
     def step(slots, live, span):
         one(slots, live, span)
@@ -106,9 +109,14 @@ def forced(lengths, steps):
         state[:, 4] *= state[:, 2] < lengths[state[:, 3]]
         steps.append(live)
 
-    R.Slots.decode_one_token = step
+    def captured(step, shape):
+        replay = capture(step, shape)
+        steps.pop()  # a capture computes nothing
+        return replay if replay is step else lambda *shape: steps.append(shape[0]) or replay(*shape)
+
+    R.Slots.decode_one_token, R.capture = step, captured
     yield
-    R.Slots.decode_one_token = one
+    R.Slots.decode_one_token, R.capture = one, capture
 
 
 def sampling(name, rows, kind, longest, repeats, batch):
@@ -141,7 +149,7 @@ def sampling(name, rows, kind, longest, repeats, batch):
                     pass
 
     contestants = {"ours": ours, "generate": theirs, "static": lambda: theirs(
-        cache_implementation="static", disable_compile=True)}
+        cache_implementation="static", disable_compile=model.device.type == "cpu")}
     if batch:
         contestants["batch"] = continuous
     times = turns(model.device, contestants, repeats)
@@ -151,6 +159,41 @@ def sampling(name, rows, kind, longest, repeats, batch):
           f"| {ratio(times, 'static', 'generate')} | {ratio(times, 'batch', 'generate')} "
           f"| {sum(steps) / lengths.sum():.2f} | {rows * lengths.max() / lengths.sum():.2f} |",
           flush=True)
+
+
+def decoding(name, rows, context, repeats):
+    """One step of rows that all have so much context, beside the time it takes to read the weights
+    and the keys and values once, at the speed of a copy."""
+    model = build(name)
+    config, device = model.config, model.device
+    spot, other = torch.zeros(2, 2**28 if device.type == "cuda" else 2**26, device=device)
+    copy = statistics.median(turns(device, {"copy": lambda: other.copy_(spot)}, 5)["copy"])
+    shape = (1, config.num_key_value_heads, 1, config.head_dim)
+    memory = [torch.zeros(shape, dtype=model.dtype, device=device)] * 2 * config.num_hidden_layers
+    tokens = torch.zeros(rows + 1, 2, dtype=torch.long, device=device)
+    with torch.no_grad(), R.exact(model, few_rows=True):
+        slots = R.Slots(model, rows, context, memory, tokens, [],
+                        torch.Generator().manual_seed(0), (1.0, 0, 1.0))
+        start = torch.zeros_like(slots.state)
+        start[:, 1], start[:, 3], start[:, 4] = context - 1, torch.arange(rows), 1
+        slots.state.copy_(start)
+        slots.decode_one_token(rows, context)
+        step = slots.decode_one_token
+        if device.type == "cuda":
+            step = R.capture(step, (rows, context))
+        steps = 20 if device.type == "cuda" else 2
+
+        def work():
+            for _ in range(steps):
+                slots.state.copy_(start)
+                step(rows, context)
+
+        spent = statistics.median(turns(device, {"step": work}, repeats)["step"]) / steps
+    read = sum(p.nbytes for p in model.parameters()) + sum(m.nbytes for m in slots.memory)
+    floor = read * copy / (2 * spot.nbytes)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
+    print(f"| {name} | {rows} | {context} | {1e3 * spent:.2f} | {1e3 * floor:.2f} "
+          f"| **{floor / spent:.0%}** | {peak:.1f} |", flush=True)
 
 
 def drawing(rows, repeats):
@@ -263,7 +306,7 @@ def main():
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest completion")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch", action="store_true", help="generate_batch takes part (slow)")
-    parser.add_argument("--only", default="sampling,draw,scoring,memory,step")
+    parser.add_argument("--only", default="sampling,draw,scoring,memory,step", help="and decoding")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     models, parts = args.models.split(","), args.only.split(",")
@@ -277,6 +320,12 @@ def main():
             for rows in map(int, args.rows.split(",")):
                 for kind in ("log-normal", "geometric"):
                     sampling(name, rows, kind, args.longest, args.repeats, args.batch)
+    if "decoding" in parts:
+        print("\n| model | rows | context | a step, ms | weights, keys and values read once, ms | share "
+              "| peak memory, GB |\n" + "|---" * 7 + "|")
+        for name in models:
+            for rows in map(int, args.rows.split(",")):
+                decoding(name, rows, 1024, args.repeats)
     if "draw" in parts:
         print("\n| rows of 151,936 logits | ours, ms | softmax + multinomial, ms | times as fast |\n"
               + "|---" * 4 + "|")
