@@ -80,8 +80,7 @@ class Packed:
         self.valid = at < sizes, mask[:, :rollout.lengths.max()]
         self.places = torch.cat([valid.flatten() for valid in self.valid]).nonzero()[:, 0]
         queries = before + torch.arange(self.valid[1].shape[1], device=at.device)
-        # a prompt's padding is put far ahead, where causality hides it
-        keys = torch.cat([torch.where(at < before, at, 2**30), queries], dim=1)
+        keys = torch.cat([torch.where(at < before, at, 2**30), queries], dim=1)  # far ahead: hidden
         self.pairs = (at[None], at[None]), (queries, keys)
         self.positions = torch.cat([self.valid[0].nonzero()[:, 1], queries[self.valid[1]]])[None]
 
@@ -125,8 +124,8 @@ def exact(model, ours=True, few_rows=False):
         for m in model.modules():
             undo.callback(setattr, m, "training", m.training)
             m.training = getattr(m, "gradient_checkpointing", False) & torch.is_grad_enabled()
-            if few_rows and isinstance(m, torch.nn.Linear) and m.weight.dtype == torch.float32:
-                undo.callback(lambda w: setattr(w, "data", w.data.contiguous()), m.weight)
+            if few_rows and type(m) is torch.nn.Linear and m.weight.type() == "torch.FloatTensor":
+                undo.callback(setattr, m.weight, "data", m.weight.data)
                 m.weight.data = m.weight.data.t().contiguous().t()  # a CPU is faster so
         undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
         undo.callback(vars(config).pop, "layout", None)
@@ -204,14 +203,17 @@ class Slots:
         alive *= (chosen[:, None] != self.eos_ids).all(1) & (step < self.tokens.shape[1] - 1)
 
 def capture(step, shape: tuple):
-    """step, which has run at this shape, as a CUDA graph; step itself where it cannot be one."""
+    """step, which has run at this shape, as a CUDA graph; None where it cannot be one."""
     graph = torch.cuda.CUDAGraph()
-    with contextlib.suppress(RuntimeError):  # a capture that breaks off leaves its stream behind
+    try:  # the outer stream: a capture that breaks off leaves its own behind
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
+            torch.cuda.set_sync_debug_mode("error")  # in time: where CUDA objects, memory is lost
             step(*shape)
         return lambda *shape: graph.replay()
-    warnings.warn("a step of this model cannot be captured as a CUDA graph: it samples slower")
-    return step
+    except RuntimeError as error:
+        warnings.warn(f"sampling without CUDA graphs: {error}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 @torch.no_grad()
 def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens: int,
@@ -221,9 +223,8 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     """Sample group_size completions of each prompt (token ids); ValueError for what cannot be.
     temperature 0: greedy (log-probs of 1); top_k 0, top_p 1: off. generator (CPU) alone decides on
     tokens, not max_slots (rows at once) or cache_gb (of their keys and values; None: enough)."""
-    need(min(group_size, max_new_tokens, len(prompts), *map(len, prompts)) >= 1 and top_p <= 1
-         and min(temperature, top_k) >= 0 < top_p, "generate needs prompts, group_size and "
-         "max_new_tokens >= 1, temperature and top_k >= 0, 0 < top_p <= 1")
+    need(min(group_size, max_new_tokens, *map(len, [prompts, *prompts])) >= 1 and 0 < top_p <= 1
+         and temperature >= 0 <= top_k, "expected counts >= 1, temperature >= 0, 0 < top_p <= 1")
     prompts = [torch.tensor(p, device=model.device) for p in prompts for _ in range(group_size)]
     sizes = torch.tensor([len(prompt) for prompt in prompts], device=model.device)
     longest, total, zeros = int(sizes.max()), len(prompts), torch.zeros_like(sizes)
@@ -232,8 +233,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
     state = torch.stack([page[:, -1], sizes - 1, zeros, (zeros + 1).cumsum(0) - 1, zeros + 1], 1)
     # a token more: a layout leaves out the last ones of prompts
     layout = Packed(Rollout(F.pad(page, (0, 1)), sizes + 1, zeros, page[:, :0], zeros > 0))
-    # a row and a column more than there will be: dead slots write there
-    page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)
+    page = F.pad(page, (0, max_new_tokens + 1, 0, 1), value=pad_id)  # dead slots write to the rest
     bucket, stride, few = PACE.get(page.device.type, (32, 1, 1))
     with exact(model, few_rows=True), tqdm(None, "sampling", total, False, disable=None) as bar:
         memory, owner = [ids[:, None]], list(range(total))
@@ -244,7 +244,7 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
         rows = max(1, min(total, max_slots or total, int((cache_gb or 1e9) / row_gb)))
         slots = Slots(model, rows, width, memory, page[:, longest:], list(eos_ids), generator,
                       (temperature, top_k, top_p))
-        holes, waiting, graphs = list(range(rows)), list(range(total)), {}
+        holes, waiting, graphs, span = list(range(rows)), list(range(total)), {}, 0
         while rows:
             if holes:
                 new, waiting = waiting[:len(holes)], waiting[len(holes):]
@@ -255,12 +255,12 @@ def generate(model, prompts: list[list[int]], *, group_size: int, max_new_tokens
                 slots.fill(holes[:len(last)], slots.memory, last, slots.state[last])
                 slots.state[rows:] = 0  # they may be stepped along
             if rows:
-                span = int(slots.state[:rows, 1].max()) + stride
+                span = max(span * bool(waiting), int(slots.state[:rows, 1].max()) + stride)
                 shape = min(len(slots.state), rows + -rows % few), min(width, span + -span % bucket)
                 for _ in range(stride):
-                    graphs.get(shape, slots.decode_one_token)(*shape)
-                    if few > 1 and shape not in graphs:  # the shapes before it seldom return
-                        graphs = {shape: capture(slots.decode_one_token, shape)}
+                    (graphs.get(shape) or slots.decode_one_token)(*shape)
+                    if few > 1 and shape not in graphs:  # the memory of the one before it is free
+                        graphs = graphs.clear() or {shape: capture(slots.decode_one_token, shape)}
                 holes = (slots.state[:rows, 4] == 0).nonzero()[:, 0].tolist()
                 bar.update(len(holes))
     ends = torch.isin(page[:total, longest:-1], slots.eos_ids)

@@ -110,9 +110,10 @@ def forced(lengths, steps):
         steps.append(live)
 
     def captured(step, shape):
+        before = len(steps)
         replay = capture(step, shape)
-        steps.pop()  # a capture computes nothing
-        return replay if replay is step else lambda *shape: steps.append(shape[0]) or replay(*shape)
+        del steps[before:]  # a capture computes nothing
+        return replay and (lambda *shape: steps.append(shape[0]) or replay(*shape))
 
     R.Slots.decode_one_token, R.capture = step, captured
     yield
@@ -178,10 +179,11 @@ def decoding(name, rows, context, repeats):
         start[:, 1], start[:, 3], start[:, 4] = context - 1, torch.arange(rows), 1
         slots.state.copy_(start)
         slots.decode_one_token(rows, context)
-        step = slots.decode_one_token
+        step, steps, bytes_copied = slots.decode_one_token, 2, 2 * spot.nbytes
         if device.type == "cuda":
-            step = R.capture(step, (rows, context))
-        steps = 20 if device.type == "cuda" else 2
+            del spot, other
+            torch.cuda.reset_peak_memory_stats()
+            step, steps = R.capture(step, (rows, context)), 20  # None: it cannot be captured
 
         def work():
             for _ in range(steps):
@@ -190,7 +192,7 @@ def decoding(name, rows, context, repeats):
 
         spent = statistics.median(turns(device, {"step": work}, repeats)["step"]) / steps
     read = sum(p.nbytes for p in model.parameters()) + sum(m.nbytes for m in slots.memory)
-    floor = read * copy / (2 * spot.nbytes)
+    floor = read * copy / bytes_copied
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else float("nan")
     print(f"| {name} | {rows} | {context} | {1e3 * spent:.2f} | {1e3 * floor:.2f} "
           f"| **{floor / spent:.0%}** | {peak:.1f} |", flush=True)

@@ -702,7 +702,7 @@ RESUMED = {
     "grpo": ("--algo grpo --kl-coef 0.1 --ref-every 2", 3),
     "ppo": ("--algo ppo --kl-coef 0.1", 2),
     "dapo": ("--algo dapo --reward pay.py:by_prompt --max-refills 1", 2),
-    "stale": ("--stale-steps 2", 1),
+    "stale": ("--stale-steps 2", 3),
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
     "data": ("--data rows.jsonl", 2),
     "moe": ("MOE --algo grpo --routing-replay", 1),
