@@ -136,25 +136,25 @@ def exact(model, ours=True, few_rows=False):
 def sample(logits: torch.Tensor, uniform: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0):
     """Tokens (rows,) of logits (rows, V), and their log-probs (rows,) in the distribution they were
     drawn from: exact inverse-CDF draws by uniform (rows, 2), of a block by its mass, then in it."""
-    rows, size = logits.shape
+    rows, V = logits.shape
     logits = logits.float() if temperature in (0, 1) else logits.float() / temperature
     if temperature == 0:
         token = logits.argmax(-1, keepdim=True)
         return token[:, 0], logits.log_softmax(-1).gather(1, token)[:, 0]
-    if 0 < top_k < size:
+    if 0 < top_k < V:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1:
         probs, index = logits.softmax(-1).sort(descending=True)
         beyond = probs.cumsum(-1) - probs >= top_p  # the likeliest token always stays
         logits = logits.masked_fill(beyond.gather(1, index.argsort()), -torch.inf)
-    block, peak = min(256, size), logits.amax(-1, keepdim=True)
-    mass = F.pad(logits - peak, (0, -size % block), value=-torch.inf).exp_().view(rows, -1, block)
+    block, peak = min(256, V), logits.amax(-1, keepdim=True)
+    mass = F.pad(logits, (0, -V % block), value=-torch.inf).sub_(peak).exp_().view(rows, -1, block)
     blocks = mass.sum(-1).cumsum(-1)
     chosen = torch.searchsorted(blocks, uniform[:, :1] * blocks[:, -1:], right=True)
     chosen.clamp_(max=blocks.shape[1] - 1)
     inside = mass.gather(1, chosen[..., None].expand(-1, -1, block))[:, 0].cumsum(-1)
     offset = torch.searchsorted(inside, uniform[:, 1:] * inside[:, -1:], right=True)
-    token = (chosen * block + offset).clamp_(max=size - 1)
+    token = (chosen * block + offset).clamp_(max=V - 1)
     return token[:, 0], (logits.gather(1, token) - peak - blocks[:, -1:].log())[:, 0]
 
 class Slots:
