@@ -4,7 +4,7 @@
     python tests/bench_rollout.py --models 3m,80m,80m-151k --rows 64,256 --repeats 5
 
 The same model, prompts and lengths for all: lengths are forced, from a seeded long-tailed draw.
-Contestants take turns, and the ratios are medians over the turns. On a GPU, after the default line:
+Contestants take turns, and the ratios are medians over the turns. On a GPU:
 
     python tests/bench_rollout.py --models qwen3-0.6b,qwen3-1.7b,qwen3-4b --rows 64,256,512 \
         --longest 1024 --only sampling,decoding,scoring
