@@ -54,6 +54,9 @@ class Rollout(typing.NamedTuple):
     lengths: Tensor  # (N,) completion tokens, the first end token included
     sampler_logprobs: Tensor  # (N, T) float32, 0 on padding
     truncated: Tensor  # (N,) no end token within max_new_tokens
+    # (N, S + T, C) what the sampler's routers chose as it read the token at a position of the row,
+    # counted from its first token that is no padding; see Recorder; None: not recorded
+    experts: Tensor | None = None
 
     @property
     def prompt_width(self) -> int:
@@ -70,11 +73,11 @@ class Rollout(typing.NamedTuple):
         return steps < self.lengths[:, None]
 
     def to(self, device) -> "Rollout":
-        return Rollout(*[column.to(device) for column in self])
+        return Rollout(*[column if column is None else column.to(device) for column in self])
 
     def __getitem__(self, rows) -> "Rollout":
         """Some rows, by a list, slice or LongTensor; S and T stay."""
-        return Rollout(*[column[rows] for column in self])
+        return Rollout(*[column if column is None else column[rows] for column in self])
 
     @staticmethod
     def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":
@@ -89,9 +92,16 @@ class Rollout(typing.NamedTuple):
                 rollout._replace(
                     tokens=F.pad(rollout.tokens, (left, right), value=pad_id),
                     sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, right)),
+                    experts=padded_experts(rollout.experts, left + right),
                 )
             )
-        return Rollout(*[torch.cat(columns) for columns in zip(*padded)])
+        columns = [None if column[0] is None else torch.cat(column) for column in zip(*padded)]
+        return Rollout(*columns)
+
+
+def padded_experts(experts: Tensor | None, more: int) -> Tensor | None:
+    """(N, W, C) -> (N, W + more, C): positions count from the left, so that all room is behind."""
+    return None if experts is None else F.pad(experts, (0, 0, 0, more))
 
 
 # ---- how our attention gets in
@@ -260,9 +270,12 @@ class Recomputed:
         self.forward = layer.forward
 
     def __call__(self, *args, **kwargs):
-        return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+        routing = ROUTING.get()
+        done = 0 if routing is None else len(routing.choices)
+        return checkpoint(self.run, routing, done, *args, use_reentrant=False, **kwargs)
 
-    def run(self, *args, **kwargs):
+    def run(self, routing, done, *args, **kwargs):
+        """routing: of the forward pass; done: choices before this layer's."""
         with (
             dropout_off(self.layer),
             experts_by(self.configs, "grouped_in_autocast"),
@@ -270,6 +283,8 @@ class Recomputed:
         ):
             if self.layout is not None:
                 stack.enter_context(our_attention(self.configs, self.layout))
+            if routing is not None and ROUTING.get() is not routing:  # it was left: backward pass
+                stack.enter_context(routing.once_more(done))
             return self.forward(*args, **kwargs)
 
 
@@ -490,6 +505,7 @@ class Choice(typing.NamedTuple):
     experts: Tensor  # (tokens, k) indices
     among: int  # how many it could choose from
     predicting: Tensor | None  # the rows that predict completion tokens; None: all
+    sampler: Tensor | None = None  # (tokens, k) what was taken instead, by SamplerRouting
 
 
 class Routing(torch.overrides.TorchFunctionMode):
@@ -504,7 +520,7 @@ class Routing(torch.overrides.TorchFunctionMode):
         super().__init__()
         self.choices: list[Choice] = []
         self.predicting: Tensor | None = None  # of the forward pass under way
-        self.to_replay = iter(recorded.choices if recorded else [])
+        self.to_replay = recorded.choices if recorded else []
 
     def __enter__(self):
         self.token = ROUTING.set(self)
@@ -514,18 +530,40 @@ class Routing(torch.overrides.TorchFunctionMode):
         ROUTING.reset(self.token)
         return super().__exit__(*error)
 
+    def enter(self, module, inputs):
+        self.__enter__()
+
+    def leave(self, module, inputs, output):
+        self.__exit__(None, None, None)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
         if function not in (torch.topk, torch.Tensor.topk) or result[1].dim() != 2:
             return result
         if ROUTING.get() is not self:  # a pass that is no part of what is recorded
             return result
-        again = next(self.to_replay, None)
-        if again is not None:
-            scores = args[0].gather(-1, again.experts)
-            result = torch.return_types.topk((scores, again.experts))
-        self.choices.append(Choice(result[1], args[0].shape[-1], self.predicting))
-        return result
+        taken = self.taken(result[1], args[0].shape[-1])
+        if taken is result[1]:
+            return result
+        return torch.return_types.topk((args[0].gather(-1, taken), taken))
+
+    def taken(self, own: Tensor, among: int) -> Tensor:
+        """What a router gets in place of its own choice (tokens, k), and what is kept of it."""
+        if len(self.choices) < len(self.to_replay):
+            own = self.to_replay[len(self.choices)].experts
+        self.choices.append(Choice(own, among, self.predicting))
+        return own
+
+    def reads(self, predicting: Tensor, sampled: Tensor | None):
+        """A forward pass begins; predicting: the tokens that predict completion tokens; sampled
+        (tokens, C): what the sampler's routers chose for all its tokens, where it is known."""
+        self.predicting = predicting
+
+    def once_more(self, done: int) -> "Routing":
+        """A context that does again what this one did after its first `done` choices."""
+        again = copy.copy(self)
+        again.choices = self.choices[:done]
+        return again
 
     @property
     def experts(self) -> list[Tensor]:
@@ -538,18 +576,51 @@ class Routing(torch.overrides.TorchFunctionMode):
 
     def flips(self, later: "Routing") -> Tensor:
         """Whether other experts were chosen later, for each layer and completion token."""
-        flipped = []
-        for old, new in zip(self.expert_choices(), later.expert_choices()):
-            differ = (old.experts.sort()[0] != new.experts.sort()[0]).any(1)
-            flipped.append(differ if old.predicting is None else differ[old.predicting])
-        return torch.cat(flipped)
+        pairs = zip(self.expert_choices(), later.expert_choices())
+        return torch.cat([flipped(old, new.experts) for old, new in pairs])
 
 
-def will_predict(tokens: Tensor):
-    """Tells a Routing which tokens of the forward pass to come predict completion tokens."""
+def flipped(choice: Choice, other: Tensor) -> Tensor:
+    """Whether its set of experts is another than (tokens, k), for each completion token."""
+    differ = (choice.experts.sort()[0] != other.sort()[0]).any(1)
+    return differ if choice.predicting is None else differ[choice.predicting]
+
+
+class SamplerRouting(Routing):
+    """Rollout Routing Replay, R3 (arXiv 2510.11370): the sampler's experts are taken again.
+
+    What it chose comes with the rollout that is scored, `Rollout.experts`. As in Megatron-LM's
+    RouterReplay, which verl (router_replay mode R3) and SkyRL use, the indices alone are replayed:
+    the router of now weighs them, and its gradient flows.
+
+    choices: what its routers would have chosen, each on top of the sampler's experts below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.sampled: Tensor | None = None  # (tokens, C) of the forward pass under way
+        self.begun = 0  # choices before it
+
+    def reads(self, predicting: Tensor, sampled: Tensor | None):
+        need(sampled is not None, "expected a rollout with the experts that its sampler chose")
+        self.predicting, self.sampled, self.begun = predicting, sampled, len(self.choices)
+
+    def taken(self, own: Tensor, among: int) -> Tensor:
+        column = sum(choice.experts.shape[1] for choice in self.choices[self.begun :])
+        sampler = self.sampled[:, column : column + own.shape[1]]
+        need(sampler.shape == own.shape, "expected the routers that the sampler has")
+        self.choices.append(Choice(own, among, self.predicting, sampler))
+        return sampler.long()
+
+    def sampler_flips(self) -> Tensor:
+        """Whether the sampler chose other experts, for each layer and completion token."""
+        return torch.cat([flipped(one, one.sampler) for one in self.expert_choices()])
+
+
+def will_read(predicting: Tensor, sampled: Tensor | None = None):
+    """Tells a Routing, where there is one, of the forward pass to come; see Routing.reads."""
     routing = ROUTING.get()
     if routing is not None:
-        routing.predicting = tokens
+        routing.reads(predicting, sampled)
 
 
 # ---- scoring
@@ -584,6 +655,7 @@ class Packed:
     group_sizes: list[int]  # completions of each prompt
     pairs: list  # positions of queries and keys, for both blocks
     calls: int  # of attend, one a layer
+    experts: Tensor | None = None  # (M, C) that the sampler chose for these tokens
 
     def __init__(self, prompts, prompt_sizes, group_sizes, completions, completion_sizes):
         """prompts (P, S): tokens to read, right-aligned; prompt_sizes (P,): how many of them.
@@ -621,11 +693,25 @@ class Packed:
         last = rollout.prompt_width - 1
         longest = int(rollout.lengths.max())
         read = rollout.tokens[:, last : last + longest]
-        return Packed(prompts, sizes, group_sizes, read, rollout.lengths)
+        packed = Packed(prompts, sizes, group_sizes, read, rollout.lengths)
+        if rollout.experts is not None:
+            packed.experts = rollout.experts[packed.rows(), packed.positions[0]]
+        return packed
+
+    def rows(self) -> Tensor:
+        """(M,) the completion that a token is of; of prompts the first of their group."""
+        (_, prompt_width), (_, width) = self.shapes
+        groups = torch.tensor(self.group_sizes, device=self.ids.device)
+        first_rows = groups.cumsum(0) - groups
+        in_prompts, in_completions = self.places[: self.first], self.places[self.first :]
+        in_completions = in_completions - self.shapes[0].numel()
+        owners = first_rows[in_prompts // max(prompt_width, 1)]
+        return torch.cat([owners, in_completions // width])
 
     def run(self, body) -> Tensor:
         """Hidden states (tokens, H) that predict the completion tokens, row by row."""
-        will_predict(torch.arange(self.first, self.ids.shape[1], device=self.ids.device))
+        predicting = torch.arange(self.first, self.ids.shape[1], device=self.ids.device)
+        will_read(predicting, self.experts)
         with our_attention(configs_of(body), self), recomputed_layers(body, self):
             output = body(
                 self.ids,
@@ -719,7 +805,7 @@ def padded_states(body, rollout: Rollout) -> Tensor:
     ids = pad_sequence(texts, batch_first=True)
     row, step = rollout.completion_mask.nonzero(as_tuple=True)
     position = rollout.prompt_lengths[row] - 1 + step  # of the token before
-    will_predict(row * ids.shape[1] + position)
+    will_read(row * ids.shape[1] + position)
     with recomputed_layers(body, layout=None):
         hidden = body(ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
     return hidden[row, position]
@@ -779,12 +865,20 @@ SOUND = 1e-3  # nats by which float32 log-probs may differ; rounding makes 1e-5
 
 
 @torch.no_grad()
-def check_scorer(model, prompts: list[list[int]], *, pad_id: int, max_new_tokens: int = 8):
+def check_scorer(
+    model,
+    prompts: list[list[int]],
+    *,
+    pad_id: int,
+    max_new_tokens: int = 8,
+    record_experts: bool = False,
+):
     """Refuses a model that we would sample or score otherwise than its own forward pass does.
 
     Samples a few tokens, and compares three log-probs of them: the sampler's, the scorer's, and
     those of the whole model over each text alone.
     model: with float32 weights. prompts: a few short ones, of different lengths.
+    record_experts: as `generate` will be asked to.
     Raises UserError where one of ten tokens differs by more than SOUND, or any of a model without
     experts: where two experts are nearly tied, rounding chooses."""
     name = model.config.model_type
@@ -797,6 +891,7 @@ def check_scorer(model, prompts: list[list[int]], *, pad_id: int, max_new_tokens
             eos_ids=[],
             pad_id=pad_id,
             generator=torch.Generator().manual_seed(0),
+            record_experts=record_experts,
         )
         scored, _ = completion_logprobs(model, samples, temperature=1.0)
         with dropout_off(model):
@@ -889,6 +984,7 @@ class Page:
     uniforms: Tensor  # (N + 1, T + 1, 2): what a sample draws depends on its index and step alone
     prompts: Tensor  # (N, S), padded on the left
     prompt_sizes: Tensor  # (N,)
+    recorder: "Recorder | None" = None  # of experts, where asked
 
     def __init__(self, prompts, group_size, max_new_tokens, pad_id, generator, device, share):
         rows = [
@@ -918,12 +1014,16 @@ class Page:
         ended = ends.any(1)
         lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1])
         longest = lengths.max()
+        experts = None
+        if self.recorder is not None:
+            experts = self.recorder.of_samples(self.prompts.shape[1] + longest)
         return Rollout(
             tokens=torch.cat([self.prompts, tokens[:, :longest]], dim=1),
             prompt_lengths=self.prompt_sizes,
             lengths=lengths,
             sampler_logprobs=self.logprobs[:-1, :longest],
             truncated=~ended,
+            experts=experts,
         )
 
 
@@ -945,6 +1045,62 @@ class ReadPrompts(Packed):
 
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self.keys + self.values)
+
+
+class Recorder:
+    """Writes down which experts the sampler chooses, for Rollout.experts.
+
+    C columns hold what the routers chose one after the other, call by call, as in Routing.choices.
+    A Routing sees every call of torch: around a whole decode step it makes a small one a sixth
+    slower. So there is one in each module that has a router, which a pass over one token finds."""
+
+    experts: Tensor  # (N + 1, S + T, C) by row of the page and position; uint8, or int16 if need be
+    routings: dict  # module that calls torch.topk -> Routing within it
+    choices: list[Choice]  # of the forward pass under way
+
+    def __init__(self, model, page: Page):
+        body = body_of(model)
+        every = {module: Routing() for module in body.modules()}
+        with entered_with(every):
+            Prompts(model, page).read_one_token()
+        self.routings = {module: one for module, one in every.items() if one.choices}
+        found = [choice for one in self.routings.values() for choice in one.choices]
+        need(found, f"{model.config.model_type}: the routers of this model cannot be watched")
+
+        self.choices = []
+        for routing in self.routings.values():
+            routing.choices = self.choices  # one list: in the order of the calls
+        largest = max(choice.among for choice in found)
+        self.experts = torch.zeros(
+            len(page.tokens),
+            page.prompts.shape[1] + page.tokens.shape[1] - 1,
+            sum(choice.experts.shape[1] for choice in found),
+            dtype=torch.uint8 if largest <= 2**8 else torch.int16,
+            device=page.tokens.device,
+        )
+
+    def take(self) -> Tensor:
+        """(tokens, C) what was chosen in the forward pass that has ended."""
+        chosen = torch.cat([choice.experts for choice in self.choices], dim=1)
+        self.choices.clear()
+        return chosen.to(self.experts.dtype)
+
+    def of_samples(self, width: int) -> Tensor:
+        return self.experts[:-1, :width].clone()  # without the page's room for longer ones
+
+
+@contextlib.contextmanager
+def entered_with(routings: dict):
+    """Within, each module's forward pass runs in its Routing; of nested ones the inner one sees."""
+    hooks = []
+    for module, routing in routings.items():
+        hooks.append(module.register_forward_pre_hook(routing.enter))
+        hooks.append(module.register_forward_hook(routing.leave, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Slots:
@@ -1033,6 +1189,7 @@ class Slots:
         row = torch.where(alive > 0, row, nowhere)
         self.page.tokens[row, step] = chosen
         self.page.logprobs[row, step] = logprobs
+        self.record_experts(row, position)
 
         token.copy_(torch.where(alive > 0, chosen, token))
         position += alive
@@ -1040,6 +1197,12 @@ class Slots:
         goes_on = (chosen[:, None] != self.eos_ids).all(1) & (step < last)
         step += alive
         alive *= goes_on
+
+    def record_experts(self, row: Tensor, position: Tensor):
+        """What the routers chose in this decode step; no host sync: it may be captured."""
+        recorder = self.page.recorder
+        if recorder is not None:
+            recorder.experts[row, position] = recorder.take()
 
 
 def empty_memory(prompts: Tensor, slots: int, width: int) -> Tensor:
@@ -1124,6 +1287,7 @@ def generate(
     max_slots: int | None = None,
     cache_gb: float | None = None,
     share: Share = Share(),  # noqa: B008 (it is immutable)
+    record_experts: bool = False,
 ) -> Rollout:
     """Sample group_size completions of each prompt (token ids), or of a share of the prompts.
 
@@ -1131,6 +1295,7 @@ def generate(
     generator (CPU): it alone decides on tokens, neither max_slots nor cache_gb do.
     max_slots: samples under way at once. cache_gb: of the keys and values of prompts and samples
     together (None: see default_cache_gb); transformers' own caches of other models are not bounded.
+    record_experts: keep what routers choose, for SamplerRouting; see Recorder.
     Raises UserError for what cannot be sampled."""
     need(group_size >= 1, f"group_size {group_size}: expected at least 1")
     need(max_new_tokens >= 1, f"max_new_tokens {max_new_tokens}: expected at least 1")
@@ -1146,8 +1311,10 @@ def generate(
         tqdm(None, "sampling", len(page.prompts), leave=False, disable=None) as bar,
     ):
         if takes_our_attention(model):
-            fill_page(model, page, eos_ids, temperature, max_slots, cache_gb, bar)
+            with recorded(model, page, record_experts):
+                fill_page(model, page, eos_ids, temperature, max_slots, cache_gb, bar)
         else:
+            need(not record_experts, f"{model.config.model_type}: {NOT_RECORDED}")
             fill_page_by_transformers(model, page, eos_ids, pad_id, temperature, max_slots, bar)
     samples = page.rollout(eos_ids)
     need(
@@ -1155,6 +1322,20 @@ def generate(
         f"{model.config.model_type}: the model's logits are not finite (NaN or inf)",
     )
     return samples
+
+
+NOT_RECORDED = "transformers' own generate samples it, which does not tell what experts it takes"
+
+
+@contextlib.contextmanager
+def recorded(model, page: Page, record_experts: bool):
+    """Within, the experts of every forward pass are written down, where asked."""
+    if not record_experts:
+        yield
+        return
+    page.recorder = Recorder(model, page)
+    with entered_with(page.recorder.routings):
+        yield
 
 
 def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar):
@@ -1253,6 +1434,7 @@ class Prompts:
         distinct, owner = torch.unique_consecutive(keyed, dim=0, return_inverse=True)
         self.tokens, self.sizes = distinct[:, 1:], distinct[:, 0]
         self.owner = owner.tolist()
+        self.recorder = page.recorder
         self.next = 0  # the first sample that has not started
         self.chunk, self.first, self.end = None, 0, 0  # of prompts first .., of samples .. end - 1
 
@@ -1281,10 +1463,22 @@ class Prompts:
         self.end = bisect.bisect_left(self.owner, self.first + count)
         rows = slice(self.first, self.first + count)
         self.chunk = self.read(self.tokens[rows, -longest:], self.sizes[rows])
+        if self.recorder is not None:
+            self.record_experts(self.chunk)
+
+    def record_experts(self, chunk: ReadPrompts):
+        """The choices for the tokens of a chunk's prompts, at every sample that starts with it."""
+        chosen = self.recorder.take()
+        blocks = chunk.in_blocks(chosen[None, None])[0][:, 0]  # (P, S, C)
+        which = [owner - self.first for owner in self.owner[self.next : self.end]]
+        self.recorder.experts[self.next : self.end, : blocks.shape[1]] = blocks[which]
 
     def read_one_token(self) -> ReadPrompts:
         """How large keys and values are."""
-        return self.read(self.tokens[:1, -1:], self.sizes[:1].clamp(max=1))
+        token = self.read(self.tokens[:1, -1:], self.sizes[:1].clamp(max=1))
+        if self.recorder is not None:
+            self.recorder.choices.clear()
+        return token
 
     def read(self, tokens: Tensor, sizes: Tensor) -> ReadPrompts:
         prompts = ReadPrompts(tokens, sizes)
@@ -1393,6 +1587,14 @@ def read_config(source: str | Path):
         for file in files:
             safetensors.safe_open(file, "pt")
     return config, tokenizer
+
+
+def need_recorded_experts(source: str | Path):
+    """UserError for a model whose experts are not told while it samples, before weights load."""
+    config, _ = read_config(source)
+    with torch.device("meta"):  # the model's classes decide; its weights take no memory there
+        model = AutoModelForCausalLM.from_config(config)
+    need(takes_our_attention(model), f"{config.model_type}: {NOT_RECORDED}")
 
 
 def has_experts(config) -> bool:
