@@ -593,7 +593,8 @@ class SamplerRouting(Routing):
     RouterReplay, which verl (router_replay mode R3) and SkyRL use, the indices alone are replayed:
     the router of now weighs them, and its gradient flows.
 
-    choices: what its routers would have chosen, each on top of the sampler's experts below it."""
+    choices: what its routers would have chosen, each on top of the sampler's choices before it
+    (of groups of experts, too)."""
 
     def __init__(self):
         super().__init__()

@@ -252,7 +252,7 @@ def test_replay_needs_recorded_experts(tmp_path):
         assert not (tmp_path / "runs").exists()
 
 
-# ------------------------------------------------------------------------------ the sampler's experts
+# ------------------------------------------------------------------------------ of the sampler
 
 TWO_LAYERS = dict(num_hidden_layers=2, head_dim=8)
 MIXTURES = {
@@ -288,9 +288,9 @@ def opinionated_mixture(kind, **shape):
 
 
 def recorded(model, prompts=PROMPTS, **options):
-    options = dict(group_size=3, max_new_tokens=12, eos_ids=[1], pad_id=0) | options
+    options = dict(group_size=3, max_new_tokens=12, eos_ids=[1], record_experts=True) | options
     generator = torch.Generator().manual_seed(0)
-    return rollout.generate(model, prompts, generator=generator, record_experts=True, **options)
+    return rollout.generate(model, prompts, generator=generator, pad_id=0, **options)
 
 
 def text_of(samples, row) -> torch.Tensor:
@@ -361,20 +361,13 @@ def test_recorded_experts_lie_at_their_tokens(case):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 @torch.no_grad()
-def test_experts_of_every_family_are_recorded(kind):
+def test_experts_of_every_family_are_recorded(kind, monkeypatch):
     """Prompts in chunks, few slots; what is sampled is what is sampled without a record."""
+    monkeypatch.setattr(rollout, "PROMPT_TOKENS", 8)
     model = opinionated_mixture(kind)
-    samples = recorded(model, max_slots=4, cache_gb=4e-5)
+    samples = recorded(model, max_slots=4)
     check_recorded(model, samples)
-    plain = rollout.generate(
-        model,
-        PROMPTS,
-        group_size=3,
-        max_new_tokens=12,
-        eos_ids=[1],
-        pad_id=0,
-        generator=torch.Generator().manual_seed(0),
-    )
+    plain = recorded(model, max_slots=4, record_experts=False)
     assert plain.experts is None
     assert torch.equal(plain.tokens, samples.tokens)
     assert torch.equal(plain.sampler_logprobs, samples.sampler_logprobs)
@@ -384,7 +377,7 @@ def test_experts_of_every_family_are_recorded(kind):
 
 @torch.no_grad()
 def test_prompts_in_chunks_and_two_pages_keep_their_experts(monkeypatch):
-    """A cache that holds two prompts; two rollouts of other widths in one, rows in another order."""
+    """Few prompts are read at a time; two rollouts of other widths in one, rows in disorder."""
     chunks, read = [], rollout.Prompts.read_chunk
 
     def watched(self):
@@ -412,7 +405,7 @@ def test_more_than_256_experts_take_two_bytes():
 
 @torch.no_grad()
 def test_a_loss_that_the_model_computes_for_its_router_is_no_router():
-    """With output_router_logits the whole model calls torch.topk on all layers' scores once more."""
+    """With output_router_logits the whole model calls torch.topk on all layers' scores again."""
     model = opinionated_mixture("mixtral")
     model.config.output_router_logits = True
     samples = recorded(model, max_slots=4)
@@ -436,11 +429,11 @@ def test_the_samplers_experts_are_taken_again_at_their_tokens(kind):
     plain, _ = rollout.completion_logprobs(model, part, temperature=1.0)
     assert (replayed - plain).abs().max() > 1e-2  # the experts matter
 
-    flips, seen = 0, 0
+    seen = 0
     for i, length in enumerate(part.lengths.tolist()):
         ids = text_of(part, i)
         experts = part.experts[i, : len(ids)]
-        experts[-1] = torch.arange(experts.shape[1])  # never read
+        experts[-1] = experts[-2]  # it is never read: any choice will do
         logprobs, _ = read_alone(model, ids, experts)
         torch.testing.assert_close(replayed[i, :length], logprobs[-length:], atol=1e-5, rtol=0)
         seen += length
@@ -449,7 +442,7 @@ def test_the_samplers_experts_are_taken_again_at_their_tokens(kind):
     assert 0 < flips < 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_sampler_flips_are_the_routers_own_choices(kind):
     """By hand, in the first layer of a mixture, whose input no replay changes: the sets of experts
     that a free pass over the same completions chooses against those of the record."""
@@ -459,13 +452,12 @@ def test_sampler_flips_are_the_routers_own_choices(kind):
         parameter.data += 0.1 * torch.randn_like(parameter)
     with torch.no_grad(), rollout.SamplerRouting() as routing:
         rollout.completion_logprobs(model, samples, temperature=1.0)
-    groups = 2 if kind == "deepseek_v3" else 0  # columns of the groups come first
     differ = []
     for row, length in enumerate(samples.lengths.tolist()):
         ids = text_of(samples, row)
         _, free = read_alone(model, ids)
         own = free.experts[0][-length - 1 : -1].tolist()
-        before = samples.experts[row, : len(ids) - 1, groups : groups + 2][-length:].tolist()
+        before = samples.experts[row, : len(ids) - 1, :2][-length:].tolist()
         differ += [set(a) != set(b) for a, b in zip(own, before, strict=True)]
     flips = routing.sampler_flips()
     assert flips[: len(differ)].tolist() == differ and 0 < sum(differ) < len(differ)
@@ -481,7 +473,7 @@ def test_recomputed_layers_take_the_same_experts(kind):
     gradients, kept = [], []
     for checkpointing in (False, True):
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         with rollout.SamplerRouting() as routing:
             logprobs, _ = rollout.completion_logprobs(model, samples, temperature=1.0)
         kept.append((logprobs.detach(), routing.sampler_flips()))
@@ -497,9 +489,9 @@ def test_recomputed_layers_take_the_same_experts(kind):
 def test_a_rollout_without_a_record_cannot_be_replayed():
     model = opinionated_mixture("qwen3_moe")
     samples = recorded(model)._replace(experts=None)
-    with pytest.raises(rollout.UserError, match="the experts that its sampler chose"):
-        with rollout.SamplerRouting():
-            rollout.completion_logprobs(model, samples, temperature=1.0)
+    sentence = pytest.raises(rollout.UserError, match="the experts that its sampler chose")
+    with sentence, rollout.SamplerRouting():
+        rollout.completion_logprobs(model, samples, temperature=1.0)
 
 
 # ------------------------------------------------------------------------------ training with them
