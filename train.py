@@ -744,6 +744,10 @@ class Ranks:
                 dist.all_gather_object(values, value)
         return values
 
+    def wait(self) -> None:
+        """Until all processes are here."""
+        self.gather(None)
+
     def from_first(self, value):
         """The value of the first process."""
         return self.gather(value if self.first else None)[0]
@@ -891,10 +895,10 @@ def start(config: Config, ranks: Ranks) -> Run:
         # more wait for each other at this size; OMP_NUM_THREADS=1 is best beside other processes
         torch.set_num_threads(min(2, torch.get_num_threads()))
     if not ranks.first:
-        ranks.gather("the first process makes a built-in policy, the others find it")
+        ranks.wait()  # the first process makes a built-in policy, the others find it
     model_source = saved or start_model(config)
     if ranks.first:
-        ranks.gather("it is there")
+        ranks.wait()
     model = rollout.inspect_model(model_source)
     need(
         model.has_experts or not config.routing_replay,
@@ -969,7 +973,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 def own_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Path, typing.Any]]:
     """The run's folder and its lock, for this run alone, made by the first of its processes. If
     what is within fails, folders that were made for it go again."""
-    ranks.gather("all have seen what is there")
+    ranks.wait()  # all have seen what is there
     if not ranks.first:
         config.name = ranks.from_first(None)
         yield Path(config.runs, config.name), contextlib.nullcontext()
@@ -2826,7 +2830,7 @@ def save(run: Run, step: int) -> Path:
     state = trainer_state(run)
     if run.ranks.first:
         write_checkpoint(run, state, final)
-    run.ranks.gather("it is written")
+    run.ranks.wait()  # it is written
     return final
 
 
