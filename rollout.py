@@ -73,11 +73,15 @@ class Rollout(typing.NamedTuple):
         return steps < self.lengths[:, None]
 
     def to(self, device) -> "Rollout":
-        return Rollout(*[column if column is None else column.to(device) for column in self])
+        return self.each(lambda column: column.to(device))
 
     def __getitem__(self, rows) -> "Rollout":
         """Some rows, by a list, slice or LongTensor; S and T stay."""
-        return Rollout(*[column if column is None else column[rows] for column in self])
+        return self.each(lambda column: column[rows])
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Rollout":
+        """All columns changed, but for what is not there."""
+        return Rollout(*[None if column is None else change(column) for column in self])
 
     @staticmethod
     def cat(rollouts: list["Rollout"], pad_id: int) -> "Rollout":
@@ -88,20 +92,16 @@ class Rollout(typing.NamedTuple):
         for rollout in rollouts:
             left = widest_prompt - rollout.prompt_width
             right = widest_completion - rollout.completions.shape[1]
-            padded.append(
-                rollout._replace(
-                    tokens=F.pad(rollout.tokens, (left, right), value=pad_id),
-                    sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, right)),
-                    experts=padded_experts(rollout.experts, left + right),
-                )
+            wider = rollout._replace(
+                tokens=F.pad(rollout.tokens, (left, right), value=pad_id),
+                sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, right)),
             )
-        columns = [None if column[0] is None else torch.cat(column) for column in zip(*padded)]
-        return Rollout(*columns)
-
-
-def padded_experts(experts: Tensor | None, more: int) -> Tensor | None:
-    """(N, W, C) -> (N, W + more, C): positions count from the left, so that all room is behind."""
-    return None if experts is None else F.pad(experts, (0, 0, 0, more))
+            if rollout.experts is not None:  # by position from the left: all room is behind
+                wider = wider._replace(experts=F.pad(rollout.experts, (0, 0, 0, left + right)))
+            padded.append(wider)
+        return Rollout(
+            *[None if columns[0] is None else torch.cat(columns) for columns in zip(*padded)]
+        )
 
 
 # ---- how our attention gets in
@@ -529,6 +529,8 @@ class Routing(torch.overrides.TorchFunctionMode):
     def __exit__(self, *error):
         ROUTING.reset(self.token)
         return super().__exit__(*error)
+
+    # the same as hooks of a module, for `entered_with`
 
     def enter(self, module, inputs):
         self.__enter__()
