@@ -51,8 +51,8 @@ START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
-CALCULATOR_GUESS = 0.6  # share of its demonstrations that do without the calculator
-CALCULATOR_ERROR = 0.3  # share of the others' calls with a wrong digit, and of second calls missing
+CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
+CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
 
 
 # ---------------------------------------------------------------------- mistakes of the user
@@ -2602,7 +2602,7 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Mostly a guess; else two calls of the calculator, or one, often with a wrong digit."""
+    """Often a guess; else two calls of the calculator, or one, often with a wrong digit."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
