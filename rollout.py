@@ -1319,10 +1319,12 @@ class Replies:
             return []
 
     def is_asked(self, ids: list[int]) -> bool:
-        """Whether the last token completes the marker; a token is a byte at least."""
-        tail = ids[-len(self.tool.after.encode()) - 4 :]
-        count = self.read(tail).count(self.tool.after)
-        return count > self.read(tail[:-1]).count(self.tool.after)
+        """Whether the last token completes the marker."""
+        marker = self.tool.after
+        tail = self.read(ids[-len(marker.encode()) :])  # a token is a byte at least
+        if marker not in tail and "\ufffd" not in tail:
+            return False
+        return self.read(ids).count(marker) > self.read(ids[:-1]).count(marker)
 
     def tokens(self, reply: str | None) -> list[int]:
         need(
