@@ -3,7 +3,6 @@
 `Script` answers samples of random models, after some tokens and with whatever tokens a test wants;
 `rollout.Replies`, which does so by a text and a tokenizer, is tested by itself and in real runs."""
 
-import dataclasses
 import json
 import math
 import types
@@ -25,7 +24,6 @@ from tools import (
     character_tokenizer,
     digests,
     good,
-    launch,
     metrics,
     refused,
     same_run,
@@ -114,7 +112,7 @@ def test_sampling_with_a_tool_is_a_loop_that_appends_what_it_says(kind):
     ids=str,
 )
 def test_with_a_tool_slots_are_refilled_and_moved_together(options):
-    """Few slots, so that samples take the places of others; then fewer live ones, moved together."""
+    """Few slots, so that samples take the places of others; then fewer live ones, together."""
     model = tiny()
     out = sampled(model, always(), **options)
     temperature = options.get("temperature", 1.0)
@@ -414,8 +412,8 @@ def placed(steps, forced, text="12;=7=7+3"):
 
 
 def test_a_reward_inside_a_reply_goes_to_the_policys_token_before_it():
-    """`12;` is the policy's, `=7=7` the tool's, `+3` the policy's: ends at 3, 5 and 7 characters are
-    all at its third token, the one at 8 at its fourth."""
+    """`12;` is the policy's, `=7=7` the tool's, `+3` the policy's: ends at 3, 5 and 7 characters
+    are all at its third token, the one at 8 at its fourth."""
     token_rewards, ends, last = placed([(3, 1.0), (5, 0.5), (7, 0.25), (8, 2.0)], range(3, 7))
     assert token_rewards == [0, 0, 1.75, 0, 0, 0, 0, 2.0, 5.0]
     assert ends == [2, 7, 8] and last == 8
@@ -505,21 +503,16 @@ def test_control_tokens_in_a_reply_are_plain_text():
     found = replies.to(ids, room=99)
     assert not {tokenizer.eos_token_id, tokenizer.pad_token_id}.intersection(found)
     assert found[0] == tokenizer.encode("1")[0] and len(found) == 12 and replies.faults == 0
-    # a tokenizer that makes control tokens of text all the same
-    replies.tokenizer = lambda text, **options: types.SimpleNamespace(
-        input_ids=[tokenizer.eos_token_id]
+
+
+def test_a_tokenizer_that_makes_control_tokens_of_text_is_refused():
+    careless = types.SimpleNamespace(
+        tokenizer=lambda text, **options: types.SimpleNamespace(input_ids=[5, 1]),
+        control={1},
+        vocabulary=18,
     )
-    monkey = types.SimpleNamespace(decode=tokenizer.decode)
-    replies.tokenizer = type("Careless", (), {"__call__": replies.tokenizer.__get__(monkey)})
-    with pytest.raises(rewards.UserError, match="control token"):
-        R.Replies.tokens(
-            types.SimpleNamespace(
-                tokenizer=lambda text, **options: types.SimpleNamespace(input_ids=[1]),
-                control={1},
-                vocabulary=18,
-            ),
-            "1",
-        )
+    with pytest.raises(rewards.UserError, match="'1<eos>' holds a control token"):
+        R.Replies.tokens(careless, "1<eos>")
 
 
 def leave(text):
@@ -581,11 +574,11 @@ def test_the_calculator_computes_one_operation_of_two_numbers(text, expected):
 @pytest.mark.parametrize(
     "completion, expected",
     [
-        ("<calc>12*34</calc>=408<calc>408+56</calc>=464#464", [(18, 1), (40, 1), (48, 1)]),
-        ("<calc>12*34</calc>=408#408", [(18, 1), (25, 0)]),
-        ("<calc>12*35</calc>=420<calc>420+56</calc>=476#476", [(18, 0), (40, 0), (48, 0)]),
-        ("<calc>12*35</calc>=420<calc>408+56</calc>=464#464", [(18, 0), (40, 1), (48, 1)]),
-        ("<calc>12*34</calc>=408<calc>408-56</calc>=352#352", [(18, 1), (40, 0), (48, 0)]),
+        ("<calc>12*34</calc>=408<calc>408+56</calc>=464#464", [(18, 1), (41, 1), (49, 1)]),
+        ("<calc>12*34</calc>=408#408", [(18, 1), (26, 0)]),
+        ("<calc>12*35</calc>=420<calc>420+56</calc>=476#476", [(18, 0), (41, 0), (49, 0)]),
+        ("<calc>12*35</calc>=420<calc>408+56</calc>=464#464", [(18, 0), (41, 1), (49, 1)]),
+        ("<calc>12*34</calc>=408<calc>408-56</calc>=352#352", [(18, 1), (41, 0), (49, 0)]),
         ("<calc>408+56</calc>=464#464", [(19, 0), (27, 1)]),
         ("<calc>12*34</calc>" * 3 + "#464", [(18, 1), (36, 0), (58, 1)]),
         ("#464", [(4, 1)]),
@@ -751,11 +744,12 @@ def test_a_tool_reaches_the_held_out_prompts(tmp_path, monkeypatch):
     generate, given = R.generate, []
 
     def watched(model, prompts, **options):
-        given.append((options.get("replies"), options["temperature"]))
+        given.append((options.get("replies"), options.get("temperature")))
         return generate(model, prompts, **options)
 
     monkeypatch.setattr(train.rollout, "generate", watched)
     good(tmp_path, f"{WITH} --steps 1 --eval-samples 2")
+    assert given.pop(0) == (None, None)  # check_scorer's
     assert {temperature for _, temperature in given} == {0.0, 1.0}
     assert all(replies is not None for replies, _ in given)
 
@@ -837,8 +831,8 @@ def test_a_model_that_transformers_samples_is_refused_with_a_tool(models, tmp_pa
 def test_the_command_of_rollout_takes_the_tool(models, capsys):
     flags = ["--model", str(models / "tiny"), "--prompt", "1+2=", "--n", "8", "--device", "cpu"]
     flags += ["--max-new-tokens", "24"]
-    assert R.main([*flags, "--tool", "tool.py:answer", "--tool-after", ";"]) == 0
-    assert ";=7" in capsys.readouterr().out
+    assert R.main([*flags, "--tool", "tool.py:answer", "--tool-after", "+"]) == 0
+    assert "+=7" in capsys.readouterr().out
     assert R.main([*flags, "--tool", "tool.py:answer"]) == 2
     assert "--tool-after" in capsys.readouterr().err
 
