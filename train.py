@@ -232,6 +232,8 @@ class Config:
         None, "of autocast and sampler; bfloat16 on CUDA", choices=("float32", "bfloat16")
     )
     tensorboard: bool = flag(False, "write TensorBoard events too")
+    wandb: bool = flag(False, "send metrics to Weights & Biases too")
+    trackio: bool = flag(False, "send metrics to Trackio too")
 
     given: list[str] = dataclasses.field(default_factory=list)  # flags that were given: no flag
 
@@ -482,8 +484,9 @@ def refuse_values(config: Config, refuse: Callable[[str, str], None]) -> None:
     # what is not on this machine
     if not torch.get_device_module(config.device).is_available():
         refuse("device", "one that is here")
-    if config.tensorboard and not importlib.util.find_spec("tensorboard"):
-        refuse("tensorboard", "pip install tensorboard")
+    for tracker in asked_trackers(config):
+        if not importlib.util.find_spec(tracker):
+            refuse(tracker, f"pip install {tracker}")
 
 
 # ------------------------------------------------------------------------------ input
@@ -769,6 +772,10 @@ class Ranks:
                 dist.all_gather_object(values, value)
         return values
 
+    def wait(self) -> None:
+        """Until all processes are here."""
+        self.gather(None)
+
     def from_first(self, value):
         """The value of the first process."""
         return self.gather(value if self.first else None)[0]
@@ -823,6 +830,13 @@ class Learner:
     norm: str  # the metric that is the norm of its gradient
 
 
+class Tracker(typing.NamedTuple):
+    """TensorBoard, Weights & Biases or Trackio: takes the rows of metrics.jsonl, too."""
+
+    log: Callable[[dict], None]
+    close: Callable[[], None]
+
+
 @dataclasses.dataclass
 class Run:
     """All that a run holds."""
@@ -858,7 +872,7 @@ class Run:
     before: dict = dataclasses.field(default_factory=dict)  # the first evaluation
     shown_answers: list[dict] = dataclasses.field(default_factory=list)  # of the latest one
     completions_judged: int = 0
-    writer: typing.Any = None  # of TensorBoard
+    trackers: list[Tracker] = dataclasses.field(default_factory=list)  # beside metrics.jsonl
     step_began: float = 0.0  # as time.perf_counter says
     seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     warned: set[str] = dataclasses.field(default_factory=set)
@@ -911,10 +925,10 @@ def start(config: Config, ranks: Ranks) -> Run:
         # more wait for each other at this size; OMP_NUM_THREADS=1 is best beside other processes
         torch.set_num_threads(min(2, torch.get_num_threads()))
     if not ranks.first:
-        ranks.gather("the first process makes a built-in policy, the others find it")
+        ranks.wait()  # the first process makes a built-in policy, the others find it
     model_source = saved or start_model(config)
     if ranks.first:
-        ranks.gather("it is there")
+        ranks.wait()
     model = rollout.inspect_model(model_source)
     need(
         model.has_experts or not config.routing_replay,
@@ -992,7 +1006,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
 def own_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Path, typing.Any]]:
     """The run's folder and its lock, for this run alone, made by the first of its processes. If
     what is within fails, folders that were made for it go again."""
-    ranks.gather("all have seen what is there")
+    ranks.wait()  # all have seen what is there
     if not ranks.first:
         config.name = ranks.from_first(None)
         yield Path(config.runs, config.name), contextlib.nullcontext()
@@ -1113,10 +1127,9 @@ def open_files(run: Run) -> None:
         (folder / "config.new").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
         (folder / "config.new").rename(folder / "config.json")
     run.prompts = itertools.islice(run.prompts, run.ranks.from_first(drawn), None)
-    if config.tensorboard and run.ranks.first:
-        from torch.utils.tensorboard import SummaryWriter  # not among our requirements
-
-        run.writer = SummaryWriter(folder, purge_step=run.done + 1)
+    if run.ranks.first:
+        for name in asked_trackers(config):
+            run.trackers.append(open_tracker(name, config, folder, run.done))
     if not run.done:
         keep_answers(run)
 
@@ -1994,6 +2007,13 @@ METRICS = {
         "others; GSPO's is far above GRPO's (the paper: 0.15 against 0.0013, of tokens); 0 "
         "with one update a rollout"
     ),
+    "clip_fraction_q1": (
+        "clip_fraction of the shortest quarter of the live completions; as that of the longest, "
+        "unless the clip weighs on lengths"
+    ),
+    "clip_fraction_q2": "of the second quarter",
+    "clip_fraction_q3": "of the third quarter",
+    "clip_fraction_q4": "of the longest quarter",
     "clip_fraction_high": "the part of it above the band, where the advantage is positive",
     "ratio_mean": "mean importance ratio, in the algorithm's unit; within 0.003 of 1 for GSPO",
     "approx_kl": (
@@ -2032,6 +2052,13 @@ METRICS = {
         "spread of length-normalised sequence log-ratios; steady; a multiple of GSPO's band "
         "means that most completions are clipped"
     ),
+    "policy_log_s_q1": (
+        "mean of |log s| over the shortest quarter of the live completions; above the longest "
+        "one's: short completions reach GSPO's band first"
+    ),
+    "policy_log_s_q2": "of the second quarter",
+    "policy_log_s_q3": "of the third quarter",
+    "policy_log_s_q4": "of the longest quarter",
     "policy_ratio_mean": "mean of s; near 1",
     "policy_ratio_min": "smallest s",
     "policy_ratio_max": "largest s",
@@ -2089,6 +2116,7 @@ def measure(run: Run, batch: Batch, updates: list[dict], thorough: bool) -> dict
     row |= measure_rewards(run, batch)
     row |= measure_lengths(batch)
     row |= measure_tool(run, batch)
+    row |= measure_by_length(run, batch)
     row |= measure_learning(run, batch, updates)
     row |= measure_distances(run, batch)
     if thorough:
@@ -2148,6 +2176,24 @@ def measure_tool(run: Run, batch: Batch) -> dict:
     for _, fault in found:
         if fault:
             run.warn("tool", fault)
+    return row
+
+
+def measure_by_length(run: Run, batch: Batch) -> dict:
+    """What the clip does to short and to long completions, a quarter of the live ones each."""
+    live = batch.live.nonzero()[:, 0]
+    if len(live) < 4:
+        return {}
+    shortest_first = live[batch.mask[live].sum(1).argsort(stable=True)]
+    flags = given_flags(run.config, run.algorithm.loss_flags)
+    row = {}
+    for quarter, rows in enumerate(shortest_first.tensor_split(4), start=1):
+        mask = batch.mask[rows]
+        new, old = batch.new_logprobs[rows], batch.old_logprobs[rows]
+        _, metrics = run.algorithm.loss(new, old, batch.advantages[rows], mask, **flags)
+        row[f"clip_fraction_q{quarter}"] = metrics["clip_fraction"]
+        sequence_log_ratio = torch.where(mask, new - old, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+        row[f"policy_log_s_q{quarter}"] = sequence_log_ratio.abs().mean()
     return row
 
 
@@ -2325,9 +2371,8 @@ def report(run: Run, batch: Batch, row: dict) -> None:
     print(console_line(row), flush=True)
     append_rows(run.folder / "metrics.jsonl", [row])
     append_rows(run.folder / "samples.jsonl", readable_samples(batch, run.config.group_size))
-    if run.writer:
-        for name, value in row.items():
-            run.writer.add_scalar(name, value, row["step"])
+    for tracker in run.trackers:
+        tracker.log(row)
 
     if run.reward.fault:
         run.warn("fault", run.reward.fault)
@@ -2365,6 +2410,70 @@ def readable_samples(batch: Batch, group_size: int) -> list[dict]:
 def append_rows(path: Path, rows: list[dict]) -> None:
     with open(path, "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+# ---------------------------------------------------------------- trackers of experiments
+
+
+def asked_trackers(config: Config) -> list[str]:
+    flags = {
+        "tensorboard": config.tensorboard,
+        "wandb": config.wandb,
+        "trackio": config.trackio,
+    }
+    return [name for name, asked in flags.items() if asked]
+
+
+def open_tracker(name: str, config: Config, folder: Path, done: int) -> Tracker:
+    """Of tensorboard, wandb or trackio. A resumed run goes on in the curve that it began."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        return tensorboard_tracker(SummaryWriter(folder, purge_step=done + 1))
+
+    module = importlib.import_module(name)
+    started = {"project": "gspo", "config": dataclasses.asdict(config), "resume": "allow"}
+    with expecting(f"--{name}: expected that it starts"):
+        if name == "wandb":
+            module.init(name=folder.name, id=tracked_name(folder), dir=folder, **started)
+        else:
+            module.init(name=tracked_name(folder), **started)
+    return module_tracker(module)
+
+
+@contextlib.contextmanager
+def closed_at_the_end(trackers: list[Tracker]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for tracker in trackers:
+            tracker.close()
+
+
+def tensorboard_tracker(writer) -> Tracker:
+    def log(row: dict) -> None:
+        for name, value in row.items():
+            writer.add_scalar(name, value, row["step"])
+
+    return Tracker(log, writer.close)
+
+
+def module_tracker(module) -> Tracker:
+    """Of wandb or trackio, which have the same functions."""
+
+    def log(row: dict) -> None:
+        numbers = {name: value for name, value in row.items() if name != "step"}
+        module.log(numbers, step=row["step"])
+
+    return Tracker(log, module.finish)
+
+
+def tracked_name(folder: Path) -> str:
+    """The run's name and when it began: an earlier run may have had the same name."""
+    path = folder / "tracked-as"
+    if not path.exists():
+        path.write_text(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return path.read_text()
 
 
 # ------------------------------------------------------------------------------ report.html
@@ -2792,7 +2901,7 @@ def save(run: Run, step: int) -> Path:
     state = trainer_state(run)
     if run.ranks.first:
         write_checkpoint(run, state, final)
-    run.ranks.gather("it is written")
+    run.ranks.wait()  # it is written
     return final
 
 
@@ -3044,7 +3153,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         config = resolve(given)
         run = start(config, ranks)
-        with run.lock:
+        with run.lock, closed_at_the_end(run.trackers):
             say_what_begins(run)
             train(run)
         if ranks.size > 1:

@@ -1,7 +1,7 @@
 """Memory of training: counted for models of any size, and measured on the machine at hand.
 
-python tests/bench_memory.py                        # the README's table: minutes, on any machine
-python tests/bench_memory.py --write                # the same, put into README.md
+python tests/bench_memory.py                        # the table of memory.md: some minutes
+python tests/bench_memory.py --write                # the same, put into tests/memory.md
 python tests/bench_memory.py --measure small        # trains 25 M random weights on this machine
 python tests/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
 
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
     parser.add_argument("--algos", nargs="+", default=["gspo"])
     parser.add_argument("--shapes", nargs="+", choices=PUBLISHED, help="rows of the table")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into tests/memory.md")
     arguments, extra = parser.parse_known_args()
     if extra and not arguments.measure:
         parser.error(f"{extra[0]}: flags of train.py go with --measure")
@@ -380,7 +380,7 @@ def main() -> None:
     table = memory_table(arguments.shapes)
     print(table)
     if arguments.write:
-        write_table(ROOT / "README.md", table)
+        write_table(ROOT / "tests/memory.md", table)
 
 
 if __name__ == "__main__":

@@ -241,9 +241,11 @@ def test_a_flag_with_a_line_break_stays_one_line(flag, tmp_path):
     assert "\x1b" not in refused(tmp_path / "runs", BASE, flag, value)
 
 
-@pytest.mark.skipif(bool(importlib.util.find_spec("tensorboard")), reason="it is installed")
-def test_tensorboard_that_is_missing_says_how_to_install_it(tmp_path):
-    assert "pip install tensorboard" in refused(tmp_path / "runs", f"{BASE} --tensorboard")
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_that_is_missing_says_how_to_install_it(tracker, tmp_path):
+    if importlib.util.find_spec(tracker):
+        pytest.skip("it is installed")
+    assert f"pip install {tracker}" in refused(tmp_path / "runs", f"{BASE} --{tracker}")
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,4 +1,4 @@
-"""The README against the code: its metrics, commands, examples, and "Extend it", step by step."""
+"""The README against the code: its metrics, commands, examples; extending.md, step by step."""
 
 import dataclasses
 import json
@@ -65,8 +65,8 @@ def commands(text: str) -> list[str]:
     return [line.split("train.py", 1)[1] for line in lines if "train.py" in line]
 
 
-EXTENDED = section("Extend it")  # its command needs what it adds
-COMMANDS = commands(README.replace(EXTENDED, ""))
+COMMANDS = commands(README)
+EXTENDED = (ROOT / "tests/extending.md").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -86,20 +86,6 @@ def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
     # A = ±0.7071 in both groups, s = 1, 4 completions of 6 tokens: dloss/dlogpi = -A / 24
     expected = torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None].expand(4, 6) * 0.5**0.5 / 24
     torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
-
-
-def test_curves_are_drawn(tmp_path, monkeypatch, capsys):
-    """Also of a run in progress: the last line is being written, and nothing was evaluated yet."""
-    names = ("reward", "solved", "length_mean", "truncated", "clip_fraction", "entropy")
-    rows = [dict.fromkeys(names, 0.5) | {"step": step, "reward": step} for step in range(8)]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 8, "rew')
-    monkeypatch.setattr(sys, "argv", ["curves.py", str(tmp_path)])
-    exec(code("A run's folder", "python"), {})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7
-    assert lines[0].split() == ["reward", "▁▂▃▄▅▆▇█", "0", "to", "7,", "now", "7"]
-    assert lines[1].split() == ["solved", "▁" * 8, "0.5", "to", "0.5,", "now", "0.5"]
 
 
 @pytest.fixture
@@ -157,7 +143,7 @@ def test_every_metric_is_explained(short_warm_start):
     assert len(watched) == 15 and set(watched) <= train.METRICS.keys()
 
 
-# ------------------------------------------------------------------------------ Extend it
+# ------------------------------------------------------------------------------ extending.md
 
 
 def applied(step: str, project: Path) -> None:
@@ -221,9 +207,10 @@ def test_the_new_loss_of_the_page_weighs_what_it_says(extended):
 
 def test_tests_that_the_page_names_exist():
     sources = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
-    for name in re.findall(r"`tests/(test_\w+\.py)`", README):
+    pages = README + EXTENDED
+    for name in re.findall(r"`tests/(test_\w+\.py)`", pages):
         assert name in sources
-    for name in re.findall(r"`(test_\w+)`", README):
+    for name in re.findall(r"`(test_\w+)`", pages):
         assert any(f"def {name}(" in source for source in sources.values()), name
 
 

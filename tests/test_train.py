@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -845,6 +846,64 @@ def test_metrics_agree_with_the_samples(finished, seen, tmp_path):
         assert row["advantage_abs"] == pytest.approx(
             sum(map(abs, by_group(pays, 4, z_scores))) / 16, abs=1e-4
         )
+
+
+def test_the_clip_is_told_by_length(seen, tmp_path):
+    """A quarter of the live completions each, the shortest first: GSPO's clip and |log s|."""
+    row = metrics(good(tmp_path, f"{BASE} --lr 2e-4 --steps 1").folder)[0]
+    batch = seen.batches[0]
+    found = []
+    for i in range(16):
+        length, advantage = int(batch.samples.lengths[i]), float(batch.advantages[i])
+        if advantage == 0:
+            continue
+        moved = (batch.new_logprobs[i, :length] - batch.old_logprobs[i, :length]).tolist()
+        log_s = sum(moved) / length
+        ratio = math.exp(log_s)
+        clipped = ratio > 1 + 4e-4 if advantage > 0 else ratio < 1 - 3e-4
+        found.append((length, i, clipped, abs(log_s)))
+    found.sort()
+    assert len(found) == 16 and found[0][0] < found[-1][0]
+    for quarter in range(4):
+        four = found[4 * quarter : 4 * quarter + 4]
+        clipped = sum(clipped for _, _, clipped, _ in four) / 4
+        assert row[f"clip_fraction_q{quarter + 1}"] == pytest.approx(clipped)
+        mean = sum(log_s for *_, log_s in four) / 4
+        assert row[f"policy_log_s_q{quarter + 1}"] == pytest.approx(mean, rel=1e-4, abs=1e-7)
+    assert 0 < sum(clipped for _, _, clipped, _ in found) < 16
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
+    """The packages are not among ours: a module with their three functions stands in for them."""
+    started, logged, ended = [], [], []
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    module.init = lambda **settings: started.append(settings)
+    module.log = lambda row, step: logged.append({"step": step, **row})
+    module.finish = lambda: ended.append(len(logged))
+    monkeypatch.setitem(sys.modules, name, module)
+    good(tmp_path, f"{BASE} --{name}")
+    result = good(tmp_path, f"--resume --steps 3 --name run --{name}", small=False)
+
+    assert logged == metrics(result.folder)
+    assert ended == [2, 3]
+    first, second = started
+    assert first["name"].startswith("run") and first["config"]["lr"] == 1e-3
+    assert first.get("id", first["name"]).startswith("run-")  # with the time that it began
+    assert (first["name"], first.get("id")) == (second["name"], second.get("id"))
+    assert second["resume"] == "allow"
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result = good(tmp_path, f"{BASE} --tensorboard")
+    events = EventAccumulator(str(result.folder))
+    events.Reload()
+    rewards_told = [event.value for event in events.Scalars("reward")]
+    assert rewards_told == pytest.approx([row["reward"] for row in metrics(result.folder)])
 
 
 def test_seconds_are_told_by_phase(finished):
