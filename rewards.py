@@ -51,6 +51,8 @@ START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
+CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
+CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
 
 
 # ---------------------------------------------------------------------- mistakes of the user
@@ -1638,6 +1640,22 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
 
 
 @verifier
+def calculator_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+    """(end in characters, reward) of each call of the calculator, and then of the outcome.
+
+    A call pays 1 where it is what `12*34+56=` needs next: `12*34`, then `408+56`."""
+    product, sign, number = re.match("([0-9*]*)([+-]?)([0-9]*)", prompt).groups()
+    value = calculate(f"<calc>{product}</calc>").removeprefix("=")
+    needed = (product, f"{value}{sign}{number}")
+    end, steps = 0, []
+    *calls, _ = completion.split("</calc>")
+    for call, expression in zip(calls, needed):
+        end += len(call + "</calc>")
+        steps.append((end, float(call.rpartition("<calc>")[2] == expression)))
+    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+
+
+@verifier
 def model(completion: str, answer: object = None, reward_model: float = nan) -> float:
     """What `--reward-model` said of it: train.py adds that to the row. Without one, a fault."""
     return reward_model
@@ -2362,7 +2380,7 @@ def parse_reward(spec: str) -> Reward:
     return Reward(terms)
 
 
-def find_verifier(place: str) -> Callable:
+def find_verifier(place: str, kind: str = "verifier") -> Callable:
     """The function of `file.py:function`, or the verifier of ours that has the name."""
     path, _, name = place.rpartition(":")
     if path:
@@ -2373,7 +2391,7 @@ def find_verifier(place: str) -> Callable:
     if name not in table:
         near = difflib.get_close_matches(name, table, 1)
         hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"{path or 'rewards.py'} has no verifier {name!r}{hint}")
+        raise UserError(f"{path or 'rewards.py'} has no {kind} {name!r}{hint}")
     need(callable(table[name]), f"{name} is no function")
     return table[name]
 
@@ -2433,6 +2451,69 @@ def repetition_penalty(ids: list[int], n: int = 4) -> float:
     return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
 
+# ---------------------------------------------------------------------- tools
+
+
+class Tool(NamedTuple):
+    """What answers completions while they are sampled."""
+
+    function: Callable[[str], str | None]  # of the completion so far -> what is appended to it
+    after: str  # it is asked when a completion has just written this
+
+
+def calculate(completion: str) -> str:
+    """`=408` after `<calc>12*34</calc>`; `=?` after what is not two numbers and + - or * between.
+
+    Of digits alone, few of them, and nothing is evaluated: a completion may hold anything."""
+    call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
+    operation = re.fullmatch("([0-9]{1,9})([-+*])([0-9]{1,9})", call)
+    if operation is None:
+        return "=?"
+    left, sign, right = operation.groups()
+    functions = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    return f"={functions[sign](int(left), int(right))}"
+
+
+TOOLS = {"calculator": Tool(calculate, after="</calc>")}
+
+
+def parse_tool(place: str | None, after: str | None) -> Tool | None:
+    """Reads `--tool` and `--tool-after`: a name of TOOLS or `file.py:function`; None for none.
+
+    UserError where the function cannot be called with a text, or returns no text."""
+    need(place or not after, f"--tool-after {after}: needs --tool")
+    if place is None:
+        return None
+    if place in TOOLS:
+        return TOOLS[place]._replace(after=after or TOOLS[place].after)
+    try:
+        need(":" in place, "it is neither")
+        function = find_verifier(place, "function")
+    except (Exception, SystemExit) as error:  # a user's file may do anything
+        expected = f"expected file.py:function or one of {', '.join(TOOLS)}"
+        raise UserError(f"--tool {place}: {reason(error)}; {expected}") from error
+    need(after, f"--tool {place}: needs --tool-after, the text after which it is asked")
+    check_tool(place, Tool(function, after))
+    return Tool(function, after)
+
+
+def check_tool(place: str, tool: Tool) -> None:
+    """Tries a user's function on some texts, as Reward.check does: it may raise on some."""
+    expected = "expected def function(text), which returns text or None"
+    need(not inspect.iscoroutinefunction(tool.function), f"--tool {place} is async: {expected}")
+    errors = []
+    texts = (tool.after, f"1+1{tool.after}", f"<calc>1+1{tool.after}")
+    for text in texts:
+        try:
+            reply = tool.function(text)
+        except (Exception, SystemExit) as error:  # a user's function may do anything
+            errors.append(reason(error))
+            continue
+        is_reply = reply is None or isinstance(reply, str)
+        need(is_reply, f"--tool {place}: on {text!r:.80} it returned {reply!r:.80}; {expected}")
+    need(len(errors) < len(texts), f"--tool {place}: it raises on any text: {errors}; {expected}")
+
+
 # ---------------------------------------------------------------------- built-in tasks
 
 
@@ -2443,8 +2524,10 @@ class Task(NamedTuple):
     verifier: str  # default of --reward
     max_new_tokens: int  # default of --max-new-tokens
     # for the built-in policies: draws a completion that is often wrong; all characters there are
+    # (what the policy writes: its tool answers there, too)
     demonstration: Callable[[dict, random.Random], str] | None = None
     alphabet: str = ""
+    tool: str | None = None  # default of --tool
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
@@ -2510,6 +2593,37 @@ def sums_problem(rng: random.Random) -> dict:
     return {"prompt": prompt, "answer": str(result)}
 
 
+def calculator_problem(rng: random.Random) -> dict:
+    """{"prompt": "12*34+56=", "answer": "464"}"""
+    left, right, number = (rng.randint(10, 99) for _ in range(3))
+    sign = rng.choice("+-")
+    answer = left * right + (number if sign == "+" else -number)
+    return {"prompt": f"{left}*{right}{sign}{number}=", "answer": str(answer)}
+
+
+def calculator_demonstration(problem: dict, rng: random.Random) -> str:
+    """Often a guess; else two calls of the calculator, or one, often with a wrong digit."""
+    if rng.random() < CALCULATOR_GUESS:
+        return f"#{rng.randint(1, 9999)}"
+    product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
+    call = f"<calc>{with_wrong_digit(product, rng)}</calc>"
+    value = calculate(call).removeprefix("=")
+    if rng.random() < CALCULATOR_ERROR:
+        return f"{call}#{value}"
+    second = f"<calc>{with_wrong_digit(value + sign + number, rng)}</calc>"
+    value = calculate(second).removeprefix("=")
+    return f"{call}{second}#{value}"
+
+
+def with_wrong_digit(text: str, rng: random.Random) -> str:
+    """The text, or now and then another with one digit changed."""
+    if rng.random() >= CALCULATOR_ERROR:
+        return text
+    digits = [place for place, character in enumerate(text) if character.isdigit()]
+    place = rng.choice(digits)
+    return text[:place] + rng.choice("0123456789") + text[place + 1 :]
+
+
 TASKS = {
     "arithmetic": Task(
         problem=arithmetic_problem,
@@ -2524,6 +2638,14 @@ TASKS = {
         verifier="countdown",
         alphabet="0123456789 +-*/()=:",
         max_new_tokens=16,
+    ),
+    "calculator": Task(
+        problem=calculator_problem,
+        demonstration=calculator_demonstration,
+        verifier="arithmetic",
+        alphabet="0123456789+-*=?#<>/cal",
+        max_new_tokens=64,
+        tool="calculator",
     ),
     "sums": Task(problem=sums_problem, verifier="math_lenient", max_new_tokens=12),
 }

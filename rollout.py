@@ -38,7 +38,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
-from rewards import UserError, expecting, need, parse_reward, printable
+from rewards import Tool, UserError, expecting, need, parse_reward, parse_tool, printable
 
 
 class Rollout(typing.NamedTuple):
@@ -52,11 +52,12 @@ class Rollout(typing.NamedTuple):
     tokens: Tensor  # (N, S + T)
     prompt_lengths: Tensor  # (N,) tokens
     lengths: Tensor  # (N,) completion tokens, the first end token included
-    sampler_logprobs: Tensor  # (N, T) float32, 0 on padding
+    sampler_logprobs: Tensor  # (N, T) float32, 0 on padding and on what a tool wrote
     truncated: Tensor  # (N,) no end token within max_new_tokens
     # (N, S + T, C) what the sampler's routers chose as it read the token at a position of the row,
     # counted from its first token that is no padding; see Recorder; None: not recorded
     experts: Tensor | None = None
+    forced: Tensor | None = None  # (N, T) tokens that a tool wrote; None: there was no tool
 
     @property
     def prompt_width(self) -> int:
@@ -67,10 +68,16 @@ class Rollout(typing.NamedTuple):
         return self.tokens[:, self.prompt_width :]
 
     @property
-    def completion_mask(self) -> Tensor:  # (N, T)
+    def text_mask(self) -> Tensor:  # (N, T) all that the model reads, whoever wrote it
         # from positions: comparing ids with the pad id loses the end token when pad == eos
         steps = torch.arange(self.completions.shape[1], device=self.tokens.device)
         return steps < self.lengths[:, None]
+
+    @property
+    def completion_mask(self) -> Tensor:  # (N, T) the policy's own tokens: its actions
+        if self.forced is None:
+            return self.text_mask
+        return self.text_mask & ~self.forced
 
     def to(self, device) -> "Rollout":
         return self.each(lambda column: column.to(device))
@@ -96,8 +103,11 @@ class Rollout(typing.NamedTuple):
                 tokens=F.pad(rollout.tokens, (left, right), value=pad_id),
                 sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, right)),
             )
-            if rollout.experts is not None:  # by position from the left: all room is behind
-                wider = wider._replace(experts=F.pad(rollout.experts, (0, 0, 0, left + right)))
+            if rollout.forced is not None:
+                wider = wider._replace(forced=F.pad(rollout.forced, (0, right)))
+            if rollout.experts is not None:  # positions count from the left: all room is behind
+                experts = F.pad(rollout.experts, (0, 0, 0, left + right))
+                wider = wider._replace(experts=experts)
             padded.append(wider)
         return Rollout(
             *[None if columns[0] is None else torch.cat(columns) for columns in zip(*padded)]
@@ -653,6 +663,7 @@ class Packed:
     ids: Tensor  # (1, M)
     positions: Tensor  # (1, M) within prompt and completion
     first: int  # the index of the first completion token among M
+    predicting: Tensor  # (tokens,) those of M that are read to predict the policy's own tokens
     places: Tensor  # (M,) of the tokens in both blocks, flattened one after the other
     shapes: list  # (P, S) and (N, T)
     group_sizes: list[int]  # completions of each prompt
@@ -672,6 +683,7 @@ class Packed:
         prompt_ids = prompts[prompt_steps >= len(prompt_steps) - prompt_sizes[:, None]]
         self.ids = torch.cat([prompt_ids, completions[in_completion]])[None]
         self.first = len(prompt_ids)
+        self.predicting = torch.arange(self.first, self.ids.shape[1], device=device)
         self.group_sizes = group_sizes
         self.shapes = [in_prompt.shape, in_completion.shape]
         self.places = torch.cat([in_prompt.flatten(), in_completion.flatten()]).nonzero()[:, 0]
@@ -691,12 +703,14 @@ class Packed:
 
     @staticmethod
     def of(rollout: Rollout) -> "Packed":
-        """All that must be read to predict every completion token."""
+        """All that must be read to predict every completion token that is the policy's own."""
         prompts, sizes, group_sizes = distinct_prompts(rollout)
         last = rollout.prompt_width - 1
         longest = int(rollout.lengths.max())
         read = rollout.tokens[:, last : last + longest]
         packed = Packed(prompts, sizes, group_sizes, read, rollout.lengths)
+        if rollout.forced is not None:  # read like the others, but nobody predicts them
+            packed.predicting = packed.predicting[~rollout.forced[rollout.text_mask]]
         if rollout.experts is not None:
             packed.experts = rollout.experts[packed.rows(), packed.positions[0]]
         return packed
@@ -712,9 +726,8 @@ class Packed:
         return torch.cat([owners, in_completions // width])
 
     def run(self, body) -> Tensor:
-        """Hidden states (tokens, H) that predict the completion tokens, row by row."""
-        predicting = torch.arange(self.first, self.ids.shape[1], device=self.ids.device)
-        will_read(predicting, self.experts)
+        """Hidden states (tokens, H) that predict the policy's own tokens, row by row."""
+        will_read(self.predicting, self.experts)
         with our_attention(configs_of(body), self), recomputed_layers(body, self):
             output = body(
                 self.ids,
@@ -728,7 +741,10 @@ class Packed:
             f"{body.config.model_type}: expected one attention a layer, found {self.calls} in "
             f"{layers} layers: its keys and values cannot be kept",
         )
-        return output.last_hidden_state[0, self.first :]
+        hidden = output.last_hidden_state[0, self.first :]
+        if len(self.predicting) < len(hidden):  # without holes a view does, in both directions
+            hidden = hidden[self.predicting - self.first]
+        return hidden
 
     def attend(self, module, query, key, value, masks, **options):
         """query, key and value (1, heads, M, dim); returns (1, M, heads, dim)."""
@@ -815,10 +831,10 @@ def padded_states(body, rollout: Rollout) -> Tensor:
 
 
 def score(body, rollout: Rollout, micro_batch_tokens: int | None, head: Callable) -> Tensor:
-    """What `head` makes of the hidden states before all completion tokens.
+    """What `head` makes of the hidden states before all completion tokens that are the policy's.
 
     head: hidden (M, H), targets (M,) -> (k, M).
-    Returns (k, N, T) float32, 0 on padding."""
+    Returns (k, N, T) float32, 0 on padding and on what a tool wrote."""
     packed = takes_our_attention(body)
     batches = micro_batches(rollout, micro_batch_tokens)
     scores = []
@@ -842,7 +858,8 @@ def completion_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the completions, and entropies of the distributions, at a temperature.
 
-    Returns both (N, T), float32, 0 on padding; the same bits with and without gradients."""
+    Returns both (N, T), float32, 0 on padding and on what a tool wrote; the same bits with and
+    without gradients."""
     head = Head(model)
     at_once = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
 
@@ -922,7 +939,7 @@ def whole_model_logprobs(model, rollout: Rollout) -> Tensor:
 
 
 def completion_values(critic, rollout: Rollout, micro_batch_tokens: int | None = None) -> Tensor:
-    """Value before each completion token, (N, T) float32, 0 on padding.
+    """Value before each token of the policy's own, (N, T) float32, 0 elsewhere.
 
     critic: a model's body with a head, critic.value (H + 1,): weights and bias."""
 
@@ -989,6 +1006,11 @@ class Page:
     prompt_sizes: Tensor  # (N,)
     recorder: "Recorder | None" = None  # of experts, where asked
 
+    # with a tool
+    replies: "Replies | None" = None
+    forced: Tensor | None = None  # (N + 1, T + 1) tokens that are not drawn, but given; -1: drawn
+    asks: Tensor | None = None  # (V,) drawn tokens after which a sample stops to ask the tool
+
     def __init__(self, prompts, group_size, max_new_tokens, pad_id, generator, device, share):
         rows = [
             torch.tensor(prompt, device=device)
@@ -1011,9 +1033,19 @@ class Page:
         own = torch.cat([groups.flatten(), torch.tensor([total])])
         self.uniforms = uniforms[own].to(device)
 
+    def listen_to(self, replies: "Replies"):
+        """From now on a tool may write into the completions."""
+        device = self.tokens.device
+        self.replies = replies
+        self.forced = torch.full_like(self.tokens, -1)
+        self.asks = torch.zeros(replies.vocabulary, dtype=torch.bool, device=device)
+        self.asks[replies.asking_tokens] = True
+
     def rollout(self, eos_ids: list[int]) -> Rollout:
         tokens = self.tokens[:-1, :-1]
         ends = torch.isin(tokens, torch.tensor(eos_ids, dtype=torch.long, device=tokens.device))
+        if self.forced is not None:  # what a tool wrote ends nothing
+            ends = ends & (self.forced[:-1, :-1] < 0)
         ended = ends.any(1)
         lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1])
         longest = lengths.max()
@@ -1027,6 +1059,7 @@ class Page:
             sampler_logprobs=self.logprobs[:-1, :longest],
             truncated=~ended,
             experts=experts,
+            forced=None if self.forced is None else self.forced[:-1, :longest] >= 0,
         )
 
 
@@ -1190,6 +1223,8 @@ class Slots:
 
         nowhere = len(self.page.tokens) - 1
         row = torch.where(alive > 0, row, nowhere)
+        if self.page.replies is not None:
+            chosen, logprobs = self.given_or_drawn(row, step, chosen, logprobs)
         self.page.tokens[row, step] = chosen
         self.page.logprobs[row, step] = logprobs
         self.record_experts(row, position)
@@ -1198,6 +1233,8 @@ class Slots:
         position += alive
         last = self.page.tokens.shape[1] - 2
         goes_on = (chosen[:, None] != self.eos_ids).all(1) & (step < last)
+        if self.page.replies is not None:
+            goes_on = self.goes_on_beside_a_tool(row, step, chosen, goes_on)
         step += alive
         alive *= goes_on
 
@@ -1206,6 +1243,19 @@ class Slots:
         recorder = self.page.recorder
         if recorder is not None:
             recorder.experts[row, position] = recorder.take()
+
+    def given_or_drawn(self, row, step, chosen, logprobs) -> tuple[Tensor, Tensor]:
+        """The token that a tool gives for this step, where there is one, instead of the drawn one:
+        what others draw does not change, as each step of a row has its own random numbers."""
+        given = self.page.forced[row, step]
+        is_given = given >= 0
+        return torch.where(is_given, given, chosen), torch.where(is_given, 0.0, logprobs)
+
+    def goes_on_beside_a_tool(self, row, step, chosen, goes_on) -> Tensor:
+        """A given token ends nothing but at the limit; a drawn one may stop the sample to ask."""
+        is_given = self.page.forced[row, step] >= 0
+        last = self.page.tokens.shape[1] - 2
+        return torch.where(is_given, step < last, goes_on & ~self.page.asks[chosen])
 
 
 def empty_memory(prompts: Tensor, slots: int, width: int) -> Tensor:
@@ -1291,6 +1341,7 @@ def generate(
     cache_gb: float | None = None,
     share: Share = Share(),  # noqa: B008 (it is immutable)
     record_experts: bool = False,
+    replies: "Replies | None" = None,
 ) -> Rollout:
     """Sample group_size completions of each prompt (token ids), or of a share of the prompts.
 
@@ -1299,6 +1350,7 @@ def generate(
     max_slots: samples under way at once. cache_gb: of the keys and values of prompts and samples
     together (None: see default_cache_gb); transformers' own caches of other models are not bounded.
     record_experts: keep what routers choose, for SamplerRouting; see Recorder.
+    replies: a tool that may write into completions, within max_new_tokens.
     Raises UserError for what cannot be sampled."""
     need(group_size >= 1, f"group_size {group_size}: expected at least 1")
     need(max_new_tokens >= 1, f"max_new_tokens {max_new_tokens}: expected at least 1")
@@ -1308,6 +1360,13 @@ def generate(
     need(largest < rows, f"prompts: expected tokens below {rows}, the embedding's, got {largest}")
 
     page = Page(prompts, group_size, max_new_tokens, pad_id, generator, model.device, share)
+    if replies is not None:
+        need(
+            takes_our_attention(model),
+            f"--tool: {model.config.model_type} is sampled by transformers' own generate, "
+            "expected a model that we sample ourselves",
+        )
+        page.listen_to(replies)
     with (
         dropout_off(model),
         transposed_weights(model),
@@ -1385,7 +1444,95 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
 
             # 4. what has ended gives its slot back
             free = (slots.alive[:rows] == 0).nonzero()[:, 0].tolist()
+            if page.replies is not None and free:
+                free = reply_to(slots, free)
             bar.update(len(free))
+
+
+# ---- a tool
+
+LONGEST_REPLY = 100_000  # characters of a reply that are read: to tokenise more takes time
+
+
+class Replies:
+    """What a tool says to completions.
+
+    It is asked when a token of the policy's completes a marker, say `</calc>`: it gets the text of
+    the completion so far. The tokens of what it returns are written into the completion, which then
+    goes on. None, or a fault, is no reply. Its text is plain text: no control token comes of it."""
+
+    faults: int  # how often it raised, or returned what is no text
+    fault: str  # the first one's text
+    asking_tokens: list[int]  # those that can complete the marker: after others nobody asks
+
+    def __init__(self, tool: Tool, tokenizer, vocabulary: int):
+        """vocabulary: rows of the model's embedding.
+
+        Raises UserError where no token can complete the marker."""
+        self.tool, self.tokenizer, self.vocabulary = tool, tokenizer, vocabulary
+        self.faults, self.fault = 0, ""
+        known = range(min(len(tokenizer), vocabulary))
+        # a token with a part of a character reads as "\ufffd"
+        wanted = {tool.after[-1], "\ufffd"}
+        self.asking_tokens = [token for token in known if wanted.intersection(self.read([token]))]
+        need(
+            self.asking_tokens,
+            f"--tool-after {tool.after}: no token of the model's tokenizer can complete it",
+        )
+        self.control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+
+    def read(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def to(self, ids: list[int], room: int) -> list[int]:
+        """The reply to a completion, cut to the room that is left; [] for none."""
+        if not self.is_asked(ids):
+            return []
+        text = self.read(ids)
+        try:
+            return self.tokens(self.tool.function(text))[:room]
+        except (Exception, SystemExit) as error:  # a user's function may do anything
+            self.faults += 1
+            self.fault = self.fault or f"--tool: {error!r:.200} on {text!r:.80}"
+            return []
+
+    def is_asked(self, ids: list[int]) -> bool:
+        """Whether the last token completes the marker."""
+        marker = self.tool.after
+        tail = self.read(ids[-len(marker.encode()) :])  # a token is a byte at least
+        if marker not in tail and "\ufffd" not in tail:
+            return False
+        return self.read(ids).count(marker) > self.read(ids[:-1]).count(marker)
+
+    def tokens(self, reply: str | None) -> list[int]:
+        need(
+            reply is None or isinstance(reply, str),
+            f"it returned {reply!r:.80}; expected text or None",
+        )
+        ids = self.tokenizer(
+            (reply or "")[:LONGEST_REPLY], add_special_tokens=False, split_special_tokens=True
+        ).input_ids
+        need(not self.control.intersection(ids), f"{reply!r:.80} holds a control token")
+        need(max(ids, default=0) < self.vocabulary, f"{reply!r:.80} does not fit the embedding")
+        return ids
+
+
+def reply_to(slots: Slots, stopped: list[int]) -> list[int]:
+    """Samples that stopped to ask the tool go on, with or without a reply; which slots do not,
+    because their samples have ended."""
+    page, limit = slots.page, slots.page.tokens.shape[1] - 1
+    rows, steps = slots.row[stopped], slots.step[stopped].tolist()
+    eos_ids = slots.eos_ids.tolist()
+    ended, going = [], []
+    for slot, row, step, ids in zip(stopped, rows, steps, page.tokens[rows].tolist()):
+        if step == limit or ids[step - 1] in eos_ids:
+            ended.append(slot)
+            continue
+        reply = page.replies.to(ids[:step], room=limit - step)
+        page.forced[row, step : step + len(reply)] = page.forced.new_tensor(reply)
+        going.append(slot)
+    slots.alive[going] = 1
+    return ended
 
 
 PROMPT_TOKENS = 2**14  # read at once, padding included: attention needs their square, a prompt each
@@ -1814,6 +1961,8 @@ def parse_flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--answer", help="print the reward of each completion against it")
     parser.add_argument("--reward", default="math", help="as train.py's; default math")
+    parser.add_argument("--tool", help="as train.py's")
+    parser.add_argument("--tool-after", help="as train.py's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default=device, choices=("cuda", "cpu", "mps"))
     return parser.parse_args(arguments)
@@ -1847,7 +1996,9 @@ def check_flags(flags: argparse.Namespace):
 def print_completions(flags: argparse.Namespace):
     check_flags(flags)
     reward = parse_reward(flags.reward)
+    tool = parse_tool(flags.tool, flags.tool_after)
     tokenizer, context, _, vocabulary = inspect_model(flags.model)
+    replies = Replies(tool, tokenizer, vocabulary) if tool else None
     text = flags.prompt_template.replace("\\n", "\n").replace("{prompt}", flags.prompt)
     with expecting(f"--chat-template-args {flags.chat_template_args}: expected JSON, an object"):
         template_args = {**json.loads(flags.chat_template_args)}
@@ -1865,6 +2016,7 @@ def print_completions(flags: argparse.Namespace):
         temperature=flags.temperature,
         max_new_tokens=min(flags.max_new_tokens, context - len(prompt)),
         generator=torch.Generator().manual_seed(flags.seed),
+        replies=replies,
         **end_and_pad_ids(model, tokenizer),
     )
     for ids, length in zip(samples.completions, samples.lengths):

@@ -95,6 +95,10 @@ class Config:
         None, "'math + 0.1*format' or file.py:function; default math or the task's"
     )
     reward_model: str | None = flag(None, "classifier with one output, called model in --reward")
+    tool: str | None = flag(
+        None, "answers completions: calculator, or file.py:function; default none or the task's"
+    )
+    tool_after: str | None = flag(None, "text of a completion after which --tool is asked: </calc>")
     steps: int = flag(50, "rollout steps", at_least=1)
     seed: int = flag(0, "of problems, samples and shuffles", at_least=0)
 
@@ -410,6 +414,10 @@ def fill_defaults(config: Config) -> None:
 
     own_data = config.data is not None and not built_in
     default("reward", "math" if own_data else task.verifier)
+    if not own_data:
+        default("tool", task.tool)
+    if config.tool in rewards.TOOLS:
+        default("tool_after", rewards.TOOLS[config.tool].after)
     full_lr = 2e-4 if built_in else 1e-6
     default("lr", 10 * full_lr if config.lora_rank else full_lr)
     if config.lora_rank:
@@ -703,14 +711,34 @@ def demonstrations(task: rewards.Task, words: dict[str, int]) -> list[dict]:
     rng, rows = random.Random(0), []
     for row in itertools.islice(rewards.problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
         prompt = [words[character] for character in row["prompt"]]
-        completion = [words[character] for character in task.demonstration(row, rng)]
+        text, own = with_replies(task.demonstration(row, rng), rewards.TOOLS.get(task.tool))
+        completion = [words[character] for character in text]
+        labels = [word if mine else -100 for word, mine in zip(completion, own)]
         completion.append(words["<eos>"])
-        rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + completion})
+        labels.append(words["<eos>"])
+        rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + labels})
 
     # rows of like length stand together, within windows of four steps: little padding
     window = 4 * WARM_ROWS
     order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
     return [rows[i] for i in order]
+
+
+def with_replies(text: str, tool: rewards.Tool | None) -> tuple[str, list[bool]]:
+    """The completion of which the policy writes `text`, and which characters are the policy's.
+
+    Those of the tool are no labels: a policy that learned to foretell them would do without it."""
+    if tool is None:
+        return text, [True] * len(text)
+    written, own = "", []
+    for character in text:
+        written += character
+        own.append(True)
+        if written.endswith(tool.after):
+            reply = tool.function(written) or ""
+            written += reply
+            own += [False] * len(reply)
+    return written, own
 
 
 def character_tokenizer(words: dict[str, int]) -> transformers.PreTrainedTokenizerFast:
@@ -863,6 +891,7 @@ class Run:
     tokenizer: transformers.PreTrainedTokenizerBase
     reward: rewards.Reward
     judge: Callable | None  # reward model: (prompts, completions) -> scores
+    replies: rollout.Replies | None  # of a tool
     prompts: Iterator[dict]  # rows to train on, without end
     held_out: list[dict]
 
@@ -927,6 +956,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         ("model" in reward.terms) == bool(config.reward_model),
         f"--reward {config.reward}: model in it and --reward-model need each other",
     )
+    tool = rewards.parse_tool(config.tool, config.tool_after)
     rows, held_out = read_data(config, reward)
     saved = checkpoint_to_resume(config)
     if config.model in BUILT_IN:
@@ -946,7 +976,9 @@ def start(config: Config, ranks: Ranks) -> Run:
         with expecting("--routing-replay sampler: expected experts that the sampler can tell"):
             rollout.need_recorded_experts(model_source)
     prompts, held_out = split_prompts(config, prompt_format(config, model), rows, held_out)
-    judge = None
+    judge = replies = None
+    if tool:
+        replies = rollout.Replies(tool, model.tokenizer, model.vocabulary)
     if config.reward_model:
         judge = rollout.reward_model(config.reward_model, config.device)
 
@@ -963,6 +995,7 @@ def start(config: Config, ranks: Ranks) -> Run:
             tokenizer=model.tokenizer,
             reward=reward,
             judge=judge,
+            replies=replies,
             prompts=prompts,
             held_out=held_out,
             records_experts=model.has_experts and can_watch_experts(config),
@@ -1440,6 +1473,7 @@ def sample(
                 cache_gb=cache_gb(run),
                 share=rollout.Share(ranks.rank, ranks.size),
                 record_experts=record_experts,
+                replies=run.replies,
                 **run.ends,
             )
         with run.timer("score"):
@@ -1500,6 +1534,8 @@ def collect(run: Run, step: int) -> Batch:
     """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
     config, size = run.config, run.config.group_size
     run.reward.faults = 0
+    if run.replies:
+        run.replies.faults = 0
     rollouts = 1
     if config.dynamic_sampling:
         rollouts += config.max_refills
@@ -1579,7 +1615,9 @@ def join(drawn: list[Judged], completions: list[int], pad_id: int) -> Judged:
 
 
 def shaped_rewards(config: Config, judged: Judged) -> Tensor:
-    """(N,) what the verifiers pay, less what length and repetition cost."""
+    """(N,) what the verifiers pay, less what length and repetition cost.
+
+    The length is the whole text's, as --max-new-tokens is: a tool's part of it counts."""
     shaped = []
     samples = judged.samples
     rows = zip(judged.scores, samples.completions.tolist(), samples.lengths.tolist())
@@ -1780,15 +1818,24 @@ def given_flags(config: Config, flags: dict[str, str]) -> dict:
     }
 
 
+def latest_own(samples: rollout.Rollout) -> Tensor:
+    """(N, T) for each token the index of the last one up to it that is the policy's own."""
+    mask = samples.completion_mask
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    return (steps * mask).cummax(1).values
+
+
 def last_token(samples: rollout.Rollout) -> Tensor:
-    """(N, 1) index of each completion's last token."""
-    return (samples.lengths - 1).clamp(min=0)[:, None]
+    """(N, 1) index of each completion's last token that is the policy's own."""
+    return latest_own(samples)[:, -1:]
 
 
 def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     """Rewards where they are earned, and where steps end, (N, T) each.
 
-    The outcome stands at the last token; a step's reward where its text is complete."""
+    The outcome stands at the last token; a step's reward where its text is complete. What a tool
+    wrote is no action: what would stand there goes to the policy's token before."""
+    own = latest_own(batch.samples).tolist()
     last = last_token(batch.samples)
     token_rewards = torch.zeros_like(batch.samples.sampler_logprobs)
     token_rewards = token_rewards.scatter(1, last, batch.rewards[:, None])
@@ -1799,6 +1846,7 @@ def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
         ids = batch.samples.completions[i, : batch.samples.lengths[i]].tolist()
         for end, reward in score.steps:
             token = rollout.token_that_completes(ids, batch.texts[i][:end], run.tokenizer)
+            token = own[i][token]
             token_rewards[i, token] += reward
             step_ends[i, token] = True
     return token_rewards, step_ends
@@ -2007,7 +2055,7 @@ METRICS = {
         "prompts sampled this step, refills of dynamic sampling included; --prompts-per-step "
         "without dynamic sampling"
     ),
-    # lengths, in tokens
+    # lengths, in tokens that are the policy's own: those of a tool do not count
     "length_mean": "tokens of a completion; no drift to the limit",
     "length_min": "tokens of the shortest; above 1",
     "length_max": "tokens of the longest; below --max-new-tokens",
@@ -2021,6 +2069,9 @@ METRICS = {
         "share without an end token within --max-new-tokens; near 0; if it rises with length, "
         "raise the limit"
     ),
+    "tool_calls": "with --tool: replies that were written into a completion, mean",
+    "tool_tokens": "with --tool: share of the completions' tokens that it wrote; steady",
+    "tool_faults": "with --tool: times that it raised, or returned no text, in this step; 0",
     # what moved the policy: means over live rows, and over updates
     "advantage_abs": "mean of the advantages' size; 0 on dead groups; falls as dead groups grow",
     "clip_fraction": (
@@ -2142,6 +2193,7 @@ def measure(run: Run, batch: Batch, updates: list[dict], thorough: bool) -> dict
     row = {"step": batch.step}
     row |= measure_rewards(run, batch)
     row |= measure_lengths(batch)
+    row |= measure_tool(run, batch)
     row |= measure_by_length(run, batch)
     row |= measure_learning(run, batch, updates)
     row |= measure_distances(run, batch)
@@ -2173,8 +2225,8 @@ def measure_rewards(run: Run, batch: Batch) -> dict:
 
 
 def measure_lengths(batch: Batch) -> dict:
-    """In tokens."""
-    lengths = batch.samples.lengths.float()
+    """In tokens that are the policy's own."""
+    lengths = batch.samples.completion_mask.sum(1).float()
     finished = lengths[~batch.samples.truncated]
     right = torch.tensor([score.correct for score in batch.scores], device=lengths.device) >= 1
     row = {}
@@ -2187,6 +2239,22 @@ def measure_lengths(batch: Batch) -> dict:
         row["length_right"] = lengths[right].mean()
     if not right.all():
         row["length_wrong"] = lengths[~right].mean()
+    return row
+
+
+def measure_tool(run: Run, batch: Batch) -> dict:
+    if run.replies is None:
+        return {}
+    forced = batch.samples.forced
+    begins = forced[:, 1:] & ~forced[:, :-1]  # the first token is always the policy's
+    row = {}
+    row["tool_calls"] = begins.sum() / len(forced)
+    row["tool_tokens"] = forced.sum() / batch.samples.lengths.sum()
+    found = run.ranks.gather((run.replies.faults, run.replies.fault))
+    row["tool_faults"] = sum(faults for faults, _ in found)
+    for _, fault in found:
+        if fault:
+            run.warn("tool", fault)
     return row
 
 
@@ -2267,17 +2335,18 @@ def measure_machine(run: Run, batch: Batch) -> dict:
     row["memory_gb"] = max(run.ranks.gather(torch.cuda.max_memory_allocated() / 1e9))
     if run.ranks.size > 1:
         row["seconds_ranks"] = round(run.ranks.seconds, 3)
-    tokens = float(batch.samples.lengths.sum())
+    tokens = float(batch.samples.completion_mask.sum())
     row["tokens_per_second"] = round(tokens / (time.perf_counter() - run.step_began), 1)
     return row
 
 
 def mean_advantage(batch: Batch) -> Tensor:
     """Mean of |A|, over completions or tokens."""
-    size = batch.advantages.abs().sum()
+    size = batch.advantages.abs()
     if batch.advantages.dim() == 1:
-        return size / len(batch.advantages)
-    return size / batch.samples.completion_mask.sum()
+        return size.sum() / len(batch.advantages)
+    mask = batch.samples.completion_mask
+    return (size * mask).sum() / mask.sum()
 
 
 def drift(
@@ -2370,6 +2439,7 @@ CONSOLE = {  # metric -> (what the line calls it, how it is written); after thos
     "clip_fraction": ("clip", ".0%"),
     "kl": ("kl", ".4f"),
     "entropy": ("entropy", ".2f"),
+    "tool_calls": ("calls", ".2f"),
     "grad_norm": ("grad", ".2f"),
     "eval_solved": ("held out", ".1%"),
 }
@@ -2523,6 +2593,7 @@ CHARTS = (
     Chart("solved", "rises with the reward"),
     Chart("eval_solved", "held-out prompts, greedy; rises with solved"),
     Chart("length_mean", "tokens; no drift to --max-new-tokens"),
+    Chart("tool_calls", "replies of --tool in a completion"),
     Chart("truncated", "near 0, else raise --max-new-tokens", band=(0, 0.1)),
     Chart("dead groups", "near 1 little is learned", (0, 0.9), ("dead_right", "dead_wrong")),
     Chart("entropy", "nats; falls slowly; near 0 exploration is over"),
@@ -3098,6 +3169,8 @@ def say_how_it_went(run: Run, after: dict, checkpoint: Path) -> None:
         ("--system", config.system),
         ("--prompt-template", config.prompt_template),
         ("--chat-template-args", config.chat_template_args),
+        ("--tool", config.tool),
+        ("--tool-after", config.tool_after),
         ("--prompt", run.held_out[0]["prompt"]),
     ):
         if value is not None:
