@@ -2184,7 +2184,8 @@ def measure_by_length(run: Run, batch: Batch) -> dict:
     live = batch.live.nonzero()[:, 0]
     if len(live) < 4:
         return {}
-    shortest_first = live[batch.mask[live].sum(1).argsort(stable=True)]
+    lengths = batch.mask[live].sum(1).cpu()  # as `live` is
+    shortest_first = live[lengths.argsort(stable=True)]
     flags = given_flags(run.config, run.algorithm.loss_flags)
     row = {}
     for quarter, rows in enumerate(shortest_first.tensor_split(4), start=1):
