@@ -128,7 +128,10 @@ BAD_INPUT = {
     "tool-without-a-marker": (f"{BASE} --tool good.py:f", ["--tool good.py:f", "--tool-after"]),
     "marker-without-a-tool": (f"{BASE} --tool-after ;", ["--tool-after ;", "--tool"]),
     "tool-unknown": (f"{BASE} --tool calc", ["--tool calc", "calculator", "file.py:function"]),
-    "tool-not-in-the-file": (f"{BASE} --tool good.py:g --tool-after ;", ["--tool", "no function 'g'"]),
+    "tool-not-in-the-file": (
+        f"{BASE} --tool good.py:g --tool-after ;",
+        ["--tool", "no function 'g'"],
+    ),
     "tool-that-raises": (
         f"{BASE} --tool two-errors.py:f --tool-after ;",
         ["--tool", "two-errors.py", "RuntimeError"],
