@@ -54,6 +54,9 @@ class Rollout(typing.NamedTuple):
     lengths: Tensor  # (N,) completion tokens, the first end token included
     sampler_logprobs: Tensor  # (N, T) float32, 0 on padding and on what a tool wrote
     truncated: Tensor  # (N,) no end token within max_new_tokens
+    # (N, S + T, C) what the sampler's routers chose as it read the token at a position of the row,
+    # counted from its first token that is no padding; see Recorder; None: not recorded
+    experts: Tensor | None = None
     forced: Tensor | None = None  # (N, T) tokens that a tool wrote; None: there was no tool
 
     @property
@@ -102,6 +105,9 @@ class Rollout(typing.NamedTuple):
             )
             if rollout.forced is not None:
                 wider = wider._replace(forced=F.pad(rollout.forced, (0, right)))
+            if rollout.experts is not None:  # positions count from the left: all room is behind
+                experts = F.pad(rollout.experts, (0, 0, 0, left + right))
+                wider = wider._replace(experts=experts)
             padded.append(wider)
         return Rollout(
             *[None if columns[0] is None else torch.cat(columns) for columns in zip(*padded)]
@@ -274,9 +280,12 @@ class Recomputed:
         self.forward = layer.forward
 
     def __call__(self, *args, **kwargs):
-        return checkpoint(self.run, *args, use_reentrant=False, **kwargs)
+        routing = ROUTING.get()
+        done = 0 if routing is None else len(routing.choices)
+        return checkpoint(self.run, routing, done, *args, use_reentrant=False, **kwargs)
 
-    def run(self, *args, **kwargs):
+    def run(self, routing, done, *args, **kwargs):
+        """routing: of the forward pass; done: choices before this layer's."""
         with (
             dropout_off(self.layer),
             experts_by(self.configs, "grouped_in_autocast"),
@@ -284,6 +293,8 @@ class Recomputed:
         ):
             if self.layout is not None:
                 stack.enter_context(our_attention(self.configs, self.layout))
+            if routing is not None and ROUTING.get() is not routing:  # it was left: backward pass
+                stack.enter_context(routing.once_more(done))
             return self.forward(*args, **kwargs)
 
 
@@ -504,6 +515,7 @@ class Choice(typing.NamedTuple):
     experts: Tensor  # (tokens, k) indices
     among: int  # how many it could choose from
     predicting: Tensor | None  # the rows that predict completion tokens; None: all
+    sampler: Tensor | None = None  # (tokens, k) what was taken instead, by SamplerRouting
 
 
 class Routing(torch.overrides.TorchFunctionMode):
@@ -518,7 +530,7 @@ class Routing(torch.overrides.TorchFunctionMode):
         super().__init__()
         self.choices: list[Choice] = []
         self.predicting: Tensor | None = None  # of the forward pass under way
-        self.to_replay = iter(recorded.choices if recorded else [])
+        self.to_replay = recorded.choices if recorded else []
 
     def __enter__(self):
         self.token = ROUTING.set(self)
@@ -528,18 +540,40 @@ class Routing(torch.overrides.TorchFunctionMode):
         ROUTING.reset(self.token)
         return super().__exit__(*error)
 
+    def enter(self, module, inputs):
+        self.__enter__()
+
+    def leave(self, module, inputs, output):
+        self.__exit__(None, None, None)
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **kwargs or {})
         if function not in (torch.topk, torch.Tensor.topk) or result[1].dim() != 2:
             return result
         if ROUTING.get() is not self:  # a pass that is no part of what is recorded
             return result
-        again = next(self.to_replay, None)
-        if again is not None:
-            scores = args[0].gather(-1, again.experts)
-            result = torch.return_types.topk((scores, again.experts))
-        self.choices.append(Choice(result[1], args[0].shape[-1], self.predicting))
-        return result
+        taken = self.taken(result[1], args[0].shape[-1])
+        if taken is result[1]:
+            return result
+        return torch.return_types.topk((args[0].gather(-1, taken), taken))
+
+    def taken(self, own: Tensor, among: int) -> Tensor:
+        """What a router gets in place of its own choice (tokens, k), and what is kept of it."""
+        if len(self.choices) < len(self.to_replay):
+            own = self.to_replay[len(self.choices)].experts
+        self.choices.append(Choice(own, among, self.predicting))
+        return own
+
+    def reads(self, predicting: Tensor, sampled: Tensor | None):
+        """A forward pass begins; predicting: the tokens that predict completion tokens; sampled
+        (tokens, C): what the sampler's routers chose for all its tokens, where it is known."""
+        self.predicting = predicting
+
+    def once_more(self, done: int) -> "Routing":
+        """A context that does again what this one did after its first `done` choices."""
+        again = copy.copy(self)
+        again.choices = self.choices[:done]
+        return again
 
     @property
     def experts(self) -> list[Tensor]:
@@ -552,18 +586,52 @@ class Routing(torch.overrides.TorchFunctionMode):
 
     def flips(self, later: "Routing") -> Tensor:
         """Whether other experts were chosen later, for each layer and completion token."""
-        flipped = []
-        for old, new in zip(self.expert_choices(), later.expert_choices()):
-            differ = (old.experts.sort()[0] != new.experts.sort()[0]).any(1)
-            flipped.append(differ if old.predicting is None else differ[old.predicting])
-        return torch.cat(flipped)
+        pairs = zip(self.expert_choices(), later.expert_choices())
+        return torch.cat([flipped(old, new.experts) for old, new in pairs])
 
 
-def will_predict(tokens: Tensor):
-    """Tells a Routing which tokens of the forward pass to come predict completion tokens."""
+def flipped(choice: Choice, other: Tensor) -> Tensor:
+    """Whether its set of experts is another than (tokens, k), for each completion token."""
+    differ = (choice.experts.sort()[0] != other.sort()[0]).any(1)
+    return differ if choice.predicting is None else differ[choice.predicting]
+
+
+class SamplerRouting(Routing):
+    """Rollout Routing Replay, R3 (arXiv 2510.11370): the sampler's experts are taken again.
+
+    What it chose comes with the rollout that is scored, `Rollout.experts`. As in Megatron-LM's
+    RouterReplay, which verl (router_replay mode R3) and SkyRL use, the indices alone are replayed:
+    the router of now weighs them, and its gradient flows.
+
+    choices: what its routers would have chosen, each on top of the sampler's choices before it
+    (of groups of experts, too)."""
+
+    def __init__(self):
+        super().__init__()
+        self.sampled: Tensor | None = None  # (tokens, C) of the forward pass under way
+        self.begun = 0  # choices before it
+
+    def reads(self, predicting: Tensor, sampled: Tensor | None):
+        need(sampled is not None, "expected a rollout with the experts that its sampler chose")
+        self.predicting, self.sampled, self.begun = predicting, sampled, len(self.choices)
+
+    def taken(self, own: Tensor, among: int) -> Tensor:
+        column = sum(choice.experts.shape[1] for choice in self.choices[self.begun :])
+        sampler = self.sampled[:, column : column + own.shape[1]]
+        need(sampler.shape == own.shape, "expected the routers that the sampler has")
+        self.choices.append(Choice(own, among, self.predicting, sampler))
+        return sampler.long()
+
+    def sampler_flips(self) -> Tensor:
+        """Whether the sampler chose other experts, for each layer and completion token."""
+        return torch.cat([flipped(one, one.sampler) for one in self.expert_choices()])
+
+
+def will_read(predicting: Tensor, sampled: Tensor | None = None):
+    """Tells a Routing, where there is one, of the forward pass to come; see Routing.reads."""
     routing = ROUTING.get()
     if routing is not None:
-        routing.predicting = tokens
+        routing.reads(predicting, sampled)
 
 
 # ---- scoring
@@ -599,6 +667,7 @@ class Packed:
     group_sizes: list[int]  # completions of each prompt
     pairs: list  # positions of queries and keys, for both blocks
     calls: int  # of attend, one a layer
+    experts: Tensor | None = None  # (M, C) that the sampler chose for these tokens
 
     def __init__(self, prompts, prompt_sizes, group_sizes, completions, completion_sizes):
         """prompts (P, S): tokens to read, right-aligned; prompt_sizes (P,): how many of them.
@@ -640,11 +709,23 @@ class Packed:
         packed = Packed(prompts, sizes, group_sizes, read, rollout.lengths)
         if rollout.forced is not None:  # read like the others, but nobody predicts them
             packed.predicting = packed.predicting[~rollout.forced[rollout.text_mask]]
+        if rollout.experts is not None:
+            packed.experts = rollout.experts[packed.rows(), packed.positions[0]]
         return packed
+
+    def rows(self) -> Tensor:
+        """(M,) the completion that a token is of; of prompts the first of their group."""
+        (_, prompt_width), (_, width) = self.shapes
+        groups = torch.tensor(self.group_sizes, device=self.ids.device)
+        first_rows = groups.cumsum(0) - groups
+        in_prompts, in_completions = self.places[: self.first], self.places[self.first :]
+        in_completions = in_completions - self.shapes[0].numel()
+        owners = first_rows[in_prompts // max(prompt_width, 1)]
+        return torch.cat([owners, in_completions // width])
 
     def run(self, body) -> Tensor:
         """Hidden states (tokens, H) that predict the policy's own tokens, row by row."""
-        will_predict(self.predicting)
+        will_read(self.predicting, self.experts)
         with our_attention(configs_of(body), self), recomputed_layers(body, self):
             output = body(
                 self.ids,
@@ -741,7 +822,7 @@ def padded_states(body, rollout: Rollout) -> Tensor:
     ids = pad_sequence(texts, batch_first=True)
     row, step = rollout.completion_mask.nonzero(as_tuple=True)
     position = rollout.prompt_lengths[row] - 1 + step  # of the token before
-    will_predict(row * ids.shape[1] + position)
+    will_read(row * ids.shape[1] + position)
     with recomputed_layers(body, layout=None):
         hidden = body(ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
     return hidden[row, position]
@@ -802,12 +883,20 @@ SOUND = 1e-3  # nats by which float32 log-probs may differ; rounding makes 1e-5
 
 
 @torch.no_grad()
-def check_scorer(model, prompts: list[list[int]], *, pad_id: int, max_new_tokens: int = 8):
+def check_scorer(
+    model,
+    prompts: list[list[int]],
+    *,
+    pad_id: int,
+    max_new_tokens: int = 8,
+    record_experts: bool = False,
+):
     """Refuses a model that we would sample or score otherwise than its own forward pass does.
 
     Samples a few tokens, and compares three log-probs of them: the sampler's, the scorer's, and
     those of the whole model over each text alone.
     model: with float32 weights. prompts: a few short ones, of different lengths.
+    record_experts: as `generate` will be asked to.
     Raises UserError where one of ten tokens differs by more than SOUND, or any of a model without
     experts: where two experts are nearly tied, rounding chooses."""
     name = model.config.model_type
@@ -820,6 +909,7 @@ def check_scorer(model, prompts: list[list[int]], *, pad_id: int, max_new_tokens
             eos_ids=[],
             pad_id=pad_id,
             generator=torch.Generator().manual_seed(0),
+            record_experts=record_experts,
         )
         scored, _ = completion_logprobs(model, samples, temperature=1.0)
         with dropout_off(model):
@@ -912,6 +1002,7 @@ class Page:
     uniforms: Tensor  # (N + 1, T + 1, 2): what a sample draws depends on its index and step alone
     prompts: Tensor  # (N, S), padded on the left
     prompt_sizes: Tensor  # (N,)
+    recorder: "Recorder | None" = None  # of experts, where asked
 
     # with a tool
     replies: "Replies | None" = None
@@ -956,12 +1047,16 @@ class Page:
         ended = ends.any(1)
         lengths = torch.where(ended, ends.int().argmax(1) + 1, tokens.shape[1])
         longest = lengths.max()
+        experts = None
+        if self.recorder is not None:
+            experts = self.recorder.of_samples(self.prompts.shape[1] + longest)
         return Rollout(
             tokens=torch.cat([self.prompts, tokens[:, :longest]], dim=1),
             prompt_lengths=self.prompt_sizes,
             lengths=lengths,
             sampler_logprobs=self.logprobs[:-1, :longest],
             truncated=~ended,
+            experts=experts,
             forced=None if self.forced is None else self.forced[:-1, :longest] >= 0,
         )
 
@@ -984,6 +1079,62 @@ class ReadPrompts(Packed):
 
     def nbytes(self) -> int:
         return sum(one.nbytes for one in self.keys + self.values)
+
+
+class Recorder:
+    """Writes down which experts the sampler chooses, for Rollout.experts.
+
+    C columns hold what the routers chose one after the other, call by call, as in Routing.choices.
+    A Routing sees every call of torch: around a whole decode step it makes a small one a sixth
+    slower. So there is one in each module that has a router, which a pass over one token finds."""
+
+    experts: Tensor  # (N + 1, S + T, C) by row of the page and position; uint8, or int16 if need be
+    routings: dict  # module that calls torch.topk -> Routing within it
+    choices: list[Choice]  # of the forward pass under way
+
+    def __init__(self, model, page: Page):
+        body = body_of(model)
+        every = {module: Routing() for module in body.modules()}
+        with entered_with(every):
+            Prompts(model, page).read_one_token()
+        self.routings = {module: one for module, one in every.items() if one.choices}
+        found = [choice for one in self.routings.values() for choice in one.choices]
+        need(found, f"{model.config.model_type}: the routers of this model cannot be watched")
+
+        self.choices = []
+        for routing in self.routings.values():
+            routing.choices = self.choices  # one list: in the order of the calls
+        largest = max(choice.among for choice in found)
+        self.experts = torch.zeros(
+            len(page.tokens),
+            page.prompts.shape[1] + page.tokens.shape[1] - 1,
+            sum(choice.experts.shape[1] for choice in found),
+            dtype=torch.uint8 if largest <= 2**8 else torch.int16,
+            device=page.tokens.device,
+        )
+
+    def take(self) -> Tensor:
+        """(tokens, C) what was chosen in the forward pass that has ended."""
+        chosen = torch.cat([choice.experts for choice in self.choices], dim=1)
+        self.choices.clear()
+        return chosen.to(self.experts.dtype)
+
+    def of_samples(self, width: int) -> Tensor:
+        return self.experts[:-1, :width].clone()  # without the page's room for longer ones
+
+
+@contextlib.contextmanager
+def entered_with(routings: dict):
+    """Within, each module's forward pass runs in its Routing; of nested ones the inner one sees."""
+    hooks = []
+    for module, routing in routings.items():
+        hooks.append(module.register_forward_pre_hook(routing.enter))
+        hooks.append(module.register_forward_hook(routing.leave, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class Slots:
@@ -1074,6 +1225,7 @@ class Slots:
             chosen, logprobs = self.given_or_drawn(row, step, chosen, logprobs)
         self.page.tokens[row, step] = chosen
         self.page.logprobs[row, step] = logprobs
+        self.record_experts(row, position)
 
         token.copy_(torch.where(alive > 0, chosen, token))
         position += alive
@@ -1083,6 +1235,12 @@ class Slots:
             goes_on = self.goes_on_beside_a_tool(row, step, chosen, goes_on)
         step += alive
         alive *= goes_on
+
+    def record_experts(self, row: Tensor, position: Tensor):
+        """What the routers chose in this decode step; no host sync: it may be captured."""
+        recorder = self.page.recorder
+        if recorder is not None:
+            recorder.experts[row, position] = recorder.take()
 
     def given_or_drawn(self, row, step, chosen, logprobs) -> tuple[Tensor, Tensor]:
         """The token that a tool gives for this step, where there is one, instead of the drawn one:
@@ -1180,6 +1338,7 @@ def generate(
     max_slots: int | None = None,
     cache_gb: float | None = None,
     share: Share = Share(),  # noqa: B008 (it is immutable)
+    record_experts: bool = False,
     replies: "Replies | None" = None,
 ) -> Rollout:
     """Sample group_size completions of each prompt (token ids), or of a share of the prompts.
@@ -1188,6 +1347,7 @@ def generate(
     generator (CPU): it alone decides on tokens, neither max_slots nor cache_gb do.
     max_slots: samples under way at once. cache_gb: of the keys and values of prompts and samples
     together (None: see default_cache_gb); transformers' own caches of other models are not bounded.
+    record_experts: keep what routers choose, for SamplerRouting; see Recorder.
     replies: a tool that may write into completions, within max_new_tokens.
     Raises UserError for what cannot be sampled."""
     need(group_size >= 1, f"group_size {group_size}: expected at least 1")
@@ -1211,8 +1371,10 @@ def generate(
         tqdm(None, "sampling", len(page.prompts), leave=False, disable=None) as bar,
     ):
         if takes_our_attention(model):
-            fill_page(model, page, eos_ids, temperature, max_slots, cache_gb, bar)
+            with recorded(model, page, record_experts):
+                fill_page(model, page, eos_ids, temperature, max_slots, cache_gb, bar)
         else:
+            need(not record_experts, f"{model.config.model_type}: {NOT_RECORDED}")
             fill_page_by_transformers(model, page, eos_ids, pad_id, temperature, max_slots, bar)
     samples = page.rollout(eos_ids)
     need(
@@ -1220,6 +1382,20 @@ def generate(
         f"{model.config.model_type}: the model's logits are not finite (NaN or inf)",
     )
     return samples
+
+
+NOT_RECORDED = "transformers' own generate samples it, which does not tell what experts it takes"
+
+
+@contextlib.contextmanager
+def recorded(model, page: Page, record_experts: bool):
+    """Within, the experts of every forward pass are written down, where asked."""
+    if not record_experts:
+        yield
+        return
+    page.recorder = Recorder(model, page)
+    with entered_with(page.recorder.routings):
+        yield
 
 
 def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar):
@@ -1406,6 +1582,7 @@ class Prompts:
         distinct, owner = torch.unique_consecutive(keyed, dim=0, return_inverse=True)
         self.tokens, self.sizes = distinct[:, 1:], distinct[:, 0]
         self.owner = owner.tolist()
+        self.recorder = page.recorder
         self.next = 0  # the first sample that has not started
         self.chunk, self.first, self.end = None, 0, 0  # of prompts first .., of samples .. end - 1
 
@@ -1434,10 +1611,22 @@ class Prompts:
         self.end = bisect.bisect_left(self.owner, self.first + count)
         rows = slice(self.first, self.first + count)
         self.chunk = self.read(self.tokens[rows, -longest:], self.sizes[rows])
+        if self.recorder is not None:
+            self.record_experts(self.chunk)
+
+    def record_experts(self, chunk: ReadPrompts):
+        """The choices for the tokens of a chunk's prompts, at every sample that starts with it."""
+        chosen = self.recorder.take()
+        blocks = chunk.in_blocks(chosen[None, None])[0][:, 0]  # (P, S, C)
+        which = [owner - self.first for owner in self.owner[self.next : self.end]]
+        self.recorder.experts[self.next : self.end, : blocks.shape[1]] = blocks[which]
 
     def read_one_token(self) -> ReadPrompts:
         """How large keys and values are."""
-        return self.read(self.tokens[:1, -1:], self.sizes[:1].clamp(max=1))
+        token = self.read(self.tokens[:1, -1:], self.sizes[:1].clamp(max=1))
+        if self.recorder is not None:
+            self.recorder.choices.clear()
+        return token
 
     def read(self, tokens: Tensor, sizes: Tensor) -> ReadPrompts:
         prompts = ReadPrompts(tokens, sizes)
@@ -1546,6 +1735,14 @@ def read_config(source: str | Path):
         for file in files:
             safetensors.safe_open(file, "pt")
     return config, tokenizer
+
+
+def need_recorded_experts(source: str | Path):
+    """UserError for a model whose experts are not told while it samples, before weights load."""
+    config, _ = read_config(source)
+    with torch.device("meta"):  # the model's classes decide; its weights take no memory there
+        model = AutoModelForCausalLM.from_config(config)
+    need(takes_our_attention(model), f"{config.model_type}: {NOT_RECORDED}")
 
 
 def has_experts(config) -> bool:

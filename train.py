@@ -50,15 +50,27 @@ from rewards import UserError, expecting, need, printable
 # ------------------------------------------------------------------------------ flags
 
 
-def flag(default, help, *, heading=None, choices=None, at_least=None, above=None, at_most=math.inf):
+def flag(
+    default,
+    help,
+    *,
+    heading=None,
+    choices=None,
+    alone=None,
+    at_least=None,
+    above=None,
+    at_most=math.inf,
+):
     """A field of Config that is also a command-line flag: its help text and what it may be.
-    heading: the group of flags in --help that begins here."""
+    heading: the group of flags in --help that begins here. alone: the value of a flag that is given
+    without one; there is --no-FLAG, too, then."""
     return dataclasses.field(
         default=default,
         metadata={
             "help": help,
             "heading": heading,
             "choices": choices,
+            "alone": alone,
             "at_least": at_least,
             "above": above,
             "at_most": at_most,
@@ -156,7 +168,12 @@ class Config:
         None, "weight of the KL to the reference; GRPO 0.04, else 0", at_least=0
     )
     ref_every: int = flag(0, "steps between refreshes of the reference; 0: never", at_least=0)
-    routing_replay: bool = flag(False, "train with the experts that pi_old chose (MoE)")
+    routing_replay: str | None = flag(
+        None,
+        "train with the experts that pi_old chose, or those of the sampler (MoE); alone: policy",
+        choices=("policy", "sampler"),
+        alone="policy",
+    )
     dynamic_sampling: bool | None = flag(None, "refill groups that are all right or all wrong")
     max_refills: int = flag(4, "further rollouts of a step for dynamic sampling", at_least=0)
     overlong_cache: int | None = flag(
@@ -296,7 +313,24 @@ def add_flag(group, field: dataclasses.Field) -> None:
     metavar = kind.__name__.upper()
     if field.metadata["choices"]:
         metavar = "{" + ", ".join(field.metadata["choices"]) + "}"
+    if field.metadata["alone"]:
+        add_flag_alone(group, field, metavar, help)
+        return
     group.add_argument(dashed(field.name), type=kind, metavar=metavar, help=help)
+
+
+def add_flag_alone(group, field: dataclasses.Field, metavar: str, help: str) -> None:
+    """A flag that may stand without a value, and its --no-FLAG."""
+    group.add_argument(
+        dashed(field.name), nargs="?", const=field.metadata["alone"], metavar=metavar, help=help
+    )
+    group.add_argument(
+        "--no-" + dashed(field.name)[2:],
+        dest=field.name,
+        action="store_const",
+        const=field.default,
+        help=argparse.SUPPRESS,
+    )
 
 
 def value_types(field: dataclasses.Field) -> list[type]:
@@ -312,6 +346,8 @@ def did_you_mean(word: str, known) -> str:
 
 def check_value(field: dataclasses.Field, value) -> None:
     """UserError for a value outside of what the flag takes."""
+    if value is None:  # --no-FLAG
+        return
     wrong = f"{dashed(field.name)} {value}"
     choices = field.metadata["choices"]
     if choices:
@@ -358,6 +394,8 @@ def saved_flags(given: dict) -> tuple[dict, dict]:
     path = Path(given.get("runs", Config.runs), given.get("name", ""), "config.json")
     with expecting(f"--resume: expected the --name of a run, with {path}"):
         saved = dict(json.loads(path.read_text()))
+        if isinstance(saved.get("routing_replay"), bool):  # it was a switch once
+            saved["routing_replay"] = "policy" if saved["routing_replay"] else None
         known = {field.name for field in FLAGS}
         names = saved.pop("given")
         strange = sorted(saved.keys() - known) + sorted(known - saved.keys())
@@ -460,9 +498,9 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
     for name in ("tis_cap", "mismatch_mask"):
         if values[name] and config.old_logprobs != "trainer":
             refuse(name, "--old-logprobs trainer")
-    if config.routing_replay and config.old_logprobs != "trainer":
+    if config.routing_replay == "policy" and config.old_logprobs != "trainer":
         refuse("routing_replay", "--old-logprobs trainer")
-    if config.routing_replay and config.gradient_checkpointing:
+    if config.routing_replay == "policy" and config.gradient_checkpointing:
         refuse("routing_replay", "no --gradient-checkpointing")
 
 
@@ -934,6 +972,9 @@ def start(config: Config, ranks: Ranks) -> Run:
         model.has_experts or not config.routing_replay,
         "--routing-replay: expected a mixture of experts",
     )
+    if config.routing_replay == "sampler":
+        with expecting("--routing-replay sampler: expected experts that the sampler can tell"):
+            rollout.need_recorded_experts(model_source)
     prompts, held_out = split_prompts(config, prompt_format(config, model), rows, held_out)
     judge = replies = None
     if tool:
@@ -957,7 +998,7 @@ def start(config: Config, ranks: Ranks) -> Run:
             replies=replies,
             prompts=prompts,
             held_out=held_out,
-            records_experts=model.has_experts and not config.gradient_checkpointing,
+            records_experts=model.has_experts and can_watch_experts(config),
         )
         load_weights(run, model_source)
         show_first_prompt(run)
@@ -965,6 +1006,11 @@ def start(config: Config, ranks: Ranks) -> Run:
         check_verifiers(run)
         open_files(run)
         return run
+
+
+def can_watch_experts(config: Config) -> bool:
+    """Layers that are recomputed choose again; the sampler's choices are at hand then, too."""
+    return config.routing_replay == "sampler" or not config.gradient_checkpointing
 
 
 def read_data(config: Config, reward: rewards.Reward) -> tuple[list | None, list | None]:
@@ -1067,7 +1113,8 @@ def check_model(run: Run) -> None:
     """Samples and scores a few tokens in float32: some architectures would be trained wrongly."""
     prompts = sorted((row["ids"] for row in run.held_out), key=len)
     short = [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
-    rollout.check_scorer(run.policy, short, pad_id=run.ends["pad_id"])
+    records = run.config.routing_replay == "sampler"
+    rollout.check_scorer(run.policy, short, pad_id=run.ends["pad_id"], record_experts=records)
 
 
 def show_first_prompt(run: Run) -> None:
@@ -1401,7 +1448,13 @@ class Judged:
 
 
 def sample(
-    run: Run, model, prompts: list[dict], seed: str, group_size: int, temperature: float
+    run: Run,
+    model,
+    prompts: list[dict],
+    seed: str,
+    group_size: int,
+    temperature: float,
+    record_experts: bool = False,
 ) -> Judged:
     """group_size completions of each prompt, scored; the same seed text gives the same."""
     config, ranks = run.config, run.ranks
@@ -1419,6 +1472,7 @@ def sample(
                 max_slots=config.max_slots,
                 cache_gb=cache_gb(run),
                 share=rollout.Share(ranks.rank, ranks.size),
+                record_experts=record_experts,
                 replies=run.replies,
                 **run.ends,
             )
@@ -1490,7 +1544,16 @@ def collect(run: Run, step: int) -> Batch:
     for attempt in range(rollouts):
         prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
         seed = f"{step} {attempt}"
-        drawn.append(sample(run, run.old_policy, prompts, seed, size, config.temperature))
+        judged = sample(
+            run,
+            run.old_policy,
+            prompts,
+            seed,
+            size,
+            config.temperature,
+            record_experts=config.routing_replay == "sampler",
+        )
+        drawn.append(judged)
         correct = [score.correct for judged in drawn for score in judged.scores]
         correct = torch.tensor(correct, dtype=torch.float64).view(-1, size)
         groups = kept_groups(correct, config)
@@ -1683,12 +1746,19 @@ def recording(run: Run, micro_batch: MicroBatch) -> Iterator[None]:
     if not run.records_experts:
         yield
         return
-    with rollout.Routing() as micro_batch.routing:
+    with new_routing(run) as micro_batch.routing:
         yield
     need(
         micro_batch.routing.experts or not run.config.routing_replay,
         "--routing-replay: the routers of this model cannot be watched",
     )
+
+
+def new_routing(run: Run) -> rollout.Routing:
+    """What watches the routers of a pass that comes before any replay, but for the sampler's."""
+    if run.config.routing_replay == "sampler":
+        return rollout.SamplerRouting()
+    return rollout.Routing()
 
 
 def compare(run: Run, batch: Batch) -> None:
@@ -1948,8 +2018,10 @@ def routing_of_update(run: Run, micro_batch: MicroBatch):
     """Experts in the updates: recorded where pi_old's are not yet known, replayed where asked."""
     if micro_batch.unscored:
         return recording(run, micro_batch)
-    if run.config.routing_replay:
+    if run.config.routing_replay == "policy":
         return rollout.Routing(micro_batch.routing)
+    if run.config.routing_replay == "sampler":
+        return rollout.SamplerRouting()
     return contextlib.nullcontext()
 
 
@@ -2027,7 +2099,13 @@ METRICS = {
     "expert_flips": (
         "mixtures of experts: share of (completion token, layer) whose set of experts differs "
         "from π_old's after the updates; not with --gradient-checkpointing or --old-logprobs "
-        "sampler; small and steady"
+        "sampler; with --routing-replay sampler what the routers would choose, each on top of the "
+        "sampler's experts; small and steady"
+    ),
+    "sampler_flips": (
+        "with --routing-replay sampler: share of (completion token, layer) where the trainer's "
+        "π_old would choose another set of experts than the sampler did; 0 up to ties in float32; "
+        "bfloat16, --stale-steps: what the replay hides"
     ),
     "kl": "KL to the reference, nats, with --kl-coef only; grows slowly",
     "entropy": (
@@ -2119,6 +2197,7 @@ def measure(run: Run, batch: Batch, updates: list[dict], thorough: bool) -> dict
     row |= measure_by_length(run, batch)
     row |= measure_learning(run, batch, updates)
     row |= measure_distances(run, batch)
+    row |= measure_sampler_experts(run, batch)
     if thorough:
         row |= measure_experts(run, batch)
     row |= measure_machine(run, batch)
@@ -2237,6 +2316,20 @@ def measure_experts(run: Run, batch: Batch) -> dict:
     return {"expert_flips": changed / seen}
 
 
+def measure_sampler_experts(run: Run, batch: Batch) -> dict:
+    """Where pi_old was scored on top of the sampler's experts, its own choices are known."""
+    if run.config.routing_replay != "sampler":
+        return {}
+    changed, seen = 0, 0
+    for micro_batch in batch.own_micro_batches():
+        if micro_batch.routing is not None and micro_batch.routing.choices:
+            flips = micro_batch.routing.sampler_flips()
+            changed += int(flips.sum())
+            seen += len(flips)
+    changed, seen = of_all_processes(run, changed, seen)
+    return {"sampler_flips": changed / seen} if seen else {}
+
+
 def measure_machine(run: Run, batch: Batch) -> dict:
     row = {name: round(seconds, 3) for name, seconds in run.seconds.items()}
     row["memory_gb"] = max(run.ranks.gather(torch.cuda.max_memory_allocated() / 1e9))
@@ -2296,11 +2389,15 @@ def expert_flips(run: Run, batch: Batch) -> tuple[int, int]:
         if micro_batch.routing is None or not micro_batch.routing.choices:
             continue
         rows = micro_batch.rows
-        with run.timer("flips"), rollout.Routing() as now:
+        with run.timer("flips"), new_routing(run) as now:
             run.logprobs(run.policy, batch.samples[rows])
         flips = micro_batch.routing.flips(now)
         changed += int(flips.sum())
         seen += len(flips)
+    return of_all_processes(run, changed, seen)
+
+
+def of_all_processes(run: Run, changed: int, seen: int) -> tuple[int, int]:
     found = run.ranks.gather((changed, seen))
     return sum(one for one, _ in found), sum(one for _, one in found)
 

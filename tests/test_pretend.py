@@ -25,6 +25,10 @@ CASES = {
     "stale sampler": f"{BASE} {FLOAT32} --stale-steps 2 --tis-cap 2",
     "ppo": f"{BASE} {FLOAT32} --algo ppo",
     "experts replayed": f"--model models/moe --reward pay.py:even {FLOAT32} --routing-replay",
+    "experts of the sampler replayed": (
+        f"--model models/moe --reward pay.py:even {FLOAT32} --routing-replay sampler "
+        "--stale-steps 2"
+    ),
     "grpo, KL, checkpointing": (
         f"{BASE} {FLOAT32} --algo grpo --kl-coef 0.1 --gradient-checkpointing"
     ),

@@ -171,6 +171,10 @@ SAME = {
     "ppo": "--algo ppo --critic-lr 1e-3",
     "reinforce++": "--algo reinforce++ --kl-coef 0.1",
     "experts": "--model models/moe --algo grpo --kl-coef 0 --routing-replay --eval-every 1",
+    "experts of the sampler": (
+        "--model models/moe --algo grpo --kl-coef 0 --routing-replay sampler --stale-steps 2 "
+        "--eval-every 1"
+    ),
     "step rewards": "--algo gspo-token --reward pay.py:steps --epochs 2",
     "lora": "--lora-rank 4",
     # groups that do not divide evenly: some process has none of an update, or of a step
