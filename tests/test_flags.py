@@ -124,6 +124,23 @@ BAD_INPUT = {
     "judge-that-writes": (f"{JUDGE} models/tiny", ["--reward-model", "classifier", "CausalLM"]),
     "judge-without-padding": (f"{JUDGE} models/padless", ["--reward-model", "padding"]),
     "judge-with-two-labels": (f"{JUDGE} models/two-labels", ["--reward-model", "label"]),
+    # tools
+    "tool-without-a-marker": (f"{BASE} --tool good.py:f", ["--tool good.py:f", "--tool-after"]),
+    "marker-without-a-tool": (f"{BASE} --tool-after ;", ["--tool-after ;", "--tool"]),
+    "tool-unknown": (f"{BASE} --tool calc", ["--tool calc", "calculator", "file.py:function"]),
+    "tool-not-in-the-file": (
+        f"{BASE} --tool good.py:g --tool-after ;",
+        ["--tool", "no function 'g'"],
+    ),
+    "tool-that-raises": (
+        f"{BASE} --tool two-errors.py:f --tool-after ;",
+        ["--tool", "two-errors.py", "RuntimeError"],
+    ),
+    "tool-that-returns-no-text": (
+        f"{BASE} --tool good.py:number --tool-after ;",
+        ["--tool good.py:number", "text or None"],
+    ),
+    "tool-of-other-characters": (f"{BASE} --tool calculator", ["--tool-after </calc>", "no token"]),
     # data
     "data-missing": (f"{BASE} --data no.jsonl", ["--data", "no.jsonl", "no such file"]),
     "data-empty": (DATA, ["--data bad.jsonl", "empty"], "\n \n\n"),
@@ -215,6 +232,9 @@ def test_bad_input_is_one_sentence(case, wrong_models, tmp_path, monkeypatch):
         Path("bad.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     Path("good.jsonl").write_text(ROW * 12)
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
+    Path("good.py").write_text(
+        "def f(text):\n    return text\n\n\ndef number(text):\n    return len(text)\n"
+    )
     Path("file").write_text("not a folder")
     Path("runs-with-one", "run").mkdir(parents=True)
 

@@ -33,6 +33,9 @@ CASES = {
         f"{BASE} {FLOAT32} --algo grpo --kl-coef 0.1 --gradient-checkpointing"
     ),
     "lora": f"{BASE} {FLOAT32} --lora-rank 4",
+    "tool": (
+        f"{BASE} {FLOAT32} --algo ppo --tool tool.py:seven --tool-after + --max-new-tokens 16"
+    ),
 }
 
 
@@ -92,6 +95,7 @@ def slow_but(names, kept: str) -> list:
 @pytest.mark.parametrize("case", slow_but(CASES, "gspo in bfloat16"))
 def test_a_run_on_the_pretended_device_says_what_one_on_the_cpu_says(case, place):
     flags = CASES[case]
+    Path("tool.py").write_text("def seven(text):\n    return '=7'\n")
     result = pretended(command_line("gpu", flags))
     ran_on_the_device(result)
     if FLOAT32 in flags:

@@ -425,6 +425,29 @@ def test_an_outcome_after_a_reply_that_was_cut_goes_to_the_policys_last_token():
     assert ends == [2] and last == 2
 
 
+def test_lengths_are_own_tokens_and_what_bounds_them_is_the_whole_text():
+    """Metrics count the policy's tokens; overlong shaping, as the limit, what a tool wrote, too."""
+    samples = sampled(tiny(), always())
+    own = [int(row.sum()) for row in samples.completion_mask]
+    score = rewards.Score(1.0, 1.0, {}, [])
+    batch = types.SimpleNamespace(
+        samples=samples,
+        scores=[score] * len(own),
+        advantages=torch.ones_like(samples.sampler_logprobs),
+    )
+    row = train.measure_lengths(batch)
+    assert row["length_mean"] == pytest.approx(sum(own) / len(own))
+    assert (row["length_min"], row["length_max"]) == (min(own), max(own))
+    assert train.mean_advantage(batch) == 1
+
+    config = train.Config(max_new_tokens=16, overlong_cache=8)
+    judged = types.SimpleNamespace(samples=samples, scores=batch.scores)
+    shaped = train.shaped_rewards(config, judged).tolist()
+    whole = samples.lengths.tolist()
+    assert shaped == pytest.approx([1 - max(length - 8, 0) / 8 for length in whole])
+    assert shaped != pytest.approx([1 - max(length - 8, 0) / 8 for length in own])
+
+
 # ------------------------------------------------------------------------------ what it is asked
 
 
@@ -636,7 +659,9 @@ def answer(text):
     return "=7" if len(text) % 2 else None
 
 def fails(text):
-    if len(text) > 12:
+    if len(text) > 3:
+        with open("failures", "a") as file:
+            file.write("once\\n")
         raise ArithmeticError("\\x1b[31mboom")
 
 def number(text):
@@ -755,11 +780,24 @@ def test_a_tool_reaches_the_held_out_prompts(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("stand")
-def test_a_tool_that_fails_is_counted_and_said_once(tmp_path):
+def test_a_tool_that_fails_is_counted_step_by_step_and_said_once(tmp_path, monkeypatch):
+    collect, expected = train.collect, []
+    Path("failures").write_text("")
+
+    def failures():
+        return Path("failures").read_text().count("\n")
+
+    def watched(run, step):
+        before = failures()
+        batch = collect(run, step)
+        expected.append(failures() - before)
+        return batch
+
+    monkeypatch.setattr(train, "collect", watched)
     result = good(tmp_path, f"{WITH} --tool tool.py:fails --steps 3 --max-new-tokens 24")
     rows = metrics(result.folder)
-    assert sum(row["tool_faults"] for row in rows) > 1 and rows[0]["tool_calls"] == 0
-    assert rows[0]["verifier_faults"] == 0
+    assert [row["tool_faults"] for row in rows] == expected and sum(expected) > 1
+    assert all(row["verifier_faults"] == row["tool_calls"] == 0 for row in rows)
     assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
 
 
@@ -792,27 +830,17 @@ def test_experts_are_replayed_around_replies(tmp_path):
 
 @pytest.mark.usefixtures("stand")
 @pytest.mark.parametrize(
-    "flags, words",
+    "name, words",
     [
-        ("--tool tool.py:answer", ["--tool tool.py:answer", "--tool-after"]),
-        ("--tool-after ;", ["--tool-after ;", "--tool"]),
-        ("--tool tool.py:anwser --tool-after ;", ["tool.py", "did you mean 'answer'"]),
-        ("--tool nothing.py:f --tool-after ;", ["--tool nothing.py:f", "file"]),
-        ("--tool calc --tool-after ;", ["--tool calc", "calculator", "file.py:function"]),
-        ("--tool tool.py:number --tool-after ;", ["tool.py:number", "text or None"]),
-        ("--tool tool.py:two --tool-after ;", ["tool.py:two", "other", "text"]),
-        ("--tool tool.py:broken --tool-after ;", ["tool.py:broken", "ZeroDivisionError"]),
-        ("--tool tool.py:later --tool-after ;", ["tool.py:later", "async"]),
-        ("--tool tool.py:answer --tool-after !", ["--tool-after !", "no token"]),
-        ("--tool calculator", ["--tool-after </calc>", "no token"]),
+        ("two", ["tool.py:two", "other", "text"]),
+        ("broken", ["tool.py:broken", "ZeroDivisionError"]),
+        ("later", ["tool.py:later", "async"]),
     ],
 )
-def test_a_wrong_tool_is_one_sentence(flags, words, tmp_path, monkeypatch):
-    """Before any weights are loaded."""
-    monkeypatch.setattr(R, "load_model", lambda *args, **options: pytest.fail("loaded"))
-    sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
+def test_a_function_that_cannot_answer_is_one_sentence(name, words, tmp_path):
+    """Others are in test_flags."""
+    sentence = refused(tmp_path / "runs", f"{BASE} --tool tool.py:{name} --tool-after ;")
     assert all(word in sentence for word in words), sentence
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.usefixtures("stand")
