@@ -664,7 +664,7 @@ class Packed:
         """(1, heads, M, dim) -> (P, heads, S, dim) and (N, heads, T, dim), zeros on padding."""
         sizes = [shape.numel() for shape in self.shapes]
         rows = packed.new_zeros(sum(sizes), packed.shape[1], packed.shape[3])
-        rows = rows.index_copy(0, self.places, packed[0].transpose(0, 1))
+        rows.index_copy_(0, self.places, packed[0].transpose(0, 1))
         blocks = zip(rows.split(sizes), self.shapes)
         return [block.unflatten(0, shape).transpose(1, 2) for block, shape in blocks]
 
