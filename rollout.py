@@ -786,11 +786,12 @@ def completion_logprobs(
 
 
 def entropies(logp: Tensor) -> Tensor:
-    """(M, V) -> (M,)."""
-    entropy = -torch.linalg.vecdot(logp.exp(), logp)
-    if entropy.isnan().any():  # 0 * -inf; seldom, and this is one more pass over all logits
-        finite = logp.clamp(min=torch.finfo(logp.dtype).min)
-        entropy = -torch.linalg.vecdot(logp.exp(), finite)
+    """(M, V) -> (M,), in float32: autocast would round the products to bf16."""
+    with torch.autocast(logp.device.type, enabled=False):
+        entropy = -torch.linalg.vecdot(logp.exp(), logp)
+        if entropy.isnan().any():  # 0 * -inf; seldom, and this is one more pass over all logits
+            finite = logp.clamp(min=torch.finfo(logp.dtype).min)
+            entropy = -torch.linalg.vecdot(logp.exp(), finite)
     return entropy
 
 

@@ -953,14 +953,14 @@ def test_entropies_without_a_gradient_are_the_same_numbers(temperature, at_once,
 
 
 def test_under_autocast_the_log_softmax_comes_from_float32_logits():
-    """A bf16 body, a float32 head: the same bits with and without gradients, and log-probs that are
-    not those of bf16 logits."""
+    """A bf16 body, a float32 head: the same bits with and without gradients, and log-probs and
+    entropies that are not those of bf16 logits."""
     model = tiny(attention="sdpa")
     out = sampled(model)
     seen = []
     model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = R.completion_logprobs(model, out, temperature=1.0)
+        logprobs, entropy = R.completion_logprobs(model, out, temperature=1.0)
         with torch.no_grad():
             assert torch.equal(logprobs, R.completion_logprobs(model, out, temperature=1.0)[0])
     assert logprobs.dtype == torch.float32
@@ -968,6 +968,8 @@ def test_under_autocast_the_log_softmax_comes_from_float32_logits():
     logp = (hidden @ model.lm_head.weight.T).log_softmax(-1)
     expected = logp.gather(1, out.completions[out.completion_mask][:, None])[:, 0]
     torch.testing.assert_close(logprobs[out.completion_mask], expected, atol=1e-6, rtol=0)
+    expected = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(entropy[out.completion_mask], expected, atol=1e-5, rtol=0)
     logprobs.sum().backward()
 
 
