@@ -769,7 +769,7 @@ class Packed:
         """(1, heads, M, dim) -> (P, heads, S, dim) and (N, heads, T, dim), zeros on padding."""
         sizes = [shape.numel() for shape in self.shapes]
         rows = packed.new_zeros(sum(sizes), packed.shape[1], packed.shape[3])
-        rows = rows.index_copy(0, self.places, packed[0].transpose(0, 1))
+        rows.index_copy_(0, self.places, packed[0].transpose(0, 1))
         blocks = zip(rows.split(sizes), self.shapes)
         return [block.unflatten(0, shape).transpose(1, 2) for block, shape in blocks]
 
@@ -854,31 +854,51 @@ LOGITS_AT_ONCE = 2**25  # float32: 128 MB
 
 
 def completion_logprobs(
-    model, rollout: Rollout, *, temperature: float, micro_batch_tokens: int | None = None
+    model,
+    rollout: Rollout,
+    *,
+    temperature: float,
+    micro_batch_tokens: int | None = None,
+    entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the completions, and entropies of the distributions, at a temperature.
 
+    entropy_gradient: False where no loss reads entropies, whose gradient is as dear as that of the
+    log-probs: it passes over all logits.
     Returns both (N, T), float32, 0 on padding and on what a tool wrote; the same bits with and
     without gradients."""
     head = Head(model)
     at_once = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
 
     def chunk(hidden, targets):
-        logp = (head.logits(hidden) / temperature).log_softmax(-1)
+        logits = head.logits(hidden)
+        if temperature != 1:
+            logits = logits / temperature
+        logp = logits.log_softmax(-1)
         chosen = logp.gather(1, targets[:, None])[:, 0]
-        entropy = -(logp.exp() * logp).sum(-1)
-        if entropy.isnan().any():  # 0 * -inf; seldom, and this is one more pass over all logits
-            finite = logp.clamp(min=torch.finfo(logp.dtype).min)
-            entropy = -(logp.exp() * finite).sum(-1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_gradient):
+            entropy = entropies(logp)
         return torch.stack([chosen, entropy])
 
     def in_chunks(hidden, targets):
-        parts = zip(hidden.split(at_once), targets.split(at_once))
-        # checkpointed: the backward pass computes the logits of one chunk at a time again
-        return torch.cat([checkpoint(chunk, *part, use_reentrant=False) for part in parts], dim=1)
+        *parts, last = zip(hidden.split(at_once), targets.split(at_once))
+        # checkpointed: the backward pass computes the logits of one chunk at a time again; it
+        # begins with the last one, whose logits may as well stay
+        values = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
+        return torch.cat([*values, chunk(*last)], dim=1)
 
     logprobs, entropy = score(body_of(model), rollout, micro_batch_tokens, in_chunks)
     return logprobs, entropy
+
+
+def entropies(logp: Tensor) -> Tensor:
+    """(M, V) -> (M,), in float32: autocast would round the products to bf16."""
+    with torch.autocast(logp.device.type, enabled=False):
+        entropy = -torch.linalg.vecdot(logp.exp(), logp)
+        if entropy.isnan().any():  # 0 * -inf; seldom, and this is one more pass over all logits
+            finite = logp.clamp(min=torch.finfo(logp.dtype).min)
+            entropy = -torch.linalg.vecdot(logp.exp(), finite)
+    return entropy
 
 
 SOUND = 1e-3  # nats by which float32 log-probs may differ; rounding makes 1e-5

@@ -925,7 +925,12 @@ class Run:
     def logprobs(self, model, samples: rollout.Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N, T): one path for the policy, pi_old and the reference."""
         with self.autocast():
-            return rollout.completion_logprobs(model, samples, temperature=self.config.temperature)
+            return rollout.completion_logprobs(
+                model,
+                samples,
+                temperature=self.config.temperature,
+                entropy_gradient=self.config.entropy_coef != 0,
+            )
 
     def values(self, samples: rollout.Rollout) -> Tensor:
         """The critic's values (N, T)."""

@@ -268,3 +268,26 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     _, entropy = rollout.completion_logprobs(policy, batch.samples[batch.live], temperature=1.0)
     tokens = batch.samples.lengths[batch.live].sum()
     assert row["entropy"] == pytest.approx(float(entropy.detach().sum() / tokens), rel=1e-5)
+
+
+def test_entropies_that_no_loss_reads_have_no_gradient(monkeypatch, tmp_path):
+    """A coefficient of 0 multiplies it: without it the trained weights are the same, to the bit."""
+    score, asked = rollout.completion_logprobs, []
+
+    def scored(*args, entropy_gradient=True, **options):
+        asked.append(entropy_gradient)
+        return score(*args, entropy_gradient=entropy_gradient, **options)
+
+    def always(*args, entropy_gradient=True, **options):
+        return score(*args, **options)
+
+    monkeypatch.setattr(rollout, "completion_logprobs", scored)
+    one = good(tmp_path / "without", f"{MIXED} --steps 2").folder
+    assert asked.count(False) > 4
+    asked.clear()
+    good(tmp_path / "bonus", f"{MIXED} --steps 1 --entropy-coef 0.01")
+    assert False not in asked and len(asked) > 4
+    monkeypatch.setattr(rollout, "completion_logprobs", always)
+    other = good(tmp_path / "with", f"{MIXED} --steps 2").folder
+    weights = [load_file(newest(folder) / "model.safetensors") for folder in (one, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -886,7 +886,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
 
 def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
     """V = 20,000 and 2,000 tokens: 40 million logits, 33.5 million at a time, and the gradients of
-    the whole at once."""
+    the whole at once. Those of the first chunk are computed again, those of the last one stay."""
     torch.manual_seed(0)
     model = tiny(vocab_size=20_000, num_hidden_layers=1)
     lengths = torch.full((20,), 100)
@@ -907,9 +907,12 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
 
     monkeypatch.setattr(R.F, "linear", recorded)
     logprobs, entropy = R.completion_logprobs(model, out, temperature=1.0)
-    assert sum(size >= 20_000 * 100 for size in sizes) == 2
+    of_head = [size for size in sizes if size >= 20_000 * 100]
+    assert len(of_head) == 2
+    sizes.clear()
     (logprobs.sum() + entropy.sum()).backward()
-    assert max(sizes) <= 2**25
+    assert of_head[0] <= 2**25
+    assert [size for size in sizes if size >= 20_000 * 100] == of_head[:1]
     monkeypatch.undo()
     gradient = model.lm_head.weight.grad.clone()
     model.zero_grad()
@@ -919,15 +922,45 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
     torch.testing.assert_close(gradient, model.lm_head.weight.grad, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("at_once", [2**25, 400])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropies_without_a_gradient_are_the_same_numbers(temperature, at_once, monkeypatch):
+    """Log-probs, entropies and the gradient of log-probs are, in every bit, those that a loss gets
+    which multiplies entropies by 0; in one chunk, and in chunks of ten tokens."""
+    monkeypatch.setattr(R, "LOGITS_AT_ONCE", at_once)
+    model = tiny()
+    out = sampled(model, temperature=temperature)
+    results = []
+    for entropy_gradient in (True, False):
+        logprobs, entropy = R.completion_logprobs(
+            model, out, temperature=temperature, entropy_gradient=entropy_gradient
+        )
+        (logprobs.sum() - 0.0 * entropy.sum()).backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        results.append([logprobs.detach(), entropy.detach(), *gradients])
+    assert results[0][1].max() > 0.1
+    assert all(map(torch.equal, *results))
+
+    for entropy_gradient in (True, False):
+        _, entropy = R.completion_logprobs(
+            model, out, temperature=temperature, entropy_gradient=entropy_gradient
+        )
+        entropy.sum().backward()
+        moved = any(parameter.grad.any() for parameter in model.parameters())
+        assert moved == entropy_gradient
+        model.zero_grad()
+
+
 def test_under_autocast_the_log_softmax_comes_from_float32_logits():
-    """A bf16 body, a float32 head: the same bits with and without gradients, and log-probs that are
-    not those of bf16 logits."""
+    """A bf16 body, a float32 head: the same bits with and without gradients, and log-probs and
+    entropies that are not those of bf16 logits."""
     model = tiny(attention="sdpa")
     out = sampled(model)
     seen = []
     model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = R.completion_logprobs(model, out, temperature=1.0)
+        logprobs, entropy = R.completion_logprobs(model, out, temperature=1.0)
         with torch.no_grad():
             assert torch.equal(logprobs, R.completion_logprobs(model, out, temperature=1.0)[0])
     assert logprobs.dtype == torch.float32
@@ -935,6 +968,8 @@ def test_under_autocast_the_log_softmax_comes_from_float32_logits():
     logp = (hidden @ model.lm_head.weight.T).log_softmax(-1)
     expected = logp.gather(1, out.completions[out.completion_mask][:, None])[:, 0]
     torch.testing.assert_close(logprobs[out.completion_mask], expected, atol=1e-6, rtol=0)
+    expected = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(entropy[out.completion_mask], expected, atol=1e-5, rtol=0)
     logprobs.sum().backward()
 
 
