@@ -1,10 +1,10 @@
-"""Our train.py beside two peers on a CPU, in turns: same policy, data, rewards and settings.
+r"""Our train.py beside two peers on a CPU, in turns: same policy, data, rewards and settings.
 
 The peers are TRL's GRPOTrainer and the policy gradient code of the RLHF book. Each lives in an
 environment of its own, whose Python is an argument; the book's code is a checkout's folder:
 
     python3 -m venv TRL && TRL/bin/pip install trl
-    python3 -m venv BOOK && BOOK/bin/pip install torch transformers accelerate pydantic \\
+    python3 -m venv BOOK && BOOK/bin/pip install torch transformers accelerate pydantic \
         reasoning-gym wandb rich
     git clone https://github.com/natolambert/rlhf-book
     python tests/bench_peers.py --trl-python TRL/bin/python \
@@ -425,7 +425,7 @@ def trl_report(transformers, settings: dict, step: dict):
 def trl_objective(settings: dict) -> dict:
     """What makes it GSPO; for trl-defaults the one setting that public configurations share."""
     if settings["peer"] == "trl-defaults":
-        return {"importance_sampling_level": "sequence"}
+        return {"importance_sampling_level": settings.get("level", "sequence")}
     return {
         "importance_sampling_level": "sequence",
         "loss_type": "grpo",  # mean over sequences
