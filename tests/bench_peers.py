@@ -125,6 +125,9 @@ def choose_peers(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
     for peer in arguments.peers:
         if not given[kind_of(peer)]:
             parser.error(f"--peers {peer}: expected --trl-python, or --book-python and --book")
+    book = arguments.book and arguments.book / "policy_gradients" / "rollout.py"
+    if book and not book.exists():
+        parser.error(f"--book {arguments.book}: expected policy_gradients/rollout.py in it")
     if "ours" not in arguments.peers or len(arguments.peers) < 2:
         parser.error("--peers: expected ours and at least one other; --trl-python, --book-python?")
 
