@@ -18,10 +18,11 @@ careful user would: one rollout for all of its updates, no gradient checkpointin
 AdamW (its own default), no logging. The book's code runs as it is, without gradient checkpointing
 and in float32 too (tests/peer_book.py says how, and what cannot be made equal).
 
-Two contestants of --peers show what defaults do. trl-defaults sets of the objective only
+Three contestants of --peers show what defaults do. trl-defaults sets of the objective only
 importance_sampling_level="sequence": a band of 0.2, DAPO's mean over tokens, and one update a
-rollout remain, of the same batch at the same learning rate. book-bf16 is the book's code with the
-bf16 weights and the gradient checkpointing that it loads every model with.
+rollout remain, of the same batch at the same learning rate. trl-wide is that with as many updates
+as the others make. book-bf16 is the book's code with the bf16 weights and the gradient
+checkpointing that it loads every model with.
 
 Each may use the number of threads that is fastest for it. Contestants take turns, and who goes
 first changes. Time is read from the arrival of the line that each prints after a step; it starts
@@ -49,6 +50,7 @@ PEERS = {  # contestant -> what the table calls it
     "ours": "ours",
     "trl": "TRL",
     "trl-defaults": "TRL, its defaults",
+    "trl-wide": "TRL, its band and mean",
     "book": "RLHF book",
     "book-bf16": "RLHF book, bf16",
 }
@@ -426,8 +428,8 @@ def trl_report(transformers, settings: dict, step: dict):
 
 
 def trl_objective(settings: dict) -> dict:
-    """What makes it GSPO; for trl-defaults the one setting that public configurations share."""
-    if settings["peer"] == "trl-defaults":
+    """What makes it GSPO; else the one setting that public configurations share."""
+    if settings["peer"] in ("trl-defaults", "trl-wide"):
         return {"importance_sampling_level": settings.get("level", "sequence")}
     return {
         "importance_sampling_level": "sequence",
