@@ -430,7 +430,7 @@ def trl_report(transformers, settings: dict, step: dict):
 def trl_objective(settings: dict) -> dict:
     """What makes it GSPO; else the one setting that public configurations share."""
     if settings["peer"] in ("trl-defaults", "trl-wide"):
-        return {"importance_sampling_level": settings.get("level", "sequence")}
+        return {"importance_sampling_level": settings.get("ratios", "sequence")}
     return {
         "importance_sampling_level": "sequence",
         "loss_type": "grpo",  # mean over sequences

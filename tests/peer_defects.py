@@ -197,7 +197,7 @@ def trl_level(policy: str) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             settings = task_settings(folder, prompts=8, steps=5)
-            settings |= {"model": policy, "peer": "trl-defaults", "level": level}
+            settings |= {"model": policy, "peer": "trl-defaults", "ratios": level}
             (folder / "settings.json").write_text(json.dumps(settings))
             with contextlib.redirect_stdout(io.StringIO()):
                 bench_peers.trl_worker(str(folder / "settings.json"))
