@@ -500,6 +500,20 @@ def test_a_token_that_holds_more_than_the_end_of_the_marker_completes_it():
     assert asked == ["a</c>b"]
 
 
+def test_a_marker_is_found_behind_bytes_that_alone_are_no_character():
+    """Of `。→é`, seven tokens as é is one, the last five begin within a character, and a run of
+    bytes that begins so reads as no character at all: the whole is read."""
+    inner = json.loads(byte_tokenizer(fallback=True).backend_tokenizer.to_str())
+    inner["model"]["vocab"]["é"] = len(inner["model"]["vocab"])
+    backend = type(character_tokenizer().backend_tokenizer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend.from_str(json.dumps(inner))
+    )
+    ids = tokenizer.encode("。→é", add_special_tokens=False)
+    assert len(ids) == 7 and "→" not in tokenizer.decode(ids[-5:])
+    assert when_asked(replies_of(str, "→é", tokenizer), "。→é→") == ["。→é"]
+
+
 def test_nothing_is_decoded_where_no_token_could_complete_the_marker(monkeypatch):
     """A long completion costs no more than its tokens that could; a decoding of its end, mostly."""
     replies = replies_of(lambda text: "1", after="</c>")
