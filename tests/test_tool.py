@@ -16,6 +16,7 @@ import gspo
 import rewards
 import rollout as R
 import train
+from test_experts import check_recorded, opinionated_mixture, recorded
 from test_ranks import alike, together
 from test_resume import interrupted
 from test_rollout import EAGER, PROMPTS, Tape, byte_tokenizer, own_logprobs, taped, tiny
@@ -42,7 +43,7 @@ class Script:
     vocabulary = 40
 
     def __init__(self, answer, asking_tokens=ASKS):
-        self.answer, self.asking_tokens, self.asked = answer, asking_tokens, []
+        self.answer, self.asking_tokens, self.asked = answer, list(asking_tokens), []
 
     def to(self, ids, room):
         assert ids[-1] in self.asking_tokens and room > 0
@@ -314,6 +315,16 @@ def test_values_and_flips_are_of_own_tokens():
     own = int(samples.completion_mask.sum())
     assert len(old.flips(old)) == own * model.config.num_hidden_layers
     assert len(old.experts[0]) > own  # though all that is read is recorded, and can be replayed
+
+
+@torch.no_grad()
+def test_the_samplers_experts_are_recorded_around_replies():
+    """A sample that waits for its reply is stepped along: what it chose is written once."""
+    model = opinionated_mixture("qwen3_moe")
+    replies = Script(lambda ids: [6, 7], asking_tokens=range(10, 18))
+    samples = recorded(model, replies=replies, max_slots=5)
+    assert samples.forced.any()
+    check_recorded(model, samples)
 
 
 # ------------------------------------------------------------------------------ losses
@@ -836,8 +847,9 @@ def test_two_processes_with_a_tool_train_as_one(tmp_path):
 
 
 @pytest.mark.usefixtures("stand")
-def test_experts_are_replayed_around_replies(tmp_path):
-    flags = f"{WITH} --model models/moe --routing-replay --eval-every 1"
+@pytest.mark.parametrize("whose", ["policy", "sampler"])
+def test_experts_are_replayed_around_replies(whose, tmp_path):
+    flags = f"{WITH} --model models/moe --routing-replay {whose} --eval-every 1"
     rows = metrics(good(tmp_path, flags).folder)
     assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in rows)
 
