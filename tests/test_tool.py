@@ -228,8 +228,12 @@ def test_rows_and_joined_rollouts_keep_what_was_forced():
     first = sampled(model, always())
     second = sampled(model, always(), [[9] * 12], max_new_tokens=30)
     both = R.Rollout.cat([first, second], pad_id=7)
-    assert torch.equal(both.forced.sum(1), torch.cat([first.forced.sum(1), second.forced.sum(1)]))
-    assert both.forced.shape == both.completions.shape
+    assert both.forced.shape == both.completions.shape and second.forced.any()
+    assert first.forced.shape[1] != second.forced.shape[1]
+    for rows, one in ((slice(0, 12), first), (slice(12, 15), second)):
+        width = one.forced.shape[1]
+        assert torch.equal(both.forced[rows, :width], one.forced)
+        assert not both.forced[rows, width:].any()
     some = both[[14, 2]]
     assert torch.equal(some.forced, both.forced[[14, 2]])
     assert torch.equal(some.completion_mask, some.text_mask & ~some.forced)
