@@ -540,6 +540,8 @@ class Routing(torch.overrides.TorchFunctionMode):
         ROUTING.reset(self.token)
         return super().__exit__(*error)
 
+    # the same as hooks of a module, for `entered_with`
+
     def enter(self, module, inputs):
         self.__enter__()
 

@@ -395,6 +395,39 @@ def test_prompts_in_chunks_and_two_pages_keep_their_experts(monkeypatch):
     check_recorded(model, together.to("cpu")[3:9])
 
 
+class Echo:
+    """A tool that is asked after every 5 and 6, and writes three tokens."""
+
+    vocabulary, asking_tokens = 18, [5, 6]
+
+    def to(self, ids, room):
+        return [7, ids[-1], 8][:room]
+
+
+@torch.no_grad()
+def test_tokens_that_a_tool_wrote_are_read_by_experts_too(monkeypatch):
+    """The record has them, at their places; the replay takes them, in the text that is scored."""
+    monkeypatch.setattr(rollout, "PROMPT_TOKENS", 8)
+    model = opinionated_mixture("qwen3_moe")
+    samples = recorded(model, max_slots=4, max_new_tokens=20, replies=Echo())
+    assert samples.forced.any(1).sum() > 3
+    check_recorded(model, samples)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    with rollout.SamplerRouting() as routing:
+        replayed, _ = rollout.completion_logprobs(model, samples, temperature=1.0)
+    for row, length in enumerate(samples.lengths.tolist()):
+        ids = text_of(samples, row)
+        experts = samples.experts[row, : len(ids)]
+        experts[-1] = experts[-2]
+        logprobs, _ = read_alone(model, ids, experts)
+        own = samples.completion_mask[row, :length]
+        torch.testing.assert_close(
+            replayed[row, :length][own], logprobs[-length:][own], atol=1e-5, rtol=0
+        )
+    assert len(routing.sampler_flips()) == 2 * samples.completion_mask.sum()
+
+
 @torch.no_grad()
 def test_more_than_256_experts_take_two_bytes():
     model = opinionated_mixture("qwen3_moe", num_experts=300, num_experts_per_tok=4)
