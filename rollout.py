@@ -1469,92 +1469,6 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
             bar.update(len(free))
 
 
-# ---- a tool
-
-LONGEST_REPLY = 100_000  # characters of a reply that are read: to tokenise more takes time
-
-
-class Replies:
-    """What a tool says to completions.
-
-    It is asked when a token of the policy's completes a marker, say `</calc>`: it gets the text of
-    the completion so far. The tokens of what it returns are written into the completion, which then
-    goes on. None, or a fault, is no reply. Its text is plain text: no control token comes of it."""
-
-    faults: int  # how often it raised, or returned what is no text
-    fault: str  # the first one's text
-    asking_tokens: list[int]  # those that can complete the marker: after others nobody asks
-
-    def __init__(self, tool: Tool, tokenizer, vocabulary: int):
-        """vocabulary: rows of the model's embedding.
-
-        Raises UserError where no token can complete the marker."""
-        self.tool, self.tokenizer, self.vocabulary = tool, tokenizer, vocabulary
-        self.faults, self.fault = 0, ""
-        known = range(min(len(tokenizer), vocabulary))
-        # a token with a part of a character reads as "\ufffd"
-        wanted = {tool.after[-1], "\ufffd"}
-        self.asking_tokens = [token for token in known if wanted.intersection(self.read([token]))]
-        need(
-            self.asking_tokens,
-            f"--tool-after {tool.after}: no token of the model's tokenizer can complete it",
-        )
-        self.control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-
-    def read(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def to(self, ids: list[int], room: int) -> list[int]:
-        """The reply to a completion, cut to the room that is left; [] for none."""
-        if not self.is_asked(ids):
-            return []
-        text = self.read(ids)
-        try:
-            return self.tokens(self.tool.function(text))[:room]
-        except (Exception, SystemExit) as error:  # a user's function may do anything
-            self.faults += 1
-            self.fault = self.fault or f"--tool: {error!r:.200} on {text!r:.80}"
-            return []
-
-    def is_asked(self, ids: list[int]) -> bool:
-        """Whether the last token completes the marker."""
-        marker = self.tool.after
-        tail = self.read(ids[-len(marker.encode()) :])  # a token is a byte at least
-        if marker not in tail and "\ufffd" not in tail:
-            return False
-        return self.read(ids).count(marker) > self.read(ids[:-1]).count(marker)
-
-    def tokens(self, reply: str | None) -> list[int]:
-        need(
-            reply is None or isinstance(reply, str),
-            f"it returned {reply!r:.80}; expected text or None",
-        )
-        ids = self.tokenizer(
-            (reply or "")[:LONGEST_REPLY], add_special_tokens=False, split_special_tokens=True
-        ).input_ids
-        need(not self.control.intersection(ids), f"{reply!r:.80} holds a control token")
-        need(max(ids, default=0) < self.vocabulary, f"{reply!r:.80} does not fit the embedding")
-        return ids
-
-
-def reply_to(slots: Slots, stopped: list[int]) -> list[int]:
-    """Samples that stopped to ask the tool go on, with or without a reply; which slots do not,
-    because their samples have ended."""
-    page, limit = slots.page, slots.page.tokens.shape[1] - 1
-    rows, steps = slots.row[stopped], slots.step[stopped].tolist()
-    eos_ids = slots.eos_ids.tolist()
-    ended, going = [], []
-    for slot, row, step, ids in zip(stopped, rows, steps, page.tokens[rows].tolist()):
-        if step == limit or ids[step - 1] in eos_ids:
-            ended.append(slot)
-            continue
-        reply = page.replies.to(ids[:step], room=limit - step)
-        page.forced[row, step : step + len(reply)] = page.forced.new_tensor(reply)
-        going.append(slot)
-    slots.alive[going] = 1
-    return ended
-
-
 PROMPT_TOKENS = 2**14  # read at once, padding included: attention needs their square, a prompt each
 
 
@@ -1713,6 +1627,92 @@ def forget_after_end(page: Page, rows: Tensor, eos_ids: list[int], pad_id: int):
     after = ends.cumsum(1) - ends.long() > 0
     page.tokens[rows] = tokens.masked_fill(after, pad_id)
     page.logprobs[rows] = page.logprobs[rows].masked_fill(after, 0.0)
+
+
+# ---- a tool
+
+LONGEST_REPLY = 100_000  # characters of a reply that are read: to tokenise more takes time
+
+
+class Replies:
+    """What a tool says to completions.
+
+    It is asked when a token of the policy's completes a marker, say `</calc>`: it gets the text of
+    the completion so far. The tokens of what it returns are written into the completion, which then
+    goes on. None, or a fault, is no reply. Its text is plain text: no control token comes of it."""
+
+    faults: int  # how often it raised, or returned what is no text
+    fault: str  # the first one's text
+    asking_tokens: list[int]  # those that can complete the marker: after others nobody asks
+
+    def __init__(self, tool: Tool, tokenizer, vocabulary: int):
+        """vocabulary: rows of the model's embedding.
+
+        Raises UserError where no token can complete the marker."""
+        self.tool, self.tokenizer, self.vocabulary = tool, tokenizer, vocabulary
+        self.faults, self.fault = 0, ""
+        known = range(min(len(tokenizer), vocabulary))
+        # a token with a part of a character reads as "\ufffd"
+        wanted = {tool.after[-1], "\ufffd"}
+        self.asking_tokens = [token for token in known if wanted.intersection(self.read([token]))]
+        need(
+            self.asking_tokens,
+            f"--tool-after {tool.after}: no token of the model's tokenizer can complete it",
+        )
+        self.control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+
+    def read(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def to(self, ids: list[int], room: int) -> list[int]:
+        """The reply to a completion, cut to the room that is left; [] for none."""
+        if not self.is_asked(ids):
+            return []
+        text = self.read(ids)
+        try:
+            return self.tokens(self.tool.function(text))[:room]
+        except (Exception, SystemExit) as error:  # a user's function may do anything
+            self.faults += 1
+            self.fault = self.fault or f"--tool: {error!r:.200} on {text!r:.80}"
+            return []
+
+    def is_asked(self, ids: list[int]) -> bool:
+        """Whether the last token completes the marker."""
+        marker = self.tool.after
+        tail = self.read(ids[-len(marker.encode()) :])  # a token is a byte at least
+        if marker not in tail and "\ufffd" not in tail:
+            return False
+        return self.read(ids).count(marker) > self.read(ids[:-1]).count(marker)
+
+    def tokens(self, reply: str | None) -> list[int]:
+        need(
+            reply is None or isinstance(reply, str),
+            f"it returned {reply!r:.80}; expected text or None",
+        )
+        ids = self.tokenizer(
+            (reply or "")[:LONGEST_REPLY], add_special_tokens=False, split_special_tokens=True
+        ).input_ids
+        need(not self.control.intersection(ids), f"{reply!r:.80} holds a control token")
+        need(max(ids, default=0) < self.vocabulary, f"{reply!r:.80} does not fit the embedding")
+        return ids
+
+
+def reply_to(slots: Slots, stopped: list[int]) -> list[int]:
+    """Samples that stopped to ask the tool go on, with or without a reply; which slots do not,
+    because their samples have ended."""
+    page, limit = slots.page, slots.page.tokens.shape[1] - 1
+    rows, steps = slots.row[stopped], slots.step[stopped].tolist()
+    eos_ids = slots.eos_ids.tolist()
+    ended, going = [], []
+    for slot, row, step, ids in zip(stopped, rows, steps, page.tokens[rows].tolist()):
+        if step == limit or ids[step - 1] in eos_ids:
+            ended.append(slot)
+            continue
+        reply = page.replies.to(ids[:step], room=limit - step)
+        page.forced[row, step : step + len(reply)] = page.forced.new_tensor(reply)
+        going.append(slot)
+    slots.alive[going] = 1
+    return ended
 
 
 # ---- models and tokenizers

@@ -116,7 +116,9 @@ class Config:
     prompts_per_step: int = flag(32, "prompts P of a rollout step", heading="rollout", at_least=1)
     group_size: int = flag(8, "completions G of a prompt", at_least=2)
     max_new_tokens: int | None = flag(
-        None, "of a completion; default: the task's, or 1024 with --data", at_least=1
+        None,
+        "of a completion, a tool's included; default: the task's, or 1024 with --data",
+        at_least=1,
     )
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     max_slots: int | None = flag(
@@ -2061,7 +2063,7 @@ METRICS = {
         "without dynamic sampling"
     ),
     # lengths, in tokens that are the policy's own: those of a tool do not count
-    "length_mean": "tokens of a completion; no drift to the limit",
+    "length_mean": "tokens of a completion, without a tool's; no drift to the limit",
     "length_min": "tokens of the shortest; above 1",
     "length_max": "tokens of the longest; below --max-new-tokens",
     "length_finished": "mean tokens of those that ended by themselves; near length_mean",

@@ -16,6 +16,7 @@ import gspo
 import rewards
 import rollout as R
 import train
+from test_experts import check_recorded, opinionated_mixture, recorded
 from test_ranks import alike, together
 from test_resume import interrupted
 from test_rollout import EAGER, PROMPTS, Tape, byte_tokenizer, own_logprobs, taped, tiny
@@ -42,7 +43,7 @@ class Script:
     vocabulary = 40
 
     def __init__(self, answer, asking_tokens=ASKS):
-        self.answer, self.asking_tokens, self.asked = answer, asking_tokens, []
+        self.answer, self.asking_tokens, self.asked = answer, list(asking_tokens), []
 
     def to(self, ids, room):
         assert ids[-1] in self.asking_tokens and room > 0
@@ -227,8 +228,12 @@ def test_rows_and_joined_rollouts_keep_what_was_forced():
     first = sampled(model, always())
     second = sampled(model, always(), [[9] * 12], max_new_tokens=30)
     both = R.Rollout.cat([first, second], pad_id=7)
-    assert torch.equal(both.forced.sum(1), torch.cat([first.forced.sum(1), second.forced.sum(1)]))
-    assert both.forced.shape == both.completions.shape
+    assert both.forced.shape == both.completions.shape and second.forced.any()
+    assert first.forced.shape[1] != second.forced.shape[1]
+    for rows, one in ((slice(0, 12), first), (slice(12, 15), second)):
+        width = one.forced.shape[1]
+        assert torch.equal(both.forced[rows, :width], one.forced)
+        assert not both.forced[rows, width:].any()
     some = both[[14, 2]]
     assert torch.equal(some.forced, both.forced[[14, 2]])
     assert torch.equal(some.completion_mask, some.text_mask & ~some.forced)
@@ -314,6 +319,16 @@ def test_values_and_flips_are_of_own_tokens():
     own = int(samples.completion_mask.sum())
     assert len(old.flips(old)) == own * model.config.num_hidden_layers
     assert len(old.experts[0]) > own  # though all that is read is recorded, and can be replayed
+
+
+@torch.no_grad()
+def test_the_samplers_experts_are_recorded_around_replies():
+    """A sample that waits for its reply is stepped along: what it chose is written once."""
+    model = opinionated_mixture("qwen3_moe")
+    replies = Script(lambda ids: [6, 7], asking_tokens=range(10, 18))
+    samples = recorded(model, replies=replies, max_slots=5)
+    assert samples.forced.any()
+    check_recorded(model, samples)
 
 
 # ------------------------------------------------------------------------------ losses
@@ -498,6 +513,20 @@ def test_a_token_that_holds_more_than_the_end_of_the_marker_completes_it():
     assert sorted(tokenizer.convert_ids_to_tokens(replies.asking_tokens)) == [">", ">b"]
     replies.to(tokenizer.convert_tokens_to_ids(["a", "<", "/", "c", ">b"]), room=1)
     assert asked == ["a</c>b"]
+
+
+def test_a_marker_is_found_behind_bytes_that_alone_are_no_character():
+    """Of `。→é`, seven tokens as é is one, the last five begin within a character, and a run of
+    bytes that begins so reads as no character at all: the whole is read."""
+    inner = json.loads(byte_tokenizer(fallback=True).backend_tokenizer.to_str())
+    inner["model"]["vocab"]["é"] = len(inner["model"]["vocab"])
+    backend = type(character_tokenizer().backend_tokenizer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend.from_str(json.dumps(inner))
+    )
+    ids = tokenizer.encode("。→é", add_special_tokens=False)
+    assert len(ids) == 7 and "→" not in tokenizer.decode(ids[-5:])
+    assert when_asked(replies_of(str, "→é", tokenizer), "。→é→") == ["。→é"]
 
 
 def test_nothing_is_decoded_where_no_token_could_complete_the_marker(monkeypatch):
@@ -822,8 +851,9 @@ def test_two_processes_with_a_tool_train_as_one(tmp_path):
 
 
 @pytest.mark.usefixtures("stand")
-def test_experts_are_replayed_around_replies(tmp_path):
-    flags = f"{WITH} --model models/moe --routing-replay --eval-every 1"
+@pytest.mark.parametrize("whose", ["policy", "sampler"])
+def test_experts_are_replayed_around_replies(whose, tmp_path):
+    flags = f"{WITH} --model models/moe --routing-replay {whose} --eval-every 1"
     rows = metrics(good(tmp_path, flags).folder)
     assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in rows)
 
