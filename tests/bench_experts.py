@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--algos", nargs="+", choices=ALGOS, default=list(ALGOS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--steps", type=int, default=30, help="rollout steps")
+    parser.add_argument("--steps", type=int, default=20, help="rollout steps")
     parser.add_argument("--out", type=Path, help="JSONL file of finished runs, read and appended")
     arguments = parser.parse_args(own)
 
