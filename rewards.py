@@ -11,11 +11,11 @@ verifiers; penalties; the tasks. To add a verifier, write a function under `@ver
 """
 
 import argparse
-import cmath
 import collections
 import concurrent.futures
 import contextlib
 import ctypes
+import decimal
 import difflib
 import functools
 import inspect
@@ -35,8 +35,9 @@ import textwrap
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from fractions import Fraction
-from math import factorial, inf, isqrt, nan, pi, tanh
+from math import factorial, inf, isqrt, nan, tanh
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,9 @@ MAX_EXPRESSION = 1_000  # characters of an answer that is evaluated
 MAX_DEPTH = 60  # brackets within brackets of an answer that is evaluated
 MAX_ITEMS = 40  # of a list whose order does not matter
 LARGEST = 10**300  # numerator or denominator, so that 9^9^9 takes no time
+PRECISIONS = (60, 200)  # digits of what is no fraction; the more where numbers are far from 1
+GUARD_DIGITS = 20  # the last of them, which may be wrong
+MAX_FUNCTIONS = 50  # logarithms, sines and the like of an answer that is evaluated
 LARGEST_REWARD = 1e6  # of one verifier, and of its weight: squares of sums must stay float32
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
@@ -386,14 +390,10 @@ class Unreadable(ValueError):
     """The text is no expression of our grammar, or has no value: it is compared as text."""
 
 
-def bounded(value):
+def bounded(value: Fraction) -> Fraction:
     """The value; raises Unreadable for one so large that computing with it would take long."""
-    if isinstance(value, Fraction):
-        size = max(abs(value.numerator), value.denominator)
-    else:
-        size = abs(value)
-    if not size <= LARGEST:  # nan, too
-        raise Unreadable("too large, or not a number")
+    if max(abs(value.numerator), value.denominator) > LARGEST:
+        raise Unreadable("too large")
     return value
 
 
@@ -944,8 +944,10 @@ def is_named(node: Node) -> bool:
     return node.kind == "=" and is_name(node.items[0]) and len(node.items) == 2
 
 
-def has_letters(node: Node) -> bool:
-    return node.kind in ("letter", "word") or any(map(has_letters, node.items))
+def has_unknowns(node: Node) -> bool:
+    """Whether there are letters in it, but for pi, e and i."""
+    is_letter = node.kind in ("letter", "word") and node.value not in CONSTANTS
+    return is_letter or any(map(has_unknowns, node.items))
 
 
 def alternatives(node: Node) -> Node:
@@ -985,17 +987,36 @@ def with_sign(node: Node, plus: str, minus: str) -> Node:
 POINTS = ("negative", "positive", "33", "132", "243", "387")
 
 
+class Imprecise(Exception):
+    """A number is too large or too small for the digits that we compute with: more are needed."""
+
+
+class Approximation(NamedTuple):
+    """A complex number, to as many digits as the decimal context has. 0 is always a Fraction."""
+
+    real: Decimal
+    imag: Decimal = Decimal(0)
+
+
+ONE, TWO = Fraction(1), Fraction(2)
+IMAGINARY = Approximation(Decimal(0), Decimal(1))  # i
+CONSTANTS = ("\\pi", "e", "i")
+
+
 def values(node: Node) -> list:
     """A node's value at each point; raises Unreadable where it has none."""
     return [value_at(node, point) for point in POINTS]
 
 
-def value_at(node: Node, point: str) -> Fraction | float | complex:
-    """The value of an expression where every letter has the value that `point` gives it."""
+def value_at(node: Node, point: str) -> Fraction | Approximation | float:
+    """The value of an expression where every letter has the value that `point` gives it.
+
+    A Fraction is exact. Of the floats there are infinity and its opposite alone.
+    """
     if node.kind == "number":
         return node.value
     if node.kind == "letter":
-        return letter(node.value, point)
+        return letter_value(node.value, point)
     operands = [value_at(item, point) for item in node.items]
     if node.kind in ("group", "quantity"):
         return operands[0]
@@ -1008,30 +1029,66 @@ def value_at(node: Node, point: str) -> Fraction | float | complex:
     if node.kind in OPERATIONS:
         return OPERATIONS[node.kind](*operands)
     if node.kind in FUNCTIONS:
-        return bounded(FUNCTIONS[node.kind](*operands, point=point))
+        return FUNCTIONS[node.kind](*operands)
     raise Unreadable(f"{node.kind} has no value")
 
 
+def letter_value(name: str, point: str) -> Fraction | Approximation:
+    if name == "i":
+        return IMAGINARY
+    if name == "e":
+        return exp(ONE)
+    if name == "\\pi":
+        return Approximation(circle_constant(digits()))
+    return unknown(name, point)
+
+
 @functools.lru_cache(maxsize=1000)
-def letter(name: str, point: str) -> Fraction | complex:
+def unknown(name: str, point: str) -> Fraction:
     """A number that nobody would write.
 
     Letters are all negative at the first point, so that sqrt(x^2) is not x, all positive at the
     second, so that |x| is not -x, and of either sign at the others, so that |x| + |y| is not
-    |x + y|. e is as unknown as the rest, but positive: ln is the logarithm to that base.
+    |x + y|.
     """
-    if name == "i":
-        return 1j
     rng = random.Random(f"{name} {point}")
-    value = Fraction(rng.randint(1, 2**32), 2**30 + 3)
+    size = Fraction(rng.randint(1, 2**32), 2**30 + 3)
     sign = {"negative": -1, "positive": 1}.get(point, rng.choice((-1, 1)))
-    if name == "e":
+    return sign * size
+
+
+def digits() -> int:
+    """How many we compute with."""
+    return decimal.getcontext().prec
+
+
+def bounded_approximation(real: Decimal, imag: Decimal = Decimal(0)) -> Fraction | Approximation:
+    """The number, as far as a digit next to the point would still be seen beside it."""
+    size = max(abs(real), abs(imag))
+    if not size:
+        return Fraction(0)
+    if abs(size.adjusted()) > (digits() - 2 * GUARD_DIGITS) // 2:
+        raise Imprecise
+    return Approximation(real, imag)
+
+
+def parts(value: Fraction | Approximation) -> tuple[Decimal, Decimal]:
+    """Real and imaginary part."""
+    if isinstance(value, Approximation):
         return value
-    return sign * value
+    return bounded_approximation(Decimal(value.numerator) / value.denominator) or (Decimal(0),) * 2
+
+
+def are_exact(*found) -> bool:
+    return all(isinstance(value, Fraction) for value in found)
+
+
+def is_real(value) -> bool:
+    return not isinstance(value, Approximation) or value.imag == 0
 
 
 def is_infinite(value) -> bool:
-    return isinstance(value, float) and abs(value) == inf
+    return isinstance(value, float)
 
 
 def operation(function: Callable) -> Callable:
@@ -1042,49 +1099,92 @@ def operation(function: Callable) -> Callable:
         if any(map(is_infinite, operands)):  # infinity - infinity is not 0
             raise Unreadable("arithmetic with infinity")
         try:
-            return bounded(function(*operands))
-        except (ZeroDivisionError, OverflowError, ValueError) as error:
-            raise Unreadable("no value, or one beyond floats") from error
+            value = function(*operands)
+        except (ArithmeticError, ValueError) as error:
+            raise Unreadable("no value, or one beyond all bounds") from error
+        if isinstance(value, Fraction):
+            return bounded(value)
+        return bounded_approximation(*value)
 
     return bounded_function
 
 
 @operation
 def add(left, right):
-    return left + right
+    """What is left of both after they cancel, but for the error of their last digits, is 0."""
+    if are_exact(left, right):
+        return left + right
+    (a, b), (c, d) = parts(left), parts(right)
+    total = Approximation(a + c, b + d)
+    noise = max(map(abs, (a, b, c, d))).scaleb(GUARD_DIGITS - digits())
+    if max(map(abs, total)) <= noise:
+        return Fraction(0)
+    return total
 
 
 @operation
 def multiply(left, right):
-    return left * right
-
-
-@operation
-def divide(left, right):
-    return left / right
+    if are_exact(left, right):
+        return left * right
+    (a, b), (c, d) = parts(left), parts(right)
+    return Approximation(a * c - b * d, a * d + b * c)
 
 
 @operation
 def invert(value):
-    return 1 / value
+    if are_exact(value):
+        return 1 / value
+    size = value.real * value.real + value.imag * value.imag
+    return Approximation(value.real / size, -value.imag / size)
+
+
+def divide(left, right):
+    return multiply(left, invert(right))
+
+
+def negate(value):
+    if is_infinite(value):
+        return -value
+    return multiply(-ONE, value)
 
 
 @operation
 def power(base, exponent):
     """base^exponent; the real root of a negative number where its degree is odd."""
+    if not are_exact(exponent):
+        return exp(multiply(exponent, ln(base)))
     if abs(exponent) > 300:
         raise Unreadable("9^9^9")
-    if not isinstance(exponent, Fraction) or exponent.denominator == 1:
-        return base**exponent
-    if isinstance(base, Fraction):
+    if exponent.denominator == 1:
+        return whole_power(base, int(exponent))
+    if are_exact(base):
         exact = exact_root(base, exponent.denominator)
         if exact is not None:
             return exact**exponent.numerator
-    is_negative = not isinstance(base, complex) and base < 0
-    if is_negative and exponent.denominator % 2 == 1:
-        size = (-base) ** exponent
-        return size * (-1) ** exponent.numerator
-    return base**exponent
+    if is_real(base) and parts(base)[0] < 0:
+        opposite = power(negate(base), exponent)
+        if exponent.denominator == 2:
+            return multiply(opposite, whole_power(IMAGINARY, exponent.numerator))
+        if exponent.denominator % 2 == 1:
+            return multiply(opposite, (-ONE) ** exponent.numerator)
+    elif is_real(base) and exponent.denominator == 2:
+        return whole_power(Approximation(parts(base)[0].sqrt()), exponent.numerator)
+    return exp(multiply(exponent, ln(base)))
+
+
+def whole_power(base, exponent: int):
+    if are_exact(base):
+        return base**exponent
+    if exponent < 0:
+        return whole_power(invert(base), -exponent)
+    if is_real(base):
+        return Approximation(base.real**exponent)
+    result = ONE
+    for digit in f"{exponent:b}":
+        result = multiply(result, result)
+        if digit == "1":
+            result = multiply(result, base)
+    return result
 
 
 def exact_root(value: Fraction, degree: int) -> Fraction | None:
@@ -1092,120 +1192,194 @@ def exact_root(value: Fraction, degree: int) -> Fraction | None:
     if value < 0:
         opposite = exact_root(-value, degree) if degree % 2 == 1 else None
         return None if opposite is None else -opposite
-    parts = []
+    roots = []
     for part in (value.numerator, value.denominator):
         nearest = isqrt(part) if degree == 2 else round(part ** (1 / degree))
         if nearest**degree != part:
             return None
-        parts.append(nearest)
-    return Fraction(*parts)
+        roots.append(nearest)
+    return Fraction(*roots)
 
 
 @operation
 def root(degree, radicand):
-    return power(radicand, 1 / degree)
+    return power(radicand, invert(degree))
 
 
 @operation
 def absolute(value):
-    return abs(value)
+    if are_exact(value):
+        return abs(value)
+    if is_real(value):
+        return Approximation(abs(value.real))
+    return Approximation((value.real * value.real + value.imag * value.imag).sqrt())
 
 
 @operation
 def factorial_of(value) -> Fraction:
-    if not isinstance(value, (Fraction, float)) or value not in range(170):
+    if not are_exact(value) or value not in range(170):
         raise Unreadable("no factorial")
     return Fraction(factorial(int(value)))
 
 
+@operation
+def binomial(above, below):
+    """above (above - 1) ... / below!, which has a value for any `above`."""
+    if not are_exact(below) or below not in range(100):
+        raise Unreadable("no binomial coefficient")
+    factors = [add(above, Fraction(-n)) for n in range(int(below))]
+    product = functools.reduce(multiply, factors, ONE)
+    return divide(product, Fraction(factorial(int(below))))
+
+
 OPERATIONS = {  # kind of a node -> what it computes
-    "negative": operator.neg,  # of infinity, too
+    "negative": negate,  # of infinity, too
     "inverse": invert,
     "power": power,
     "root": root,
     "absolute": absolute,
     "factorial": factorial_of,
+    "binomial": binomial,
 }
 
 
-def real(value: complex) -> float | complex:
-    """The number as a real one, where it is."""
-    if value.imag == 0:
-        return value.real
-    return value
+@functools.lru_cache(maxsize=10)
+def circle_constant(digits: int) -> Decimal:
+    """pi, by John Machin's formula."""
+    return 16 * arctangent_series(1 / Decimal(5)) - 4 * arctangent_series(1 / Decimal(239))
 
 
-def sine(angle, point: str):
-    """Of radians. Exact at multiples of pi/2, where pi is the letter's value at the point."""
-    half_turns = divide(angle, letter("\\pi", point))
-    if isinstance(half_turns, Fraction) and half_turns.denominator <= 360:
-        half_turns %= 2
-        if half_turns.denominator <= 2:
-            return Fraction((0, 1, 0, -1)[int(2 * half_turns)])
-        angle = float(half_turns) * pi
-    return real(operation(cmath.sin)(angle))
+def arctangent_series(x: Decimal) -> Decimal:
+    """x - x^3/3 + x^5/5 - ..., for small x."""
+    total, before, power, n = x, None, x, 1
+    while total != before:
+        before, power, n = total, -power * x * x, n + 2
+        total += power / n
+    return total
 
 
-def cosine(angle, point: str):
-    half_turns = divide(angle, letter("\\pi", point))
-    if isinstance(half_turns, Fraction) and half_turns.denominator <= 360:
-        return sine(angle + letter("\\pi", point) / 2, point)
-    return real(operation(cmath.cos)(angle))
+@functools.lru_cache(maxsize=1000)
+def arctangent(x: Decimal, digits: int) -> Decimal:
+    for _ in range(4):
+        x /= 1 + (1 + x * x).sqrt()  # the tangent of half the angle
+    return 16 * arctangent_series(x)
 
 
-def arc(inverse: Callable) -> Callable:
-    """An inverse function whose value is a multiple of the letter pi where it is one."""
-
-    def angle(value, point: str):
-        radians = real(operation(inverse)(value))
-        if isinstance(radians, complex):
-            return radians
-        half_turns = Fraction(radians / pi).limit_denominator(60)
-        if abs(radians / pi - half_turns) < 1e-15:
-            return half_turns * letter("\\pi", point)
-        return radians
-
-    return angle
+@functools.lru_cache(maxsize=1000)
+def sine_of_real(x: Decimal, digits: int) -> Decimal:
+    """x - x^3/3! + x^5/5! - ...; exactly 0 at multiples of pi."""
+    x = x.remainder_near(2 * circle_constant(digits))
+    total, before, term, n = x, None, x, 1
+    while total != before:
+        before, term, n = total, -term * x * x / ((n + 1) * (n + 2)), n + 2
+        total += term
+    return Decimal(0) if abs(total).adjusted() < GUARD_DIGITS - digits else total
 
 
-def log(value, base=10, *, point: str):
-    return real(divide(operation(cmath.log)(value), operation(cmath.log)(base)))
+@functools.lru_cache(maxsize=1000)
+def exp_of_real(x: Decimal, digits: int) -> Decimal:
+    if abs(x) > 1000:
+        raise Imprecise
+    return x.exp()
 
 
-def ln(value, point: str):
-    return log(value, letter("e", point), point=point)
+@functools.lru_cache(maxsize=1000)
+def ln_of_real(x: Decimal, digits: int) -> Decimal:
+    return x.ln()
 
 
-def exp(value, point: str):
-    return power(letter("e", point), value)
+@operation
+def sine(angle):
+    """Of radians."""
+    if is_real(angle):
+        return Approximation(sine_of_real(parts(angle)[0], digits()))
+    forth = exp(multiply(IMAGINARY, angle))
+    back = invert(forth)
+    return divide(add(forth, negate(back)), multiply(TWO, IMAGINARY))
 
 
-def tan(angle, point: str):
-    return divide(sine(angle, point), cosine(angle, point))
+def cosine(angle):
+    quarter = Approximation(circle_constant(digits()) / 2)
+    return sine(add(angle, quarter))
 
 
-def cot(angle, point: str):
-    return divide(cosine(angle, point), sine(angle, point))
+@operation
+def exp(value):
+    real, imag = parts(value)
+    size = exp_of_real(real, digits())
+    if not imag:
+        return Approximation(size)
+    quarter = circle_constant(digits()) / 2
+    real, imag = (sine_of_real(x, digits()) for x in (imag + quarter, imag))
+    return Approximation(size * real, size * imag)
 
 
-def sec(angle, point: str):
-    return invert(cosine(angle, point))
+@operation
+def ln(value):
+    """Of the number's size, and its angle from -pi to pi as the imaginary part."""
+    real, imag = parts(value)
+    if not imag and real > 0:
+        return Approximation(ln_of_real(real, digits()))
+    size = ln_of_real(real * real + imag * imag, digits()) / 2
+    pi = circle_constant(digits())
+    if not imag:
+        return Approximation(size, pi)
+    if real > 0:
+        return Approximation(size, arctangent(imag / real, digits()))
+    quarter = (pi / 2).copy_sign(imag)
+    return Approximation(size, quarter - arctangent(real / imag, digits()))
 
 
-def csc(angle, point: str):
-    return invert(sine(angle, point))
+def log(value, base=Fraction(10)):
+    return divide(ln(value), ln(base))
 
 
-FUNCTIONS = {  # of values at a point
+def arcsine(value):
+    """-i ln(i z + sqrt(1 - z^2))"""
+    other = add(ONE, negate(multiply(value, value)))
+    turned = ln(add(multiply(IMAGINARY, value), power(other, ONE / 2)))
+    return multiply(negate(IMAGINARY), turned)
+
+
+def arccosine(value):
+    quarter = Approximation(circle_constant(digits()) / 2)
+    return add(quarter, negate(arcsine(value)))
+
+
+def arctangent_of(value):
+    """(ln(1 + i z) - ln(1 - i z)) / 2i"""
+    turned = multiply(IMAGINARY, value)
+    forth = ln(add(ONE, turned))
+    back = ln(add(ONE, negate(turned)))
+    return divide(add(forth, negate(back)), multiply(TWO, IMAGINARY))
+
+
+def tan(angle):
+    return divide(sine(angle), cosine(angle))
+
+
+def cot(angle):
+    return divide(cosine(angle), sine(angle))
+
+
+def sec(angle):
+    return invert(cosine(angle))
+
+
+def csc(angle):
+    return invert(sine(angle))
+
+
+FUNCTIONS = {  # of values
     "sin": sine,
     "cos": cosine,
     "tan": tan,
     "cot": cot,
     "sec": sec,
     "csc": csc,
-    "arcsin": arc(cmath.asin),
-    "arccos": arc(cmath.acos),
-    "arctan": arc(cmath.atan),
+    "arcsin": arcsine,
+    "arccos": arccosine,
+    "arctan": arctangent_of,
     "ln": ln,
     "log": log,
     "exp": exp,
@@ -1213,7 +1387,7 @@ FUNCTIONS = {  # of values at a point
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 
 
-def evaluate(text: str) -> Fraction | float | complex:
+def evaluate(text: str) -> Fraction | Approximation | float:
     """The value of an expression without letters; raises Unreadable where there is none."""
     return value_at(read(text), POINTS[0])
 
@@ -1251,9 +1425,20 @@ def same_answer(given: str, gold: str) -> bool:
         left, right = read(given), read(gold)
         if "word" in (left.kind, right.kind):
             return same_word(left, right) or same_text(given, gold)
-        return same(left, right)
+        return same_precisely(left, right)
     except Unreadable:
         return same_text(given, gold)
+
+
+def same_precisely(left: Node, right: Node) -> bool:
+    """Whether two trees mean the same, computing with as many digits as their numbers need."""
+    for precision in PRECISIONS:
+        try:
+            with decimal.localcontext(decimal.Context(prec=precision)):
+                return same(left, right)
+        except Imprecise:
+            continue
+    raise Unreadable("numbers too far from 1")
 
 
 def same_word(left: Node, right: Node) -> bool:
@@ -1295,9 +1480,19 @@ def same(left: Node, right: Node) -> bool:
         return len(kinds) == 1 and same_relation(left, right)
     if kinds & STRUCTURES:
         return len(kinds) == 1 and left.value == right.value and same_items(left, right)
+    return same_values(left, right)
+
+
+def same_values(left: Node, right: Node) -> bool:
+    """At every point, or at one where there is no letter."""
+    compare = equal
     if is_long_decimal(left) or is_long_decimal(right):
-        return values(left) == values(right)
-    return all(map(equal, values(left), values(right)))
+        compare = operator.eq
+    varies = has_unknowns(left) or has_unknowns(right)
+    for point in POINTS if varies else POINTS[:1]:
+        if not compare(value_at(left, point), value_at(right, point)):
+            return False
+    return True
 
 
 def is_long_decimal(node: Node) -> bool:
@@ -1316,12 +1511,12 @@ STRUCTURES = {  # kinds without a value of their own: compared piece by piece
 
 
 def equal(left, right) -> bool:
-    """Exact for rationals, to 14 digits where a root or a function made a float."""
-    if left == right or (isinstance(left, Fraction) and isinstance(right, Fraction)):
+    """Exact for rationals, else as far as our digits go."""
+    if left == right or are_exact(left, right):
         return left == right
     if is_infinite(left) or is_infinite(right):
         return False
-    return abs(left - right) <= 1e-14 * max(abs(left), abs(right))
+    return add(left, negate(right)) == 0
 
 
 def same_items(left: Node, right: Node) -> bool:
@@ -1355,7 +1550,7 @@ def as_interval(node: Node, other: Node) -> Node:
     if len(sides) != 3 or [side.kind == "letter" for side in sides] != [False, True, False]:
         return node
     low, _, high = sides
-    if has_letters(low) or has_letters(high):
+    if has_unknowns(low) or has_unknowns(high):
         return node
     opening = {"<": "(", "≤": "["}[signs[0]]
     closing = {"<": ")", "≤": "]"}[signs[1]]
@@ -1453,7 +1648,7 @@ def proportional(left: list, right: list, positive: bool) -> bool:
     factors = list(map(divide, left, right))
     if not all(equal(factor, factors[0]) for factor in factors):
         return False
-    return not positive or (not isinstance(factors[0], complex) and factors[0] > 0)
+    return not positive or (is_real(factors[0]) and parts(factors[0])[0] > 0)
 
 
 # ---------------------------------------------------------------------- verifiers of text
