@@ -33,11 +33,12 @@ import sys
 import tempfile
 import textwrap
 import time
+import unicodedata
 import zlib
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
-from math import factorial, inf, isqrt, nan, tanh
+from math import ceil, factorial, floor, inf, isqrt, nan, tanh
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ MAX_ITEMS = 40  # of a list whose order does not matter
 LARGEST = 10**300  # numerator or denominator, so that 9^9^9 takes no time
 PRECISIONS = (60, 200)  # digits of what is no fraction; the more where numbers are far from 1
 GUARD_DIGITS = 20  # the last of them, which may be wrong
+MAX_NODES = 2_000  # of a product of matrices
 MAX_FUNCTIONS = 50  # logarithms, sines and the like of an answer that is evaluated
 LARGEST_REWARD = 1e6  # of one verifier, and of its weight: squares of sums must stay float32
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
@@ -185,9 +187,9 @@ SYMBOLS = {  # LaTeX and Unicode -> our grammar
     r"\dfrac": r"\frac",
     r"\tfrac": r"\frac",
     r"\cfrac": r"\frac",
+    r"\dbinom": r"\binom",
+    r"\tbinom": r"\binom",
     "**": "^",
-    "²": "^2",
-    "³": "^3",
     "√": r"\sqrt ",
     r"\pm": "±",
     r"\mp": "∓",
@@ -196,8 +198,6 @@ SYMBOLS = {  # LaTeX and Unicode -> our grammar
     r"^{\circ}": "°",
     r"\degree": "°",
     # letters
-    "π": r"\pi ",
-    "θ": r"\theta ",
     r"\infty": "∞",
     r"\varnothing": "∅",
     r"\emptyset": "∅",
@@ -229,7 +229,12 @@ SYMBOLS = {  # LaTeX and Unicode -> our grammar
     r"\rvert": "|",
     r"\vert": "|",
     r"\|": "|",
+    r"\lfloor": "⌊",
+    r"\rfloor": "⌋",
+    r"\lceil": "⌈",
+    r"\rceil": "⌉",
     # unions and ratios
+    r"\backslash": r"\setminus",
     r"\cup": "∪",
     r"\cap": "∩",
     r"\colon": ":",
@@ -263,14 +268,30 @@ SYMBOLS = {  # LaTeX and Unicode -> our grammar
     r"\$": "",
     "€": "",
     "£": "",
+    "¥": "",
+    "₹": "",
     r"\(": "",
     r"\)": "",
     r"\[": "",
     r"\]": "",
 }
+for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒":
+    value = Fraction(unicodedata.numeric(sign)).limit_denominator(10)
+    SYMBOLS[sign] = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+GREEK = "α β γ δ ε ζ η θ κ λ μ ν ξ π ρ σ τ φ ϕ χ ψ ω Γ Δ Θ Λ Σ Φ Ψ Ω ℓ"
+GREEK_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi pi rho sigma tau phi phi"
+    " chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell"
+)
+for sign, name in zip(GREEK.split(), GREEK_NAMES.split()):
+    SYMBOLS[sign] = f"\\{name} "
+RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 SYMBOL = re.compile(
     r"""
       \{,[ ]?\}                    # 1{,}000
+    | (?P<raised> [⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+ )
+    | (?P<lowered> [₀₁₂₃₄₅₆₇₈₉ₙ]+ )
     | \^ (?: \\circ | \{\\circ\} )  # 90^\circ
     | \\ (?: [a-zA-Z]+ | . )       # any other command
     | [<>!]= | \*\*                # operators of programs
@@ -286,7 +307,16 @@ TEXT_BOX = re.compile(
     """,
     re.VERBOSE,
 )
-REALS_SIGN = re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE)
+REALS_SIGN = re.compile(
+    r"""
+      \\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )
+    | \b (?i: all | any ) [ ] (?: real [ ] numbers? | reals )
+    """,
+    re.VERBOSE,
+)
+ROW_SPACE = re.compile(r"\\\\ \s* \[ \s* -? [0-9.]+ \s* [a-z]{2} \s* \]", re.VERBOSE)  # \\[4pt]
+RUPEES = re.compile(r"\bRs\b\.?\s*(?=[0-9])")
+METERS = re.compile(r"(?<= [0-9.)}\s] ) ( [ckm]? m ) (?= [²³] )", re.VERBOSE)  # 5m², but no x = m²
 
 TOKEN = re.compile(
     r"""
@@ -324,8 +354,10 @@ OPENING, CLOSING = ("(", "[", "⟨"), (")", "]", "⟩")
 
 def tokenise(text: str) -> list[str]:
     """Tokens of an answer in LaTeX or plain text. A word, or a text in a box, begins with `"`."""
-    text = TEXT_BOX.sub(r'"\1"', text.replace('"', " "))
-    text = REALS_SIGN.sub(" ℝ ", text)
+    text = REALS_SIGN.sub("ℝ", text.replace('"', " "))
+    text = RUPEES.sub("", METERS.sub(r"\\text{\1}", text))
+    text = TEXT_BOX.sub(r'"\1"', text)
+    text = ROW_SPACE.sub(r"\\\\ ", text)
     text = re.sub(r"\\!\s*", "", text)  # 32,\! 349
     text = " ".join(with_our_symbols(text).split())
     if text.startswith("^") and text.endswith("^"):  # **5**, in bold
@@ -349,14 +381,26 @@ def tokenise(text: str) -> list[str]:
 
 
 def with_our_symbols(text: str) -> str:
-    """`\\dfrac12·π` is `\\frac12*\\pi `."""
-    return SYMBOL.sub(lambda found: SYMBOLS.get(found[0], found[0]), text)
+    """`\\dfrac12·π` is `\\frac12*\\pi `, and `x⁴` is `x^4`."""
+    return SYMBOL.sub(our_symbol, text)
+
+
+def our_symbol(found: re.Match) -> str:
+    if found["raised"]:
+        return "^" + braced(found[0].translate(RAISED))
+    if found["lowered"]:
+        return "_" + braced(found[0].translate(LOWERED))
+    return SYMBOLS.get(found[0], found[0])
+
+
+def braced(text: str) -> str:
+    return text if len(text) == 1 else f"{{{text}}}"
 
 
 def without_end(text: str) -> str:
-    """The text without a full stop, or an empty row of a table, at its end."""
+    """The text without a full stop, or what is left of a space or a row, at its end."""
     while True:
-        shorter = text.strip().removesuffix("\\\\")
+        shorter = text.strip().removesuffix("\\")
         if not shorter.endswith(".."):
             shorter = shorter.removesuffix(".")
         if shorter == text:
@@ -371,8 +415,10 @@ def word_tokens(word: str, before: list[str]) -> list[str]:
         return [] if before == [","] else [","]
     if meaning in ("percent", "pct"):
         return ["/", "100"]
-    if meaning in ("all real numbers", "all reals"):
+    if meaning == "ℝ":
         return ["ℝ"]
+    if meaning == "infinity":
+        return ["∞"]
     if meaning in ("pi", "sqrt"):
         return ["\\" + meaning]
     if word in FUNCTIONS or word in ("e", "i"):
@@ -402,8 +448,10 @@ class Node(NamedTuple):
 
     number (value: a Fraction, or infinity), letter, word, numeral (value: as written, 204_5)
     sum, product, ratio, union, intersection: of two pieces or more
-    negative, inverse, absolute, factorial, group (in brackets): of one
-    power: base, exponent. root: degree, radicand. A function: argument, or argument and base
+    negative, inverse, absolute, floor, ceiling, factorial, group (in brackets): of one
+    power: base, exponent. root: degree, radicand. binomial: above, below
+    A function: argument, or argument and base
+    series (value: \\sum or \\prod): first index, last index, term. difference: of two sets
     quantity (value: its unit): of one. ±, ∓: of two, until `alternatives` makes two nodes of them
     list, set, "()", "[]", "(]", "[)": of items. matrix: of rows. row: of items
     =, ≠: of sides. < (value: the signs between them): of sides from small to large
@@ -427,6 +475,9 @@ PRECEDENCE = {
     "∪": 1,
     "∩": 1,
     ":": 1,
+    "\\setminus": 1,
+    "\\over": 1,
+    "\\choose": 1,
     "+": 2,
     "-": 2,
     "±": 2,
@@ -441,12 +492,14 @@ LETTER = re.compile(
     r"""
     \\ (?: alpha | beta | gamma | delta | epsilon | varepsilon | zeta | eta | theta | kappa | lambda
          | mu | nu | xi | rho | sigma | tau | phi | varphi | chi | psi | omega | pi
-         | Gamma | Delta | Theta | Lambda | Sigma | Phi | Psi | Omega | ell )
+         | Gamma | Delta | Theta | Lambda | Sigma | Phi | Psi | Omega | ell
+         | partial | nabla | det | dim | deg )
     | [a-zA-Z] '* (?: _.+ )?
     """,
     re.VERBOSE,
 )
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
+SERIES = ("\\sum", "\\prod")
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 SCALES = {
     "hundred": 10**2,
@@ -462,7 +515,7 @@ MULTIPLIES = re.compile(  # words behind a number that make another one of it
     r"""
     (?: and [ ] an? [ ] )?
     (?:
-        hal(?:f|ves) | (?: third | quarter ) s?
+        hal(?:f|ves) | (?: third | quarter ) s? | [a-z]+ty-(?: first | second | third ) s?
       | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
         | hundred | thousand | illion ) ths?
       | squared | cubed | factorial | tens | score | gross | below
@@ -497,11 +550,26 @@ SAME_UNIT = {  # other ways to write a unit
     "hr": "h",
     "minute": "min",
     "second": "s",
+    "mile": "mi",
+    "mph": "mi/h",
+    "kph": "km/h",
+    "per": "/",
     "degree": "",
 }
 LEAD_IN = re.compile(  # words that may stand before a value
-    r"(?: .*\s )? (?: is | are | equals | answer:? | about | approximately )",
+    r"(?: .*\s )? (?: is | are | equals | answer:? | about | approximately | Rs\.? | USD | EUR )",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+NO_LEAD_IN = re.compile(  # words before it that may say something else than that it is the answer
+    rf"""
+    \b (?:
+        {MULTIPLIES.pattern}
+      | double | twice | triple | times | minus | negative | over | of
+      | percent (?:age)? | root | square | cube | inverse | reciprocal | opposite | logarithm
+      | not | no | never | neither | wrong | false | incorrect | if | unless | than | except
+    ) \b | n't \b
+    """,
+    re.VERBOSE | re.IGNORECASE,
 )
 
 
@@ -511,13 +579,26 @@ def read(text: str) -> Node:
     items = parser.items()
     if parser.tokens:
         raise Unreadable(f"{parser.tokens[-1]} is left over")
-    first = items[0]
+    if sum(map(count_functions, items)) > MAX_FUNCTIONS:
+        raise Unreadable("too many functions")
     if len(items) == 1:
-        return alternatives(first)
-    if is_named(first) and not any(item.kind == "=" for item in items[1:]):  # n = 1, 2, 3
-        name, value = first.items
-        return Node("=", (name, alternatives(Node("list", (value, *items[1:])))))
-    return alternatives(Node("list", tuple(items)))
+        return collected(alternatives(items[0]))
+    return collected(alternatives(Node("list", tuple(items))))
+
+
+def collected(node: Node) -> Node:
+    """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3."""
+    if node.kind != "list" or not is_named(node.items[0]):
+        return node
+    name = node.items[0].items[0]
+    found = []
+    for item in node.items:
+        if is_named(item) and item.items[0] == name:
+            item = item.items[1]
+        elif item.kind == "=":
+            return node
+        found.append(item)
+    return Node("=", (name, Node("list", tuple(found))))
 
 
 class Parser:
@@ -525,6 +606,7 @@ class Parser:
 
     def __init__(self, tokens: list[str]):
         self.tokens = tokens[::-1]
+        self.last = ""  # token that was taken
         self.depth = 0  # of recursion
         self.bars = 0  # open | of absolute values
         self.angles = 0  # functions of an angle that are open: there 30° is pi/6
@@ -541,7 +623,8 @@ class Parser:
             raise Unreadable("something is missing at the end")
         if expected and self.tokens[-1] not in expected:
             raise Unreadable(f"expected {expected}")
-        return self.tokens.pop()
+        self.last = self.tokens.pop()
+        return self.last
 
     def items(self) -> list[Node]:
         """Items of a list, as far as it goes."""
@@ -581,13 +664,13 @@ class Parser:
             ends = not self.tokens or self.next_is(*RELATIONS, *CLOSING, ",", ";", "&", "\\\\")
             if ends:
                 return Node("word", value=words.strip(" ().:,"))
-            if not LEAD_IN.fullmatch(words):  # the answer is 5
+            if not LEAD_IN.fullmatch(words) or NO_LEAD_IN.search(words):  # the answer is 5
                 raise Unreadable("words before a value")
         value = self.expression()
         if not self.next_is_word():
             return value
         is_unknown = value.kind == "letter" and value.value != "\\pi"
-        if is_unknown or value.kind == "group":
+        if is_unknown or value.kind == "group" or value == REALS:
             raise Unreadable("a unit without a number")
         return self.with_unit(value)
 
@@ -606,6 +689,9 @@ class Parser:
         if CHANGES_VALUE.search(" ".join(words)):
             raise Unreadable("words that change the value")
         unit = unit_of(words)
+        while len(self.tokens) > 1 and self.next_is("/") and self.tokens[-2][0] == '"':  # km / h
+            self.take()
+            unit += "/" + unit_of(self.words().lower().split())
         if self.next_is("^"):  # cm^2
             self.take()
             unit += self.square_or_cube()
@@ -648,13 +734,17 @@ class Parser:
             raise Unreadable("too deep")
 
     def product_without_sign(self) -> bool:
-        """Whether the next token multiplies as it stands: 2x, 2(x + 1), 2\\sqrt 3, 2|x|."""
+        """Whether the next token multiplies as it stands: 2x, 2(x + 1), 2\\sqrt 3, (n + 1)2^n."""
         if not self.tokens:
             return False
         token = self.tokens[-1]
+        if self.last in (")", "}") and token.isdigit():
+            return self.tokens[-2:-1] == ["^"]
         if token == "|":
             return self.bars == 0
-        if token in ("(", "{", "\\frac", "\\sqrt", "∞") or token.startswith("\\begin"):
+        if token in ("(", "{", "⌊", "⌈", "\\frac", "\\sqrt", "\\binom", "∞", *SERIES):
+            return True
+        if token.startswith("\\begin"):
             return True
         return token.strip("\\") in FUNCTIONS or LETTER.fullmatch(token) is not None
 
@@ -666,10 +756,16 @@ class Parser:
             return self.fraction()
         if token == "\\sqrt":
             return self.root()
+        if token == "\\binom":
+            return Node("binomial", (self.digit_or_operand(), self.digit_or_operand()))
+        if token in SERIES:
+            return self.series(token)
         if token in ("(", "[", "⟨", "{"):
             return self.bracket(token)
         if token == "|":
             return self.absolute()
+        if token in ("⌊", "⌈"):
+            return self.rounded(token)
         if token.startswith("\\begin"):
             return self.matrix(token.partition("{")[2].partition("}")[0])
         if token.strip("\\") in FUNCTIONS:
@@ -693,6 +789,8 @@ class Parser:
                 value = Node("factorial", (value,))
             elif self.angles:
                 value = Node("product", (value, Node("letter", value="\\pi"), number("1/180")))
+            elif self.next_is("C", "F"):  # 20°C
+                value = Node("quantity", (value,), self.take().lower())
         return value
 
     def number(self, token: str, mixed: bool) -> Node:
@@ -717,7 +815,8 @@ class Parser:
                 return combine("+", whole, fraction)
             return combine("*", whole, fraction)
         if re.fullmatch(r"[0-9]+ / [0-9]+", " ".join(self.tokens[:-4:-1])):
-            return combine("+", whole, self.expression(PRECEDENCE["*"]))
+            over, _, under = (self.take() for _ in range(3))  # no more: 3 1/2% is 3.5%
+            return combine("+", whole, combine("/", number(over), number(under)))
         return whole
 
     def fraction(self) -> Node:
@@ -748,6 +847,16 @@ class Parser:
             self.take("]")
         return Node("root", (degree, self.bare_operand()))
 
+    def series(self, sign: str) -> Node:
+        """\\sum_{k=0}^{n} k^2, as far as the next + or -."""
+        self.take("_")
+        self.take("{")
+        first = self.relation()
+        self.take("}")
+        self.take("^")
+        last = self.digit_or_operand()
+        return Node("series", (first, last, self.expression(PRECEDENCE["*"])), sign)
+
     def bracket(self, opening: str) -> Node:
         if opening == "⟨" and self.next_is("⟩"):
             self.take()
@@ -774,6 +883,11 @@ class Parser:
         self.take("|")
         self.bars -= 1
         return Node("absolute", (value,))
+
+    def rounded(self, opening: str) -> Node:
+        value = self.expression()
+        self.take("⌋" if opening == "⌊" else "⌉")
+        return Node("floor" if opening == "⌊" else "ceiling", (value,))
 
     def matrix(self, kind: str) -> Node:
         if kind not in MATRICES:
@@ -830,6 +944,8 @@ class Parser:
 
 
 KINDS = {  # of a node for a sign between two
+    "\\choose": "binomial",
+    "\\setminus": "difference",
     "+": "sum",
     "*": "product",
     "^": "power",
@@ -841,24 +957,27 @@ KINDS = {  # of a node for a sign between two
 }
 
 
+SIDES_DIFFER = ("power", "binomial", "difference", "±", "∓")
+
+
 def combine(symbol: str, left: Node, right: Node) -> Node:
     """A node of one operation. Sums, products and unions grow instead of nesting."""
     if "matrix" in (left.kind, right.kind):
         return combine_matrix(symbol, left, right)
     if symbol == "-":
         symbol, right = "+", Node("negative", (right,))
-    if symbol == "/":
+    if symbol in ("/", "\\over"):
         symbol, right = "*", Node("inverse", (right,))
     if symbol == "+" and left == ZERO:
         return right
     kind = KINDS[symbol]
-    if kind in ("power", "±", "∓") or left.kind != kind:
+    if kind in SIDES_DIFFER or left.kind != kind:
         return Node(kind, (left, right))
     return Node(kind, (*left.items, right))
 
 
 def combine_matrix(symbol: str, left: Node, right: Node) -> Node:
-    """A matrix, by its entries: A + B, A - B, -A, 2A, A/2. (Products would grow without bound.)"""
+    """A matrix, by its entries: A + B, A - B, -A, 2A, A/2, AB."""
     if left == ZERO:
         return each_entry(right, lambda entry: combine(symbol, ZERO, entry))
     if symbol == "*" and left.kind != "matrix":
@@ -866,10 +985,38 @@ def combine_matrix(symbol: str, left: Node, right: Node) -> Node:
     if symbol in "*/" and right.kind != "matrix":
         return each_entry(left, lambda entry: combine(symbol, entry, right))
     widths = [[len(row.items) for row in side.items] for side in (left, right)]
+    if symbol == "*" and set(widths[0]) == {len(widths[1])} and len(set(widths[1])) == 1:
+        return product_of_matrices(left, right)
     if symbol not in "+-" or left.kind != right.kind or widths[0] != widths[1]:
         raise Unreadable("no operation on these matrices")
     others = iter([entry for row in right.items for entry in row.items])
     return each_entry(left, lambda entry: combine(symbol, entry, next(others)))
+
+
+def product_of_matrices(left: Node, right: Node) -> Node:
+    """Rows times columns."""
+    columns = list(zip(*(row.items for row in right.items)))
+    rows = []
+    for row in left.items:
+        entries = []
+        for column in columns:
+            products = tuple(combine("*", *pair) for pair in zip(row.items, column))
+            entries.append(Node("sum", products))
+        rows.append(Node("row", tuple(entries)))
+    product = Node("matrix", tuple(rows))
+    if size(product) > MAX_NODES:  # of many factors it would grow without bound
+        raise Unreadable("too many products of matrices")
+    return product
+
+
+def size(node: Node) -> int:
+    """Number of its nodes, or more than MAX_NODES."""
+    total = 1
+    for item in node.items:
+        total += size(item)
+        if total > MAX_NODES:
+            break
+    return total
 
 
 def each_entry(matrix: Node, function: Callable[[Node], Node]) -> Node:
@@ -906,6 +1053,16 @@ def before_approximation(sides: list[Node], signs: list[str]) -> tuple[list, lis
     return sides[: end + 1], signs[:end]
 
 
+def count_functions(node: Node) -> int:
+    """How many of its pieces take long to compute."""
+    takes_long = node.kind in FUNCTIONS
+    if node.kind == "power":
+        takes_long = not is_whole(ungrouped(node.items[1]))
+    if node.kind == "root":
+        takes_long = node.items[0] != number(2)
+    return takes_long + sum(map(count_functions, node.items))
+
+
 def is_whole(node: Node) -> bool:
     return isinstance(node.value, Fraction) and node.value.denominator == 1
 
@@ -927,8 +1084,10 @@ def is_name(node: Node) -> bool:
         return is_name(first) and calls
     if node.kind == "power":
         return is_name(node.items[0]) and ungrouped(node.items[1]) == MINUS_ONE
-    grows = node.kind in ("group", "()", "absolute", "inverse", "ratio", "union", "intersection")
-    return (grows or node.kind in FUNCTIONS) and all(map(is_name, node.items))
+    grows = node.kind in FUNCTIONS or node.kind in (
+        *("group", "()", "absolute", "inverse", "ratio", "union", "intersection", "matrix", "row"),
+    )
+    return grows and all(map(is_name, node.items))
 
 
 def is_argument(node: Node) -> bool:
@@ -1216,6 +1375,28 @@ def absolute(value):
 
 
 @operation
+def floor_of(value):
+    return Fraction(floor(rounding(value)))
+
+
+@operation
+def ceiling_of(value):
+    return Fraction(ceil(rounding(value)))
+
+
+def rounding(value) -> Fraction | Decimal:
+    """The real number; the whole one that it is, but for the error of its last digits."""
+    if are_exact(value):
+        return value
+    if not is_real(value):
+        raise Unreadable("no floor")
+    nearest = Fraction(round(value.real))
+    if add(value, negate(nearest)) == 0:
+        return nearest
+    return value.real
+
+
+@operation
 def factorial_of(value) -> Fraction:
     if not are_exact(value) or value not in range(170):
         raise Unreadable("no factorial")
@@ -1238,6 +1419,8 @@ OPERATIONS = {  # kind of a node -> what it computes
     "power": power,
     "root": root,
     "absolute": absolute,
+    "floor": floor_of,
+    "ceiling": ceiling_of,
     "factorial": factorial_of,
     "binomial": binomial,
 }
@@ -1370,6 +1553,14 @@ def csc(angle):
     return invert(sine(angle))
 
 
+def sinh(value):
+    return divide(add(exp(value), negate(exp(negate(value)))), TWO)
+
+
+def cosh(value):
+    return divide(add(exp(value), exp(negate(value))), TWO)
+
+
 FUNCTIONS = {  # of values
     "sin": sine,
     "cos": cosine,
@@ -1380,6 +1571,8 @@ FUNCTIONS = {  # of values
     "arcsin": arcsine,
     "arccos": arccosine,
     "arctan": arctangent_of,
+    "sinh": sinh,
+    "cosh": cosh,
     "ln": ln,
     "log": log,
     "exp": exp,
@@ -1396,31 +1589,53 @@ def evaluate(text: str) -> Fraction | Approximation | float:
 
 
 TIME = re.compile(r"\s*[0-2]?[0-9]:[0-5][0-9]\s*")
+PLAIN_WORD = re.compile(r"[\s$]*([a-z]{3,})[\s$.]*")
+DECIMAL_COMMA = re.compile(r"(-? (?: 0 | [1-9][0-9]* ) ),( [0-9]+ )", re.VERBOSE)
+THOUSANDS = re.compile(r"-? [1-9][0-9]{0,2} , [0-9]{3}", re.VERBOSE)
+DECIMAL_POINT = re.compile(r"-?[0-9]*\.[0-9]+")
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.([0-9]{10,})")
+BARE_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+PERCENT = re.compile(
+    r"(.*?) \s* (?: \\?% | percent | \\text \s* \{ \s* percent \s* \} )", re.VERBOSE
+)
 
 
 def same_answer(given: str, gold: str) -> bool:
     """Whether two answers mean the same: as expressions where both can be read, else as text.
 
-    Symmetric. Algebra is compared at POINTS, rationals exactly, roots to 14 digits. By convention:
+    Algebra is compared at POINTS, rationals exactly, the rest to PRECISIONS. By convention:
 
-    percent    p% is p/100: 50% is 1/2, and not 50
+    percent    p% is p/100: 50% is 1/2, and not 50; but 50 is right where the gold answer is 50%
     decimals   the point is the decimal mark; commas and thin spaces group thousands: 1,234 is
-               1 234, and 3,14 a list. A written decimal is exact: 0.33 is not 1/3, nor 3.1416 pi
+               1 234, and 3,14 is 3.14, or a list. A written decimal is exact: 0.33 is not 1/3, nor
+               3.1416 pi; but what a gold answer of ten decimals or more is rounded from is right
     brackets   a comma inside of them always separates
     order      none in sets and in lists without brackets; repeats may be left out of sets, and of
                lists of anything but numbers
-    names      x = 5 is 5, but a = 1, b = 2 is not 1, 2. What stands before an approximation counts
+    names      x = 5 is 5, but a = 1, b = 2 is not 1, 2. 2 + 3 = 5 is 5, and 2 + 3 = 6 = 5 nothing.
+               What stands before an approximation counts
     units      may stand on one side alone. Million multiplies; words like half are no units
     angles     in radians: sin 30 is not 1/2. sin 30° is, and 90° is 90. log is to the base 10
     ratios     3:5 is 6:10 and 3/5; two times of day, as 3:30, are compared as text
-    reals      letters are real, but i^2 = -1, and e > 0; the cube root of -8 is -2; R is (-∞, ∞),
-               and 1 < x <= 2 is (1, 2]. There is no arithmetic with infinity
+    reals      letters are real, but i^2 = -1, e and pi are numbers; the cube root of -8 is -2; R is
+               (-∞, ∞), and 1 < x <= 2 is (1, 2]. There is no arithmetic with infinity
     empty set  ∅ is {}, and no word and no number. 204_5 is 204_{5} and no other number
+    words      abc is no bca, but a product beside 3abc or a * bc
     """
-    if given == gold or max(len(given), len(gold)) > MAX_EXPRESSION:
-        return given == gold and given not in ("", "nan")
+    if max(len(given), len(gold)) > MAX_EXPRESSION:
+        return given == gold
+    return same_meaning(given, gold) or gold_allows(given, gold)
+
+
+def same_meaning(given: str, gold: str) -> bool:
+    """What of `same_answer` is symmetric."""
+    if given == gold:
+        return given not in ("", "nan")
     if TIME.fullmatch(given) and TIME.fullmatch(gold):  # 3:30 is not 1:10
         return given.strip() == gold.strip()
+    words = PLAIN_WORD.fullmatch(given), PLAIN_WORD.fullmatch(gold)
+    if all(words):
+        return words[0][1] == words[1][1]
     try:
         left, right = read(given), read(gold)
         if "word" in (left.kind, right.kind):
@@ -1428,6 +1643,47 @@ def same_answer(given: str, gold: str) -> bool:
         return same_precisely(left, right)
     except Unreadable:
         return same_text(given, gold)
+
+
+def gold_allows(given: str, gold: str) -> bool:
+    """Whether the answer is right in the way that the gold one is written."""
+    given, gold = given.strip(), gold.strip()
+    commas = DECIMAL_COMMA.fullmatch(given), DECIMAL_COMMA.fullmatch(gold)
+    if any(commas):
+        points = [with_decimal_point(text) for text in (given, gold)]
+        return all(map(DECIMAL_POINT.fullmatch, points)) and same_meaning(*points)
+    try:
+        if percent := PERCENT.fullmatch(gold):
+            return is_of_percent(given, percent[1])
+        if decimal_places := LONG_DECIMAL.fullmatch(gold):
+            return rounds_to(given, gold, len(decimal_places[1]))
+    except (Unreadable, Imprecise):
+        pass
+    return False
+
+
+def with_decimal_point(text: str) -> str:
+    """3.14 for 3,14; but 1,234 groups thousands."""
+    return text if THOUSANDS.fullmatch(text) else text.replace(",", ".")
+
+
+def is_of_percent(given: str, bare: str) -> bool:
+    """50 for 50%. Below 1 it would be the share as often as the percentage: 0.5 is not 0.5%."""
+    value = evaluate(bare)
+    is_large = are_exact(value) and value >= 1
+    return is_large and BARE_NUMBER.fullmatch(given) is not None and same_meaning(given, bare)
+
+
+def rounds_to(given: str, gold: str, places: int) -> bool:
+    """Whether gold may stand for the value: it is off by less than one in its last place."""
+    node = read(given)
+    if has_unknowns(node):
+        return False
+    with decimal.localcontext(decimal.Context(prec=PRECISIONS[0])):
+        value = value_at(node, POINTS[0])
+        if is_infinite(value) or not is_real(value):
+            return False
+        return abs(parts(value)[0] - Decimal(gold)) < Decimal(1).scaleb(-places)
 
 
 def same_precisely(left: Node, right: Node) -> bool:
@@ -1457,6 +1713,7 @@ def same_text(given: str, gold: str) -> bool:
 def text_words(text: str) -> list[str]:
     text = with_our_symbols(TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
     text = " ".join(text.casefold().split())
+    text = re.sub(r"\{(\w)\}", r" \1 ", text)  # \pmod{4} is \pmod 4
     return re.sub(r" ?([^\w ]) ?", r"\1", text).rstrip(".").split()
 
 
@@ -1466,6 +1723,7 @@ def same(left: Node, right: Node) -> bool:
     if left == right:  # it may have no value
         return True
     left, right = without_name(left, right), without_name(right, left)
+    left, right = united(left), united(right)
     left, right = as_interval(left, right), as_interval(right, left)
     kinds = {left.kind, right.kind}
     if "quantity" in kinds:
@@ -1484,15 +1742,26 @@ def same(left: Node, right: Node) -> bool:
 
 
 def same_values(left: Node, right: Node) -> bool:
-    """At every point, or at one where there is no letter."""
+    """At every point, or at one where there is no letter.
+
+    Points where neither is real are left out, if there are others: there sqrt(1/n) = 1/sqrt(n).
+    """
     compare = equal
     if is_long_decimal(left) or is_long_decimal(right):
         compare = operator.eq
-    varies = has_unknowns(left) or has_unknowns(right)
-    for point in POINTS if varies else POINTS[:1]:
-        if not compare(value_at(left, point), value_at(right, point)):
+    if not has_unknowns(left) and not has_unknowns(right):
+        return compare(value_at(left, POINTS[0]), value_at(right, POINTS[0]))
+    verdicts = []  # of points where neither is real
+    some_are_real = False
+    for point in POINTS:
+        pair = value_at(left, point), value_at(right, point)
+        if not any(map(is_real, pair)):
+            verdicts.append(compare(*pair))
+        elif compare(*pair):
+            some_are_real = True
+        else:
             return False
-    return True
+    return some_are_real or all(verdicts)
 
 
 def is_long_decimal(node: Node) -> bool:
@@ -1505,8 +1774,8 @@ def is_long_decimal(node: Node) -> bool:
 
 
 STRUCTURES = {  # kinds without a value of their own: compared piece by piece
-    *("()", "[]", "(]", "[)", "matrix", "row", "numeral", "word"),
-    *("list", "set", "union", "intersection", "=", "≠", "<"),
+    *("()", "[]", "(]", "[)", "matrix", "row", "numeral", "word", "series"),
+    *("list", "set", "union", "intersection", "difference", "=", "≠", "<"),
 }
 
 
@@ -1524,37 +1793,86 @@ def same_items(left: Node, right: Node) -> bool:
 
 
 def without_name(node: Node, other: Node) -> Node:
-    """5 for x = 5, or for z = 1 + 4 = 5, where the other side is no equation."""
+    """5 for x = 5, for z = 1 + 4 = 5, and for 1 + 4 = 5, where the other side is no equation."""
     if other.kind == "=" or any(map(is_named, other.items)):
         return node
-    if node.kind == "list" and all(map(is_named, node.items)):  # x = 1, x = 2
-        names = [item.items[0] for item in node.items]
-        if all(name == names[0] for name in names):
-            return Node("list", tuple(item.items[1] for item in node.items))
-    if node.kind == "=" and is_name(node.items[0]):
-        value, *others = node.items[1:]
-        if all(same(value, item) for item in others):
-            return ungrouped(value)
+    if node.kind == "=":
+        sides = node.items[1:] if is_name(node.items[0]) else node.items
+        if all(same(side, sides[-1]) for side in sides):  # 2 + 3 = 5 is 5
+            return ungrouped(sides[-1])
+    return node
+
+
+def united(node: Node) -> Node:
+    """One set for a union of sets."""
+    if node.kind == "union" and all(item.kind == "set" for item in node.items):
+        return Node("set", tuple(item for part in node.items for item in part.items))
     return node
 
 
 def as_interval(node: Node, other: Node) -> Node:
-    """(1, 2] for 1 < x <= 2, and (1, ∞) for x > 1, where the other side is an interval."""
-    if node.kind != "<" or other.kind not in PAIRS:
+    """(1, 2] for 1 < x <= 2, where the other side is an interval, or a union of some."""
+    if other.kind not in (*PAIRS, "union"):
+        return node
+    if node.kind == "list" and all(item.kind == "<" for item in node.items):  # x < 1 or x > 2
+        return Node("union", tuple(interval(item) for item in node.items))
+    if node.kind == "difference" and node.items[0] == REALS and node.items[1].kind == "set":
+        return without_points(node, node.items[1].items)
+    if node.kind == "≠" and is_unknown_letter(node.items[0]):
+        return without_points(node, node.items[1:])
+    return interval(node)
+
+
+def without_points(node: Node, points: tuple) -> Node:
+    """(-∞, 1) ∪ (1, ∞), of one point or more; the node where they are no real numbers."""
+    if len(points) > MAX_ITEMS or any(map(has_unknowns, points)):
+        return node
+    places = [(value_at(point, POINTS[0]), point) for point in points]
+    if any(is_infinite(value) or not is_real(value) for value, _ in places):
+        return node
+    places.sort(key=lambda place: parts(place[0])[0])
+    low, high = REALS.items
+    ends = [low, *(point for _, point in places), high]
+    return Node("union", tuple(Node("()", pair) for pair in zip(ends, ends[1:])))
+
+
+def interval(node: Node) -> Node:
+    """(1, ∞) for x > 1, [-1, 1] for |x| <= 1; the node where it is none of one letter."""
+    if node.kind != "<":
         return node
     sides, signs = list(node.items), list(node.value)
-    if len(sides) == 2 and sides[0].kind == "letter":  # x < 2
-        sides, signs = [REALS.items[0], *sides], ["<", *signs]
-    elif len(sides) == 2:  # 1 < x
-        sides, signs = [*sides, REALS.items[1]], [*signs, "<"]
-    if len(sides) != 3 or [side.kind == "letter" for side in sides] != [False, True, False]:
+    is_unknown = [is_unknown_letter(side) or is_size_of_letter(side) for side in sides]
+    if is_unknown == [True, False]:  # x < 2
+        sides, signs, is_unknown = [REALS.items[0], *sides], ["<", *signs], [False, *is_unknown]
+    elif is_unknown == [False, True]:  # 1 < x
+        sides, signs, is_unknown = [*sides, REALS.items[1]], [*signs, "<"], [*is_unknown, False]
+    if is_unknown != [False, True, False]:
         return node
-    low, _, high = sides
+    low, unknown, high = sides
     if has_unknowns(low) or has_unknowns(high):
         return node
-    opening = {"<": "(", "≤": "["}[signs[0]]
-    closing = {"<": ")", "≤": "]"}[signs[1]]
-    return Node(opening + closing, (low, high))
+    opening = {"<": "(", "≤": "["}
+    closing = {"<": ")", "≤": "]"}
+    above = Node(opening[signs[0]] + closing[signs[1]], (low, high))
+    if unknown.kind == "letter":
+        return above
+    if low == REALS.items[0]:  # |x| < 2
+        return Node(opening[signs[1]] + closing[signs[1]], (opposite(high), high))
+    below = Node(opening[signs[1]] + closing[signs[0]], (opposite(high), opposite(low)))
+    return Node("union", (below, above))
+
+
+def is_unknown_letter(node: Node) -> bool:
+    return node.kind == "letter" and node.value not in CONSTANTS
+
+
+def is_size_of_letter(node: Node) -> bool:
+    """|x|"""
+    return node.kind == "absolute" and is_unknown_letter(node.items[0])
+
+
+def opposite(node: Node) -> Node:
+    return combine("-", ZERO, node)
 
 
 def same_quantity(left: Node, right: Node) -> bool:

@@ -319,7 +319,6 @@ UNEQUAL = rows(r"""
     10^{-30} | 10^{-31}
     10^{-30} | 0
     1e-30 | 1.0001e-30
-    0.333333333333333 | 1/3
     0.1 | 0.10000000000000001
     123456789012345678901 | 123456789012345678902
     1,234 | 1235
@@ -377,14 +376,11 @@ UNEQUAL = rows(r"""
     \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
     # roots and constants
     \sqrt2 | 1.41421356
-    \sqrt2 | 1.414213562373
     \sqrt{2} | \sqrt{3}
     \sqrt{2} | -\sqrt{2}
     \sqrt[3]{8} | \sqrt{8}
-    \pi | 3.14159265358979
     \pi | 22/7
     2\pi | 2
-    e | 2.71828182845905
     5! | 5
     5! | 121
     # algebra
@@ -467,7 +463,6 @@ PAIRS = r"""
     0.\overline{9} ≡ 1
     32, 349 ≢ 32349
     0,125 ≢ 125
-    0,125 ≢ 0.125
     3{,}14 ≢ 314
     4\,2 ≢ 42
     1 00 ≢ 100
@@ -475,7 +470,6 @@ PAIRS = r"""
     1,2345 ≢ 12345
     1,234,56 ≢ 123456
     01,234 ≢ 1234
-    1000,99 ≢ 1000.99
     0.33 ≢ \frac13
     0.\overline{3} ≢ 0.3
     0.\overline{36} ≢ 0.36
@@ -490,10 +484,8 @@ PAIRS = r"""
     12.5\% ≡ \frac18
     100\% ≡ 1
     33\frac{1}{3}\% ≡ \frac13
-    28 ≢ 28\%
     0.28\% ≢ 0.28
     28\% ≢ 2.8
-    28\text{ percent} ≢ 28
     # money
     \$5 ≡ 5
     \textdollar 5 ≡ 5
@@ -561,7 +553,6 @@ PAIRS = r"""
     5\text{ squared} ≢ 5
     5 cubed ≢ 5
     5\text{ factorial} ≢ 5
-    50\text{ percent} ≢ 50
     5\text{ is wrong} ≢ 5
     5 is wrong ≢ 5
     5\text{ or so} ≢ 5
@@ -621,7 +612,6 @@ PAIRS = r"""
     \sqrt[3]{-8} ≢ 2
     \sqrt{-4} ≢ -2
     \sqrt{17} ≢ 4.1231
-    \sqrt{17} ≢ 4.12310562562
     # functions
     \tan^2(y)+1 ≡ \tan^2 y + 1
     2 \sin b \cos a ≡ 2\cos(a)\sin(b)
@@ -677,7 +667,6 @@ PAIRS = r"""
     \sin(x+y) ≢ \sin x + \sin y
     \sin 30 ≢ \frac12
     \ln 2 ≢ 0.693147
-    \ln 2 ≢ 0.69314718055994531
     \ln 2 ≢ \log 2
     \ln 2 ≢ 2
     \log_2 8 ≢ \log 28
@@ -910,7 +899,6 @@ PAIRS = r"""
     a^{-1} ≡ \frac1a
     2i ≡ i \cdot 2
     1+2i ≡ 2i+1
-    xyz ≡ zyx
     \lambda\mu ≡ \mu \lambda
     x+2n+1 ≢ x+1
     (a+5)(b+2) ≢ (+5)(b+2)
@@ -1057,7 +1045,7 @@ PAIRS = r"""
     \sqrt{2}\sin x ≢ \sin\sqrt{2}x
     10! ≡ 3628800
     \binom{5}{2} ≡ \binom{5}{2}
-    \binom{5}{2} ≢ \binom{5}{3}
+    \binom{5}{2} ≢ \binom{6}{3}
     5 \choose 2 ≢ 5
     \lfloor 3.5 \rfloor ≢ 3.5
     \overline{AB} ≡ \overline{AB}
@@ -1110,7 +1098,6 @@ PAIRS = r"""
     100000000000000000001 ≢ 100000000000000000000
     0.30000000000000004 ≢ 0.3
     9.99999999999999999 ≢ 10
-    \frac{1}{7} ≢ 0.142857142857142857
     5^{\circ}30' ≢ 5
     5'6'' ≢ 5
     7:00\text{ PM} ≢ 7
@@ -1143,13 +1130,9 @@ PAIRS = r"""
     \frac{1+\sqrt{5}}{2} ≡ \frac{2}{\sqrt{5}-1}
     2\sqrt{3} ≢ 3\sqrt{2}
     \sqrt{12} ≢ 3.46
-    \sqrt{10} ≢ 3.16227766016838
     \frac{22}{7} ≢ \pi
     3.14159 ≢ \pi
     \pi^2 ≢ 10
-    e ≢ 2.718281828459045
-    \pi ≢ 3.141592653589793
-    \frac{\pi}{2} ≢ 1.5707963267948966
     \frac\pi2 ≡ \frac{\pi}{2}
     \frac{\pi}2 ≡ \frac12\pi
     2\pi r ≡ 2r\pi
@@ -1272,7 +1255,6 @@ PAIRS = r"""
     \text{Friday, May 5} ≢ 5
     \text{increasing} ≡ Increasing
     \text{infinite} ≢ \infty
-    10\% ≢ 10
     10\% ≡ \frac{1}{10}
     \$10 ≢ 10\%
     10\text{ cents} ≢ 10\text{ dollars}
@@ -1290,6 +1272,124 @@ PAIRS = r"""
     14 {, }916 ≡ 14916
     (1,2), (3,4), (1,2) ≡ (3,4), (1,2)
     5, 5, 6 ≢ 5, 6
+    # many digits
+    10^{15}+\sqrt2 ≢ 10^{15}+\sqrt3
+    10^{60}+\sqrt2 ≢ 10^{60}+\sqrt3
+    10^{100}+\sqrt2 ≢ 10^{100}+\sqrt3
+    \ln(10^{15}+1) ≢ \ln(10^{15})
+    \sqrt{10^{30}+1} ≢ 10^{15}
+    \sin(10^{-25}) ≢ 10^{-25}
+    e^{10^{-15}} ≢ 1
+    1 + e^{-60} ≢ 1
+    \pi ≢ \frac{355}{113}
+    \sqrt[3]{60}+\sqrt{7}-\frac{1}{10^{20}} ≢ \sqrt[3]{60}+\sqrt{7}
+    99-70\sqrt2 ≡ (\sqrt2-1)^6
+    22619537-15994428\sqrt2 ≡ (\sqrt2-1)^{20}
+    \sqrt{10^{20}+2\cdot 10^{10}+1} ≡ 10^{10}+1
+    \sqrt{5+2\sqrt6}-\sqrt3 ≡ \sqrt2
+    \sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5} ≡ 1
+    e^{100} ≡ (e^{50})^2
+    # pi and e
+    e^{i\pi} ≡ -1
+    e^{\frac{i\pi}{2}} ≡ i
+    e^{2\pi i/3} ≡ -\frac12+\frac{\sqrt3}{2}i
+    \sin(x+2\pi) ≡ \sin x
+    \cos(x+\pi) ≡ -\cos x
+    \sin(\frac{\pi}{2}-x) ≡ \cos x
+    \ln(-1) ≡ i\pi
+    \cos\frac{2\pi}{5} ≡ \frac{\sqrt5-1}{4}
+    \arctan 2+\arctan 3 ≡ \frac{3\pi}{4}
+    \arcsin x+\arccos x ≡ \frac{\pi}{2}
+    \cos(i) ≡ \frac{e+e^{-1}}{2}
+    \sqrt{i} ≡ \frac{1+i}{\sqrt2}
+    x \in (0,\pi] ≡ 0 < x \le \pi
+    e^{i\pi} ≢ 1
+    \sin(x+\pi) ≢ \sin x
+    \tan\frac{\pi}{2} ≢ 1
+    \sin e ≢ 0
+    # chains
+    2+3=5 ≡ 5
+    \frac{10}{2} = 5 ≡ 5
+    (x+1)^2 = x^2+2x+1 ≡ x^2+2x+1
+    2+3=6 ≢ 6
+    2+3=5=6 ≢ 5
+    2x = 10 ≢ 10
+    x+y = 5 ≢ 5
+    # notation
+    {1\over2} ≡ \frac12
+    {x+1 \over 2} ≡ \frac{x+1}{2}
+    \begin{pmatrix}1\\[4pt]2\end{pmatrix} ≡ \begin{pmatrix}1\\2\end{pmatrix}
+    \begin{pmatrix}\frac12\\[0.5em]-1\end{pmatrix} ≡ \begin{pmatrix}0.5\\-1\end{pmatrix}
+    \binom{5}{2} ≡ 10
+    \dbinom{n}{2} ≡ \frac{n(n-1)}{2}
+    {5 \choose 2} ≡ 10
+    2\binom{10}{3} ≡ 240
+    ½ ≡ 0.5
+    3½ ≡ 3.5
+    ¾x ≡ \frac{3x}{4}
+    x⁴ ≡ x^4
+    x¹² ≡ x^{12}
+    10⁻³ ≡ 0.001
+    2ⁿ⁺¹ ≡ 2^{n+1}
+    x₁+x₂ ≡ x_1+x_2
+    α ≡ \alpha
+    2πr ≡ 2\pi r
+    λ+1 ≡ 1+\lambda
+    5^\circ C ≡ 5
+    5°C ≡ 5^\circ\text{C}
+    5 m² ≡ 5
+    1,000.99m² ≡ 1000.99
+    12 cm² ≡ 12\text{ cm}^2
+    All real numbers ≡ \mathbb{R}
+    all real numbers ≡ (-\infty,\infty)
+    \text{all real numbers} ≡ (-\infty, \infty)
+    {1\over2} ≢ \frac{1}{3}
+    x¹² ≢ x^1 \cdot 2
+    5°C ≢ 5°F
+    5 m² ≢ 5 cm²
+    \binom{5}{2} ≢ \frac52
+    \binom{n}{2} ≢ \frac{n^2}{2}
+    all real numbers except zero ≢ \mathbb{R}
+    # products of matrices, series, sizes
+    \begin{matrix}1&2\end{matrix}\begin{matrix}3&0\\4&1\end{matrix} ≡ \begin{matrix}11&2\end{matrix}
+    \begin{pmatrix}1&2\end{pmatrix}\begin{pmatrix}3\\4\end{pmatrix} ≡ \begin{pmatrix}11\end{pmatrix}
+    \begin{matrix}0&1\\0&0\end{matrix}\begin{matrix}1\\0\end{matrix} ≢ \begin{matrix}1\end{matrix}
+    \begin{pmatrix}1&2\end{pmatrix}\begin{pmatrix}3&4\end{pmatrix} ≢ \begin{pmatrix}3&8\end{pmatrix}
+    \sum_{k=0}^{n-1} F_k F_{n-k-1} ≡ \sum_{k=0}^{n-1} F_{n-k-1} F_k
+    F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1} ≡ F_n = \sum_{k=0}^{n-1} F_{n-k-1}F_k
+    \prod_{k=1}^{n} (2k-1) ≡ \prod_{k=1}^{n} (-1+2k)
+    \sum_{k=0}^{n-1} F_k ≢ \sum_{k=1}^{n-1} F_k
+    \sum_{k=1}^{n} k ≢ \prod_{k=1}^{n} k
+    \sum_{k=1}^{n} k^2 ≢ \sum_{k=1}^{n} k^3
+    1\leq|z|\leq \frac{3}{2} ≡ z \in [-\frac{3}{2}, -1] \cup [1, \frac{3}{2}]
+    |x| < 3 ≡ (-3, 3)
+    |x| \ge 2 ≡ (-\infty,-2] \cup [2,\infty)
+    x < -2 \text{ or } x > 2 ≡ (-\infty,-2)\cup(2,\infty)
+    |x| < 3 ≢ [-3, 3]
+    |x| > 3 ≢ (-3, 3)
+    1 < |x| \le 2 ≢ (1, 2]
+    # words
+    bca ≢ abc
+    xyz ≢ zyx
+    xyz ≡ x \cdot yz
+    2abc ≡ 2cab
+    \text{half of x is }5 ≢ 5
+    \text{twice the answer is }10 ≢ 10
+    \text{the answer isn't about }5 ≢ 5
+    \text{the wrong answer is }5 ≢ 5
+    \text{The value is }5 ≡ 5
+    5\text{ thirty-seconds} ≢ 5
+    3 sixty-thirds ≢ 3
+    # decimal commas
+    1000,99 ≡ 1000.99
+    1,22 ≡ 1.22
+    0,125 ≡ 0.125
+    -3,14 ≡ -3.14
+    2,5 ≡ 5, 2
+    1,234 ≢ 1.234
+    0,125 ≢ 125
+    2, 5 ≢ 2.5
+    (2,5) ≢ 2.5
 """  # by class: `same ≡ same`, `one ≢ another`; the verdicts were written before the code ran
 
 
@@ -1319,10 +1419,11 @@ def test_math_judges_pairs_both_ways(kind):
 CONVENTIONS = r"""
     # percent
     50\% ≡ 0.5
-    50\% ≢ 50
+    50\text{ percent} ≡ 0.5
     # decimals
     1,234 ≡ 1\,234
-    3,14 ≢ 3.14
+    3,14 ≡ 3.14
+    1,234 ≢ 1.234
     3,14 ≡ 14, 3
     0.33 ≢ 1/3
     3.1416 ≢ \pi
@@ -1337,6 +1438,8 @@ CONVENTIONS = r"""
     # names
     x = 5 ≡ 5
     a = 1, b = 2 ≢ 1, 2
+    2 + 3 = 5 ≡ 5
+    2 + 3 = 6 = 5 ≢ 5
     \frac13 \approx 0.33 ≡ \frac13
     # units
     5\text{ cm} ≡ 5
@@ -1366,12 +1469,73 @@ CONVENTIONS = r"""
     \emptyset ≢ 0
     204_5 ≡ 204_{5}
     204_5 ≢ 54
+    # words
+    abc ≢ bca
+    3abc ≡ 3bca
+    abc ≡ a \cdot bc
 """  # for every line of the docstring of `same_answer`
 
 
 @pytest.mark.parametrize("kind, given, gold, verdict", pairs(CONVENTIONS))
 def test_math_keeps_its_conventions(kind, given, gold, verdict):
     assert rewards.same_answer(given, gold) == rewards.same_answer(gold, given) == verdict
+
+
+ONE_WAY = rows(r"""
+    # percent
+    28 | 28\%
+    28 | 28\text{ percent}
+    50 | 50\%
+    12.5 | 12.5\%
+    100 | 100 percent
+    # long decimals
+    1/3 | 0.333333333333333
+    \frac{1}{7} | 0.142857142857142857
+    \sqrt{17} | 4.123105625617661
+    \sqrt{10} | 3.16227766016838
+    \ln 2 | 0.69314718055994531
+    e | 2.718281828459045
+    \frac{\pi}{2} | 1.5707963267948966
+    -\sqrt2 | -1.4142135623730951
+""")  # right beside the gold answer as it is written, but not the other way round
+NO_WAY = rows(r"""
+    0.5 | 0.5\%
+    2800 | 28\%
+    29 | 28\%
+    28\text{ cm} | 28\%
+    \$28 | 28\%
+    28^\circ | 28\%
+    x | 28\%
+    \sqrt2 | 1.4142
+    \sqrt2 | 1.414213562
+    \sqrt2 | 1.41421356239
+    -\sqrt2 | 1.4142135623730951
+    i\sqrt2 | 1.4142135623730951
+    x | 0.333333333333333
+    \infty | 0.333333333333333
+    0.3 | 0.30000000000000004
+    \frac13 | 0.33
+    1,234 | 1.234
+    1,23 | 1.24
+    1,23 | 123
+    12,34,5 | 12.345
+""")
+
+
+def test_math_ignores_a_backslash_at_the_end():
+    assert VERIFY["math"]("<answer>185\\</answer>", "185") == 1.0
+    assert VERIFY["math"]("<answer>185\\</answer>", "18") == 0.0
+
+
+@pytest.mark.parametrize("given, gold", ONE_WAY)
+def test_math_reads_a_gold_answer_as_it_is_written(given, gold):
+    assert VERIFY["math"](boxed(given), gold) == 1.0
+    assert VERIFY["math"](boxed(gold), given) == 0.0
+
+
+@pytest.mark.parametrize("given, gold", NO_WAY)
+def test_math_allows_no_more_than_the_gold_answer_does(given, gold):
+    assert VERIFY["math"](boxed(given), gold) == 0.0
 
 
 @pytest.mark.parametrize("given, gold", EQUAL)
@@ -2863,15 +3027,16 @@ PIECES = r"""
 
 @pytest.mark.parametrize("seed", range(4))
 def test_math_raises_nothing_and_is_symmetric_on_random_latex(seed):
-    """Without the net around verifiers: `same_answer` itself. An answer is always itself."""
+    """Without the net around verifiers. An answer is always itself."""
     rng = random.Random(seed)
     pieces = PIECES.split()
     for _ in range(1000):
         left, right = (" ".join(rng.choices(pieces, k=rng.randint(1, 9))) for _ in "ab")
         if rng.random() < 0.5:
             right = left.replace(rng.choice(pieces), rng.choice(pieces))
-        agree = rewards.same_answer(left, right)
-        assert agree == rewards.same_answer(right, left), (left, right)
+        agree = rewards.same_meaning(left, right)
+        assert agree == rewards.same_meaning(right, left), (left, right)
+        assert rewards.same_answer(left, right) >= agree
         assert rewards.same_answer(left + " ", left), left
 
 
