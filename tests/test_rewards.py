@@ -2441,6 +2441,14 @@ def test_code_does_not_pay_attacks(off, monkeypatch):
 
 ALL = rewards.LAYERS
 SPACES, FILES, TCP, SCOPES, CALLS = ALL
+IN_A_CHILD = """
+import os
+child = os.fork()
+if child == 0:
+    {}
+    os._exit(0)
+check(-os.waitpid(child, 0)[1])
+"""  # the program itself leads a session
 EFFECTS = {  # what reaches out of the sandbox: the program, and the layers each of which stops it
     "reads a file": ("print(open('FOLDER/secret').read())", [FILES]),
     "lists a folder": ("import os\nassert 'secret' in os.listdir('FOLDER')", [FILES]),
@@ -2495,8 +2503,8 @@ EFFECTS = {  # what reaches out of the sandbox: the program, and the layers each
         "import os\nos.execv(PYTHON, ['python', '-c', 'print(\"done\")'])",
         [CALLS],
     ),
-    "leaves its session": ("import os\nos.setsid()", [CALLS]),
-    "leaves its group": ("import os\nos.setpgid(0, 0)", [CALLS]),
+    "leaves its session": (IN_A_CHILD.format("os.setsid()"), [CALLS]),
+    "leaves its group": (IN_A_CHILD.format("os.setpgid(0, 0)"), [CALLS]),
     "makes namespaces": ("check(libc.unshare(0x10000000))", [CALLS]),
     "mounts": ("check(libc.mount(b'tmpfs', b'FOLDER', b'tmpfs', 0, None))", [FILES, CALLS]),
     "traces": ("check(libc.ptrace(0x4206, PID, 0, 0))", [SPACES, CALLS]),
@@ -2593,7 +2601,7 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
     *("reads an environment", "reads memory", "changes a priority", "changes a limit", "traces"),
     *("starts a process", "becomes a program", "makes namespaces", "mounts", "sets an attribute"),
     *("makes a device", "calls by a ring", "calls clone3", "calls by another table"),
-    *("calls as 32 bits do", "changes an owner"),
+    *("calls as 32 bits do", "changes an owner", "leaves its session", "leaves its group"),
 }
 
 
@@ -2638,6 +2646,20 @@ LASTING = {
                 os.fork()
             except OSError:
                 pass""",
+    "fork bomb of sessions": """
+        import ctypes, os
+        while True:
+            try:
+                if os.fork() == 0:
+                    os.setsid()
+                    ctypes.CDLL(None).prctl(1, 0)
+            except OSError:
+                pass""",
+    "threads without end": """
+        import _thread, threading, time
+        threading.stack_size(32768)
+        while True:
+            _thread.start_new_thread(time.sleep, (60,))""",
     "daemon": """
         import os, time
         try:
@@ -2711,15 +2733,93 @@ def test_sandbox_leaves_nothing_running(off, monkeypatch):
     monkeypatch.setattr(rewards, "LAYERS", tuple(x for x in ALL if x != off))
     before = processes()
     start = time.monotonic()
-    sources = [source for name, source in LASTING.items() if off != CALLS or name != "fork bomb"]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # root's processes have no other limit
-        outputs = list(pool.map(run_program, sources))
-    assert outputs == [""] * len(sources)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(run_program, LASTING.values()))
+    assert outputs == [""] * len(LASTING)
     assert time.monotonic() - start < 20
     assert left_running(before) == set()
 
 
-@pytest.mark.parametrize("name", ["daemon", "own session", "outlives its parent", "twice orphaned"])
+ENDLESS = ["fork bomb", "fork bomb of sessions", "threads without end"]
+TREES = ["daemon", "own session", "outlives its parent", "twice orphaned", *ENDLESS[:2]]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("layers", [ALL, (CALLS,), ()], ids=["all", "seccomp alone", "none"])
+def test_sandbox_counts_threads_and_processes(name, layers, monkeypatch):
+    """It ends long before its time is over, whoever runs it, and few were there at once."""
+    if os.getuid() and name != "threads without end":
+        pytest.skip("the kernel allows no process at all")
+    if CALLS in layers and name != "threads without end":
+        pytest.skip("seccomp allows no process at all")
+    monkeypatch.setattr(rewards, "LAYERS", layers)
+    monkeypatch.setattr(rewards, "CODE_SECONDS", 20)
+    before = processes()
+    start = time.monotonic()
+    assert rewards.run_program(LASTING[name])[1] == ""
+    assert time.monotonic() - start < 10
+    assert left_running(before) == set()
+
+
+def test_sandbox_allows_dozens_of_threads():
+    source = """
+        import threading
+        barrier = threading.Barrier(33)
+        for _ in range(32):
+            threading.Thread(target=barrier.wait).start()
+        barrier.wait()
+        print('done')"""
+    assert run_program(source) == "done\n"
+
+
+def test_sandbox_gives_the_program_no_priority():
+    """Its watcher takes one, where it may."""
+    source = "import os\nprint(os.getpriority(os.PRIO_PROCESS, 0))"
+    assert run_program(source) == f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
+
+
+GENERIC_CALLS = """
+    setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 ioctl 29
+    ioprio_set 30 umount2 39 mount 40 pivot_root 41 truncate 45 chroot 51 fchmod 52 fchmodat 53
+    fchownat 54 fchown 55 utimensat 88 unshare 97 syslog 116 ptrace 117 sched_setparam 118
+    sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138
+    setpriority 140 setpgid 154 setsid 157 mq_open 180 msgget 186 semget 190 shmget 194 socket 198
+    socketpair 199 add_key 217 request_key 218 keyctl 219 clone 220 execve 221 migrate_pages 238
+    move_pages 239 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 setns 268
+    process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 bpf 280 execveat 281
+    userfaultfd 282 pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426
+    io_uring_register 427 open_tree 428 move_mount 429 fsopen 430 fsmount 432 pidfd_open 434
+    clone3 435 pidfd_getfd 438 process_madvise 440 mount_setattr 442 fchmodat2 452 setxattrat 463
+    removexattrat 466 open_tree_attr 467 file_setattr 469
+"""  # of Linux's table for newer architectures, scripts/syscall.tbl, which aarch64 has
+
+
+def test_sandbox_knows_the_numbers_of_calls_on_aarch64():
+    words = GENERIC_CALLS.split()
+    expected = dict(zip(words[::2], map(int, words[1::2])))
+    sandbox = rewards.Sandbox
+    table = [line.split() for line in sandbox.REFUSED.strip().splitlines()]
+    found = {row[0]: int(row[2]) for row in table if row[0] != "#" and row[2] != "-"}
+    for name in ("clone", "tgkill", "prlimit64", "ioctl", "socketpair"):
+        found[name] = getattr(sandbox, name.upper())["aarch64"]
+    found["clone3"] = sandbox.CLONE3
+    assert found == expected
+    missing = {row[0] for row in table if row[0] != "#" and row[2] == "-"}
+    assert missing == {"fork", "vfork", "chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
+
+
+def test_sandbox_knows_the_numbers_of_calls_on_this_machine():
+    """As far as the headers of the system's own C library are there, and know them."""
+    if os.uname().machine != "x86_64" or not Path("/usr/include").is_dir():
+        pytest.skip("no headers")
+    headers = Path("/usr/include").glob("**/asm/unistd_64.h")
+    known = dict(re.findall(r"#define __NR_(\w+) (\d+)", "".join(p.read_text() for p in headers)))
+    table = [line.split() for line in rewards.Sandbox.REFUSED.strip().splitlines()]
+    wrong = [row for row in table if row[0] in known and row[1] != known[row[0]]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", TREES)
 def test_sandbox_finds_the_whole_tree_of_processes(name, monkeypatch):
     """Where there is no layer at all: its own process is the one that orphans come to."""
     monkeypatch.setattr(rewards, "CODE_SECONDS", 1)
