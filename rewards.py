@@ -2622,7 +2622,12 @@ def run_program(
             stderr=subprocess.DEVNULL,
             pass_fds=[task.fileno()],
             cwd=folder,
-            env={"TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                "TMPDIR": folder,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "MALLOC_ARENA_MAX": "1",  # else each thread sets much of the memory aside
+            },
             start_new_session=True,  # a group of processes that can be killed together
         )
         try:
