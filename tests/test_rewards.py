@@ -1390,6 +1390,181 @@ PAIRS = r"""
     0,125 ≢ 125
     2, 5 ≢ 2.5
     (2,5) ≢ 2.5
+    # plain sympy golds, second suite
+    7 \sin(\frac{\pi}{5}x) + 1 ≡ 7*sin(pi*x/5)+1
+    a^x \ln a ≡ ln(a)*a^x
+    7z - \cos z + 11 ≡ 7*z-cos(z)+11
+    3\cos(2\sqrt{35}t) ≡ 3*cos(sqrt(980/7)*t)
+    \dfrac{8}{5 - 4\cos(q^2)} ≡ 2*8/(2 + 1*8 - 1*8*cos(q^2))
+    -162\pi ≡ -pi*2*9^2
+    e^{-8x} \cos(9x) ≡ x^0*e^(-8*x)*cos(9*x)
+    5 - 5c ≡ -5*c+5*1
+    \frac{\sqrt{3}}{3} ≡ 1/sqrt(3)
+    (-\infty, 5) ≡ (-infinity,5)
+    (-\infty, 5] ≢ (-infinity,5)
+    T = 1.02x + 10 ≡ T = 1.02*x+10
+    10\sqrt{2} ≢ 5*(1+sqrt(2))
+    \sin(x) ≢ cos(x)
+    e^{x} ≢ e^{2x}
+    \frac{1}{x} ≢ \frac{1}{x^2}
+    -1 + exp(16) ≡ e^{16} - 1
+    pi/2 ≡ \dfrac{\pi}{2}
+    14.0 + -1.0i ≡ 14 - i
+    -2*pi ≡ -2\pi
+    Theta(log log n) ≢ O(\log \log n)
+    (0, 2\cos x \sin x) ≡ (0,2*cos(x)*sin(x))
+    x**2 - 4*x + 4 ≡ (x-2)^2
+    sqrt(x^2+1)/x ≡ \frac{\sqrt{1+x^2}}{x}
+    # contest answers, second suite
+    12^{10} ≡ 2^{20} \cdot 3^{10}
+    847288609444 ≡ 3^{25} + 1
+    1/2,1,2 ≡ \left\{\frac{1}{2}, 1, 2\right\}
+    180 - 2\alpha ≡ 180^\circ - 2\alpha
+    A(x)=\frac{1}{2}(x^2-x-4) ≡ \frac{1}{2}x^2 - \frac{1}{2}x - 2
+    f(x)=2x^3+c ≢ f(x)=2x^3
+    \{1,2,3\} ≢ \{1,2,4\}
+    1 and odd prime numbers ≢ 1 and even prime numbers
+    \frac{1}{2004!} ≢ \frac{1}{2006!}
+    \frac{2^{2005}+1}{3 \cdot 2^{2006}} ≢ \frac{1}{3 \cdot 2^{2006}}
+    1, 2, \ldots, n ≢ 1, 3, 5, \ldots, 2n-1
+    1:2:3:\ldots ≢ 1:4:9:\ldots
+    \sqrt{1/n} ≡ \frac{1}{\sqrt{n}}
+    f(x) = 0 ≢ \forall x>0, f(x) = 0
+    3*x-1*y+13=0 ≢ 3x + 4y + 14=0
+    a=1 \text{ or } a=-2 ≡ a = -2, 1
+    \{1,3\} \cup \{2,4\} ≡ \{1,2,3,4\}
+    2^{u-2} ≡ \frac{2^u}{4}
+    \frac{4}{\sqrt{3}} ≡ \frac{4\sqrt{3}}{3}
+    \lfloor n/2 \rfloor ≢ n/2
+    \left\lfloor \frac{n}{2} \right\rfloor ≡ \lfloor n/2 \rfloor
+    \lceil \frac{n+1}{2} \rceil ≢ \lfloor \frac{n+1}{2} \rfloor
+    2^{2024}-1 ≡ 2^{2024} - 1
+    2^{2024} ≢ 2^{2023}
+    3 \cdot 2^{1011} ≢ 2^{1011}
+    \binom{2n}{n} ≢ \binom{2n}{n-1}
+    \binom{2024}{1012} ≡ \binom{2024}{1012}
+    \gcd(m,n) ≡ \gcd(m, n)
+    n \equiv 1 \pmod{4} ≡ n\equiv 1 \pmod 4
+    n \equiv 1 \pmod{4} ≢ n\equiv 3 \pmod 4
+    2^{n-1}(n+2) ≡ (n+2)2^{n-1}
+    (n-1)! ≢ n!
+    \frac{(2n)!}{n!(n+1)!} ≢ \frac{(2n)!}{n!n!}
+    n=p^k ≢ n=p
+    # mixed numbers and fractions, second suite
+    4 4/9 ≡ 40/9
+    -4 4/9 ≡ -\frac{40}{9}
+    +11 5/6 ≡ \frac{71}{6}
+    4 4/9 ≢ 4
+    0 4/9 ≡ \frac49
+    4 4/0 ≢ 4
+    11 + 4/9 ≢ 11 - 4/9
+    4 4/9\% ≡ \frac{40}{900}
+    4\,\frac{4}{9} ≡ \frac{40}{9}
+    -1\frac{1}{2} ≢ -\frac12
+    \frac{ 7 }{ 8 } ≡ 0.875
+    7 / 8 ≡ \frac78
+    \frac{\frac{3}{4}}{\frac{1}{2}} ≡ 1.5
+    \frac{-3x+2}{-5} ≡ \frac{3x-2}{5}
+    \frac{3}{4}x ≡ \frac{3x}{4}
+    # letters and choices, second suite
+    E ≢ \mathrm{E}*2
+    C ≡ \text{C}
+    \sqrt{67},-\sqrt{85} ≢ \sqrt{67}
+    \textbf{(C) } ≡ C
+    \text{(A) and (C)} ≢ \text{(A) and (D)}
+    \mathrm{(D)}\ 12 ≢ 13
+    \text{No} ≡ no
+    \text{True} ≢ \text{Yes}
+    \text{odd} ≢ \text{oddd}
+    \text{Alice, Bob} ≢ \text{Alice}
+    \text{Thursday} ≡ \text{thursday}.
+    \text{red} ≢ \text{blue}
+    MONDAY ≡ Monday
+    \text{acute} ≢ \text{obtuse}
+    parallelogram ≡ \text{Parallelogram}
+    \text{cannot be determined} ≡ \text{Cannot be determined}
+    (B) ≢ (E)
+    # word problems, second suite
+    \$4{,}500 ≡ 4500
+    4500 \text{ USD} ≡ 4500
+    \text{Rs. } 450 ≡ 450
+    Rs 450 ≡ 450
+    ₹450 ≡ 450
+    ¥1200 ≡ 1200
+    72 km/h ≡ 72
+    72 \text{ km/h} ≡ 72\text{ km per hour}
+    72 \text{ km/h} ≢ 72\text{ m/s}
+    3\text{ hours and }20\text{ minutes} ≢ 3
+    10 \mathrm{~cm} ≡ 10
+    10 \mathrm{~cm}^2 ≡ 10
+    10 \mathrm{~cm} ≢ 10 \mathrm{~mm}
+    25 \mathrm{~km} / \mathrm{h} ≡ 25
+    8 \, \text{N} ≡ 8
+    9.8\ \mathrm{m/s^2} ≡ 9.8
+    5 pm ≢ 5
+    5:30 p.m. ≡ 5:30 p.m.
+    25 years old ≡ 25
+    17 students ≡ 17
+    about 17 students ≡ 17
+    at least 17 ≢ 17
+    17 or more ≢ 17
+    17+ ≢ 17
+    ~17 ≡ 17
+    17 (seventeen) ≢ 18
+    1.5 dozen ≡ 18
+    five ≢ 6
+    half ≢ 2
+    5/8 of the cake ≢ 8/5
+    6 \text{ out of } 10 ≢ 6
+    -\$20 ≡ -20
+    \$-20 ≡ -20
+    20\% \text{ off} ≢ 20
+    increased by 20 ≢ 30
+    # calculus and linear algebra, second suite
+    \frac{x^3}{3}+C ≡ \frac{1}{3}x^3 + C
+    \frac{x^3}{3}+C ≢ \frac{x^3}{3}
+    y = Ce^{2x} ≡ y = C e^{2 x}
+    y=C_1e^{x}+C_2e^{-x} ≡ y = C_1 e^x + C_2 e^{-x}
+    \sinh x ≡ \frac{e^x-e^{-x}}{2}
+    \arctan(x)+C ≡ \tan^{-1}x + C
+    \ln|\sec x| ≡ -\ln|\cos x|
+    \int_0^1 x\,dx ≢ 1
+    \lim_{n\to\infty} a_n = 1 ≢ 2
+    \frac{\partial f}{\partial x} = 2x ≡ 2x
+    \begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix}^{-1} ≢ \begin{bmatrix} 1 & 2 \\ 0 & 1 \end{bmatrix}
+    \langle 1, 2, 3 \rangle ≡ (1,2,3)
+    \mathbf{i} + 2\mathbf{j} ≡ 2\mathbf{j}+\mathbf{i}
+    \hat{i} + 2\hat{j} ≢ \hat{i} - 2\hat{j}
+    \det A = -2 ≡ -2
+    \log_{2}{3} \cdot \log_{3}{4} ≡ 2
+    \sin^4 x - \cos^4 x ≡ -\cos 2x
+    \csc^2 x - \cot^2 x ≡ 1
+    e^{2\ln x} ≡ x^2
+    \sqrt{2+\sqrt{3}} ≡ \frac{\sqrt6+\sqrt2}{2}
+    \sqrt[4]{4} ≡ \sqrt{2}
+    \cos\frac{\pi}{7}\cos\frac{2\pi}{7}\cos\frac{4\pi}{7} ≡ -\frac18
+    \tan 15^\circ ≡ 2-\sqrt3
+    \sin 18° ≡ \frac{\sqrt5-1}{4}
+    # sets, intervals, domains, second suite
+    x \neq 2 ≡ x \ne 2
+    x\in\mathbb{R}, x\ne 2 ≢ x \in \mathbb{R}
+    (-\infty, 2) \cup (2, \infty) ≢ (-\infty,\infty)
+    \mathbb{R} \setminus \{2\} ≡ (-\infty,2)\cup(2,\infty)
+    \{x : x > 2\} ≡ \{x:x>2\}
+    [2, 3) \cup (3, 4] ≡ (3,4] \cup [2,3)
+    2 < x < 3 \text{ or } x > 5 ≡ (2,3)\cup(5,\infty)
+    x > 2 \text{ and } x < 5 ≢ (-\infty, 5)
+    \{-2, 0, 2\} ≡ 0, \pm 2
+    \{(1,2),(3,4)\} ≡ \{(3,4),(1,2)\}
+    \{(1,2),(3,4)\} ≡ (1,2),(3,4)
+    \{1, \ldots, 10\} ≢ \{1, 10\}
+    [0, \pi] ≡ 0 \le \theta \le \pi
+    \left(0,\frac{1}{e}\right) ≡ (0, e^{-1})
+    0<a<1 ≡ (0,1)
+    1 \leq x ≡ [1,\infty)
+    \varnothing ≡ \emptyset
+    x \in \emptyset ≡ \emptyset
+    (2, \infty) ≢ [2, \infty)
 """  # by class: `same ≡ same`, `one ≢ another`; the verdicts were written before the code ran
 
 
