@@ -572,7 +572,7 @@ NO_LEAD_IN = re.compile(  # words before it that may say something else than tha
     rf"""
     \b (?:
         {MULTIPLIES.pattern}
-      | double | twice | triple | times | minus | negative | over | of
+      | double | twice | triple | times | minus | negative | over | one [ ] of
       | percent (?:age)? | root | square | cube | inverse | reciprocal | opposite | logarithm
       | not | no | never | neither | wrong | false | incorrect | if | unless | than | except
     ) \b | n't \b

@@ -1378,6 +1378,8 @@ PAIRS = r"""
     \text{the answer isn't about }5 ≢ 5
     \text{the wrong answer is }5 ≢ 5
     \text{The value is }5 ≡ 5
+    \text{The area of the triangle is }5 ≡ 5
+    \text{one of the roots is }5 ≢ 5
     5\text{ thirty-seconds} ≢ 5
     3 sixty-thirds ≢ 3
     # decimal commas
