@@ -278,16 +278,20 @@ SYMBOLS = {  # LaTeX and Unicode -> our grammar
     r"\[": "",
     r"\]": "",
 }
-for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒":
-    value = Fraction(unicodedata.numeric(sign)).limit_denominator(10)
-    SYMBOLS[sign] = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 GREEK = "α β γ δ ε ζ η θ κ λ μ ν ξ π ρ σ τ φ ϕ χ ψ ω Γ Δ Θ Λ Σ Φ Ψ Ω ℓ"
 GREEK_NAMES = (
     "alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi pi rho sigma tau phi phi"
     " chi psi omega Gamma Delta Theta Lambda Sigma Phi Psi Omega ell"
 )
-for sign, name in zip(GREEK.split(), GREEK_NAMES.split()):
-    SYMBOLS[sign] = f"\\{name} "
+SYMBOLS |= {sign: f"\\{name} " for sign, name in zip(GREEK.split(), GREEK_NAMES.split())}
+
+
+def vulgar_fraction(sign: str) -> str:
+    value = Fraction(unicodedata.numeric(sign)).limit_denominator(10)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+SYMBOLS |= {sign: vulgar_fraction(sign) for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"}
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 SYMBOL = re.compile(
