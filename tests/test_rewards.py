@@ -3169,6 +3169,19 @@ def hostile():
         "mixed fractions": boxed("3 1/2 " * 160),
         "decimals": boxed("1." * 490),
         "subscripts": boxed("x_" * 490),
+        "functions": boxed("\\sin x+" * 140 + "1"),
+        "other functions": boxed("+".join(f"\\arcsin({n}x)" for n in range(2, 50))),
+        "list of logarithms": boxed(",".join(f"\\ln({n}+x)" for n in range(2, 60))),
+        "many digits": boxed("10^{70}\\ln 2+" * 60 + "1"),
+        "tower of functions": boxed("e^" * 400 + "e"),
+        "vulgar fractions": boxed("½" * 990),
+        "percent signs": boxed("1" + "%" * 980),
+        "products of matrices": boxed("\\begin{matrix}x&1\\\\1&x\\end{matrix}" * 25),
+        "series": boxed("\\sum_{k=1}^{n}" * 60 + "k"),
+        "binomials": boxed("\\binom{x}{99}+" * 60 + "1"),
+        "powers of pi": boxed("\\pi^{299}*" * 90 + "1"),
+        "floors": boxed("⌊" * 400 + "1" + "⌋" * 400),
+        "excluded points": boxed("\\mathbb{R}\\setminus\\{" + "1," * 400 + "1\\}"),
     }.items()
     for seed in range(60):
         size = 10 ** rng.randint(0, 5)
