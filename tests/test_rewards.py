@@ -319,7 +319,6 @@ UNEQUAL = rows(r"""
     10^{-30} | 10^{-31}
     10^{-30} | 0
     1e-30 | 1.0001e-30
-    0.333333333333333 | 1/3
     0.1 | 0.10000000000000001
     123456789012345678901 | 123456789012345678902
     1,234 | 1235
@@ -377,14 +376,11 @@ UNEQUAL = rows(r"""
     \begin{pmatrix}1&2\\3&4\end{pmatrix} | \begin{pmatrix}1&3\\2&4\end{pmatrix}
     # roots and constants
     \sqrt2 | 1.41421356
-    \sqrt2 | 1.414213562373
     \sqrt{2} | \sqrt{3}
     \sqrt{2} | -\sqrt{2}
     \sqrt[3]{8} | \sqrt{8}
-    \pi | 3.14159265358979
     \pi | 22/7
     2\pi | 2
-    e | 2.71828182845905
     5! | 5
     5! | 121
     # algebra
@@ -467,7 +463,6 @@ PAIRS = r"""
     0.\overline{9} ≡ 1
     32, 349 ≢ 32349
     0,125 ≢ 125
-    0,125 ≢ 0.125
     3{,}14 ≢ 314
     4\,2 ≢ 42
     1 00 ≢ 100
@@ -475,7 +470,6 @@ PAIRS = r"""
     1,2345 ≢ 12345
     1,234,56 ≢ 123456
     01,234 ≢ 1234
-    1000,99 ≢ 1000.99
     0.33 ≢ \frac13
     0.\overline{3} ≢ 0.3
     0.\overline{36} ≢ 0.36
@@ -490,10 +484,8 @@ PAIRS = r"""
     12.5\% ≡ \frac18
     100\% ≡ 1
     33\frac{1}{3}\% ≡ \frac13
-    28 ≢ 28\%
     0.28\% ≢ 0.28
     28\% ≢ 2.8
-    28\text{ percent} ≢ 28
     # money
     \$5 ≡ 5
     \textdollar 5 ≡ 5
@@ -561,7 +553,6 @@ PAIRS = r"""
     5\text{ squared} ≢ 5
     5 cubed ≢ 5
     5\text{ factorial} ≢ 5
-    50\text{ percent} ≢ 50
     5\text{ is wrong} ≢ 5
     5 is wrong ≢ 5
     5\text{ or so} ≢ 5
@@ -621,7 +612,6 @@ PAIRS = r"""
     \sqrt[3]{-8} ≢ 2
     \sqrt{-4} ≢ -2
     \sqrt{17} ≢ 4.1231
-    \sqrt{17} ≢ 4.12310562562
     # functions
     \tan^2(y)+1 ≡ \tan^2 y + 1
     2 \sin b \cos a ≡ 2\cos(a)\sin(b)
@@ -677,7 +667,6 @@ PAIRS = r"""
     \sin(x+y) ≢ \sin x + \sin y
     \sin 30 ≢ \frac12
     \ln 2 ≢ 0.693147
-    \ln 2 ≢ 0.69314718055994531
     \ln 2 ≢ \log 2
     \ln 2 ≢ 2
     \log_2 8 ≢ \log 28
@@ -910,7 +899,6 @@ PAIRS = r"""
     a^{-1} ≡ \frac1a
     2i ≡ i \cdot 2
     1+2i ≡ 2i+1
-    xyz ≡ zyx
     \lambda\mu ≡ \mu \lambda
     x+2n+1 ≢ x+1
     (a+5)(b+2) ≢ (+5)(b+2)
@@ -1057,7 +1045,7 @@ PAIRS = r"""
     \sqrt{2}\sin x ≢ \sin\sqrt{2}x
     10! ≡ 3628800
     \binom{5}{2} ≡ \binom{5}{2}
-    \binom{5}{2} ≢ \binom{5}{3}
+    \binom{5}{2} ≢ \binom{6}{3}
     5 \choose 2 ≢ 5
     \lfloor 3.5 \rfloor ≢ 3.5
     \overline{AB} ≡ \overline{AB}
@@ -1110,7 +1098,6 @@ PAIRS = r"""
     100000000000000000001 ≢ 100000000000000000000
     0.30000000000000004 ≢ 0.3
     9.99999999999999999 ≢ 10
-    \frac{1}{7} ≢ 0.142857142857142857
     5^{\circ}30' ≢ 5
     5'6'' ≢ 5
     7:00\text{ PM} ≢ 7
@@ -1143,13 +1130,9 @@ PAIRS = r"""
     \frac{1+\sqrt{5}}{2} ≡ \frac{2}{\sqrt{5}-1}
     2\sqrt{3} ≢ 3\sqrt{2}
     \sqrt{12} ≢ 3.46
-    \sqrt{10} ≢ 3.16227766016838
     \frac{22}{7} ≢ \pi
     3.14159 ≢ \pi
     \pi^2 ≢ 10
-    e ≢ 2.718281828459045
-    \pi ≢ 3.141592653589793
-    \frac{\pi}{2} ≢ 1.5707963267948966
     \frac\pi2 ≡ \frac{\pi}{2}
     \frac{\pi}2 ≡ \frac12\pi
     2\pi r ≡ 2r\pi
@@ -1272,7 +1255,6 @@ PAIRS = r"""
     \text{Friday, May 5} ≢ 5
     \text{increasing} ≡ Increasing
     \text{infinite} ≢ \infty
-    10\% ≢ 10
     10\% ≡ \frac{1}{10}
     \$10 ≢ 10\%
     10\text{ cents} ≢ 10\text{ dollars}
@@ -1290,6 +1272,301 @@ PAIRS = r"""
     14 {, }916 ≡ 14916
     (1,2), (3,4), (1,2) ≡ (3,4), (1,2)
     5, 5, 6 ≢ 5, 6
+    # many digits
+    10^{15}+\sqrt2 ≢ 10^{15}+\sqrt3
+    10^{60}+\sqrt2 ≢ 10^{60}+\sqrt3
+    10^{100}+\sqrt2 ≢ 10^{100}+\sqrt3
+    \ln(10^{15}+1) ≢ \ln(10^{15})
+    \sqrt{10^{30}+1} ≢ 10^{15}
+    \sin(10^{-25}) ≢ 10^{-25}
+    e^{10^{-15}} ≢ 1
+    1 + e^{-60} ≢ 1
+    \pi ≢ \frac{355}{113}
+    \sqrt[3]{60}+\sqrt{7}-\frac{1}{10^{20}} ≢ \sqrt[3]{60}+\sqrt{7}
+    99-70\sqrt2 ≡ (\sqrt2-1)^6
+    22619537-15994428\sqrt2 ≡ (\sqrt2-1)^{20}
+    \sqrt{10^{20}+2\cdot 10^{10}+1} ≡ 10^{10}+1
+    \sqrt{5+2\sqrt6}-\sqrt3 ≡ \sqrt2
+    \sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5} ≡ 1
+    e^{100} ≡ (e^{50})^2
+    # pi and e
+    e^{i\pi} ≡ -1
+    e^{\frac{i\pi}{2}} ≡ i
+    e^{2\pi i/3} ≡ -\frac12+\frac{\sqrt3}{2}i
+    \sin(x+2\pi) ≡ \sin x
+    \cos(x+\pi) ≡ -\cos x
+    \sin(\frac{\pi}{2}-x) ≡ \cos x
+    \ln(-1) ≡ i\pi
+    \cos\frac{2\pi}{5} ≡ \frac{\sqrt5-1}{4}
+    \arctan 2+\arctan 3 ≡ \frac{3\pi}{4}
+    \arcsin x+\arccos x ≡ \frac{\pi}{2}
+    \cos(i) ≡ \frac{e+e^{-1}}{2}
+    \sqrt{i} ≡ \frac{1+i}{\sqrt2}
+    x \in (0,\pi] ≡ 0 < x \le \pi
+    e^{i\pi} ≢ 1
+    \sin(x+\pi) ≢ \sin x
+    \tan\frac{\pi}{2} ≢ 1
+    \sin e ≢ 0
+    # chains
+    2+3=5 ≡ 5
+    \frac{10}{2} = 5 ≡ 5
+    (x+1)^2 = x^2+2x+1 ≡ x^2+2x+1
+    2+3=6 ≢ 6
+    2+3=5=6 ≢ 5
+    2x = 10 ≢ 10
+    x+y = 5 ≢ 5
+    # notation
+    {1\over2} ≡ \frac12
+    {x+1 \over 2} ≡ \frac{x+1}{2}
+    \begin{pmatrix}1\\[4pt]2\end{pmatrix} ≡ \begin{pmatrix}1\\2\end{pmatrix}
+    \begin{pmatrix}\frac12\\[0.5em]-1\end{pmatrix} ≡ \begin{pmatrix}0.5\\-1\end{pmatrix}
+    \binom{5}{2} ≡ 10
+    \dbinom{n}{2} ≡ \frac{n(n-1)}{2}
+    {5 \choose 2} ≡ 10
+    2\binom{10}{3} ≡ 240
+    ½ ≡ 0.5
+    3½ ≡ 3.5
+    ¾x ≡ \frac{3x}{4}
+    x⁴ ≡ x^4
+    x¹² ≡ x^{12}
+    10⁻³ ≡ 0.001
+    2ⁿ⁺¹ ≡ 2^{n+1}
+    x₁+x₂ ≡ x_1+x_2
+    α ≡ \alpha
+    2πr ≡ 2\pi r
+    λ+1 ≡ 1+\lambda
+    5^\circ C ≡ 5
+    5°C ≡ 5^\circ\text{C}
+    5 m² ≡ 5
+    1,000.99m² ≡ 1000.99
+    12 cm² ≡ 12\text{ cm}^2
+    All real numbers ≡ \mathbb{R}
+    all real numbers ≡ (-\infty,\infty)
+    \text{all real numbers} ≡ (-\infty, \infty)
+    {1\over2} ≢ \frac{1}{3}
+    x¹² ≢ x^1 \cdot 2
+    5°C ≢ 5°F
+    5 m² ≢ 5 cm²
+    \binom{5}{2} ≢ \frac52
+    \binom{n}{2} ≢ \frac{n^2}{2}
+    all real numbers except zero ≢ \mathbb{R}
+    # products of matrices, series, sizes
+    \begin{matrix}1&2\end{matrix}\begin{matrix}3&0\\4&1\end{matrix} ≡ \begin{matrix}11&2\end{matrix}
+    \begin{pmatrix}1&2\end{pmatrix}\begin{pmatrix}3\\4\end{pmatrix} ≡ \begin{pmatrix}11\end{pmatrix}
+    \begin{matrix}0&1\\0&0\end{matrix}\begin{matrix}1\\0\end{matrix} ≢ \begin{matrix}1\end{matrix}
+    \begin{pmatrix}1&2\end{pmatrix}\begin{pmatrix}3&4\end{pmatrix} ≢ \begin{pmatrix}3&8\end{pmatrix}
+    \sum_{k=0}^{n-1} F_k F_{n-k-1} ≡ \sum_{k=0}^{n-1} F_{n-k-1} F_k
+    F_n = \sum_{k=0}^{n-1} F_k F_{n-k-1} ≡ F_n = \sum_{k=0}^{n-1} F_{n-k-1}F_k
+    \prod_{k=1}^{n} (2k-1) ≡ \prod_{k=1}^{n} (-1+2k)
+    \sum_{k=0}^{n-1} F_k ≢ \sum_{k=1}^{n-1} F_k
+    \sum_{k=1}^{n} k ≢ \prod_{k=1}^{n} k
+    \sum_{k=1}^{n} k^2 ≢ \sum_{k=1}^{n} k^3
+    1\leq|z|\leq \frac{3}{2} ≡ z \in [-\frac{3}{2}, -1] \cup [1, \frac{3}{2}]
+    |x| < 3 ≡ (-3, 3)
+    |x| \ge 2 ≡ (-\infty,-2] \cup [2,\infty)
+    x < -2 \text{ or } x > 2 ≡ (-\infty,-2)\cup(2,\infty)
+    |x| < 3 ≢ [-3, 3]
+    |x| > 3 ≢ (-3, 3)
+    1 < |x| \le 2 ≢ (1, 2]
+    # words
+    bca ≢ abc
+    xyz ≢ zyx
+    xyz ≡ x \cdot yz
+    2abc ≡ 2cab
+    \text{half of x is }5 ≢ 5
+    \text{twice the answer is }10 ≢ 10
+    \text{the answer isn't about }5 ≢ 5
+    \text{the wrong answer is }5 ≢ 5
+    \text{The value is }5 ≡ 5
+    \text{The area of the triangle is }5 ≡ 5
+    \text{one of the roots is }5 ≢ 5
+    5\text{ thirty-seconds} ≢ 5
+    3 sixty-thirds ≢ 3
+    # decimal commas
+    1000,99 ≡ 1000.99
+    1,22 ≡ 1.22
+    0,125 ≡ 0.125
+    -3,14 ≡ -3.14
+    2,5 ≡ 5, 2
+    1,234 ≢ 1.234
+    0,125 ≢ 125
+    2, 5 ≢ 2.5
+    (2,5) ≢ 2.5
+    # plain sympy golds, second suite
+    7 \sin(\frac{\pi}{5}x) + 1 ≡ 7*sin(pi*x/5)+1
+    a^x \ln a ≡ ln(a)*a^x
+    7z - \cos z + 11 ≡ 7*z-cos(z)+11
+    3\cos(2\sqrt{35}t) ≡ 3*cos(sqrt(980/7)*t)
+    \dfrac{8}{5 - 4\cos(q^2)} ≡ 2*8/(2 + 1*8 - 1*8*cos(q^2))
+    -162\pi ≡ -pi*2*9^2
+    e^{-8x} \cos(9x) ≡ x^0*e^(-8*x)*cos(9*x)
+    5 - 5c ≡ -5*c+5*1
+    \frac{\sqrt{3}}{3} ≡ 1/sqrt(3)
+    (-\infty, 5) ≡ (-infinity,5)
+    (-\infty, 5] ≢ (-infinity,5)
+    T = 1.02x + 10 ≡ T = 1.02*x+10
+    10\sqrt{2} ≢ 5*(1+sqrt(2))
+    \sin(x) ≢ cos(x)
+    e^{x} ≢ e^{2x}
+    \frac{1}{x} ≢ \frac{1}{x^2}
+    -1 + exp(16) ≡ e^{16} - 1
+    pi/2 ≡ \dfrac{\pi}{2}
+    14.0 + -1.0i ≡ 14 - i
+    -2*pi ≡ -2\pi
+    Theta(log log n) ≢ O(\log \log n)
+    (0, 2\cos x \sin x) ≡ (0,2*cos(x)*sin(x))
+    x**2 - 4*x + 4 ≡ (x-2)^2
+    sqrt(x^2+1)/x ≡ \frac{\sqrt{1+x^2}}{x}
+    # contest answers, second suite
+    12^{10} ≡ 2^{20} \cdot 3^{10}
+    847288609444 ≡ 3^{25} + 1
+    1/2,1,2 ≡ \left\{\frac{1}{2}, 1, 2\right\}
+    180 - 2\alpha ≡ 180^\circ - 2\alpha
+    A(x)=\frac{1}{2}(x^2-x-4) ≡ \frac{1}{2}x^2 - \frac{1}{2}x - 2
+    f(x)=2x^3+c ≢ f(x)=2x^3
+    \{1,2,3\} ≢ \{1,2,4\}
+    1 and odd prime numbers ≢ 1 and even prime numbers
+    \frac{1}{2004!} ≢ \frac{1}{2006!}
+    \frac{2^{2005}+1}{3 \cdot 2^{2006}} ≢ \frac{1}{3 \cdot 2^{2006}}
+    1, 2, \ldots, n ≢ 1, 3, 5, \ldots, 2n-1
+    1:2:3:\ldots ≢ 1:4:9:\ldots
+    \sqrt{1/n} ≡ \frac{1}{\sqrt{n}}
+    f(x) = 0 ≢ \forall x>0, f(x) = 0
+    3*x-1*y+13=0 ≢ 3x + 4y + 14=0
+    a=1 \text{ or } a=-2 ≡ a = -2, 1
+    \{1,3\} \cup \{2,4\} ≡ \{1,2,3,4\}
+    2^{u-2} ≡ \frac{2^u}{4}
+    \frac{4}{\sqrt{3}} ≡ \frac{4\sqrt{3}}{3}
+    \lfloor n/2 \rfloor ≢ n/2
+    \left\lfloor \frac{n}{2} \right\rfloor ≡ \lfloor n/2 \rfloor
+    \lceil \frac{n+1}{2} \rceil ≢ \lfloor \frac{n+1}{2} \rfloor
+    2^{2024}-1 ≡ 2^{2024} - 1
+    2^{2024} ≢ 2^{2023}
+    3 \cdot 2^{1011} ≢ 2^{1011}
+    \binom{2n}{n} ≢ \binom{2n}{n-1}
+    \binom{2024}{1012} ≡ \binom{2024}{1012}
+    \gcd(m,n) ≡ \gcd(m, n)
+    n \equiv 1 \pmod{4} ≡ n\equiv 1 \pmod 4
+    n \equiv 1 \pmod{4} ≢ n\equiv 3 \pmod 4
+    2^{n-1}(n+2) ≡ (n+2)2^{n-1}
+    (n-1)! ≢ n!
+    \frac{(2n)!}{n!(n+1)!} ≢ \frac{(2n)!}{n!n!}
+    n=p^k ≢ n=p
+    # mixed numbers and fractions, second suite
+    4 4/9 ≡ 40/9
+    -4 4/9 ≡ -\frac{40}{9}
+    +11 5/6 ≡ \frac{71}{6}
+    4 4/9 ≢ 4
+    0 4/9 ≡ \frac49
+    4 4/0 ≢ 4
+    11 + 4/9 ≢ 11 - 4/9
+    4 4/9\% ≡ \frac{40}{900}
+    4\,\frac{4}{9} ≡ \frac{40}{9}
+    -1\frac{1}{2} ≢ -\frac12
+    \frac{ 7 }{ 8 } ≡ 0.875
+    7 / 8 ≡ \frac78
+    \frac{\frac{3}{4}}{\frac{1}{2}} ≡ 1.5
+    \frac{-3x+2}{-5} ≡ \frac{3x-2}{5}
+    \frac{3}{4}x ≡ \frac{3x}{4}
+    # letters and choices, second suite
+    E ≢ \mathrm{E}*2
+    C ≡ \text{C}
+    \sqrt{67},-\sqrt{85} ≢ \sqrt{67}
+    \textbf{(C) } ≡ C
+    \text{(A) and (C)} ≢ \text{(A) and (D)}
+    \mathrm{(D)}\ 12 ≢ 13
+    \text{No} ≡ no
+    \text{True} ≢ \text{Yes}
+    \text{odd} ≢ \text{oddd}
+    \text{Alice, Bob} ≢ \text{Alice}
+    \text{Thursday} ≡ \text{thursday}.
+    \text{red} ≢ \text{blue}
+    MONDAY ≡ Monday
+    \text{acute} ≢ \text{obtuse}
+    parallelogram ≡ \text{Parallelogram}
+    \text{cannot be determined} ≡ \text{Cannot be determined}
+    (B) ≢ (E)
+    # word problems, second suite
+    \$4{,}500 ≡ 4500
+    4500 \text{ USD} ≡ 4500
+    \text{Rs. } 450 ≡ 450
+    Rs 450 ≡ 450
+    ₹450 ≡ 450
+    ¥1200 ≡ 1200
+    72 km/h ≡ 72
+    72 \text{ km/h} ≡ 72\text{ km per hour}
+    72 \text{ km/h} ≢ 72\text{ m/s}
+    3\text{ hours and }20\text{ minutes} ≢ 3
+    10 \mathrm{~cm} ≡ 10
+    10 \mathrm{~cm}^2 ≡ 10
+    10 \mathrm{~cm} ≢ 10 \mathrm{~mm}
+    25 \mathrm{~km} / \mathrm{h} ≡ 25
+    8 \, \text{N} ≡ 8
+    9.8\ \mathrm{m/s^2} ≡ 9.8
+    5 pm ≢ 5
+    5:30 p.m. ≡ 5:30 p.m.
+    25 years old ≡ 25
+    17 students ≡ 17
+    about 17 students ≡ 17
+    at least 17 ≢ 17
+    17 or more ≢ 17
+    17+ ≢ 17
+    ~17 ≡ 17
+    17 (seventeen) ≢ 18
+    1.5 dozen ≡ 18
+    five ≢ 6
+    half ≢ 2
+    5/8 of the cake ≢ 8/5
+    6 \text{ out of } 10 ≢ 6
+    -\$20 ≡ -20
+    \$-20 ≡ -20
+    20\% \text{ off} ≢ 20
+    increased by 20 ≢ 30
+    # calculus and linear algebra, second suite
+    \frac{x^3}{3}+C ≡ \frac{1}{3}x^3 + C
+    \frac{x^3}{3}+C ≢ \frac{x^3}{3}
+    y = Ce^{2x} ≡ y = C e^{2 x}
+    y=C_1e^{x}+C_2e^{-x} ≡ y = C_1 e^x + C_2 e^{-x}
+    \sinh x ≡ \frac{e^x-e^{-x}}{2}
+    \arctan(x)+C ≡ \tan^{-1}x + C
+    \ln|\sec x| ≡ -\ln|\cos x|
+    \int_0^1 x\,dx ≢ 1
+    \lim_{n\to\infty} a_n = 1 ≢ 2
+    \frac{\partial f}{\partial x} = 2x ≡ 2x
+    \begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix}^{-1} ≢ \begin{bmatrix} 1 & 2 \\ 0 & 1 \end{bmatrix}
+    \langle 1, 2, 3 \rangle ≡ (1,2,3)
+    \mathbf{i} + 2\mathbf{j} ≡ 2\mathbf{j}+\mathbf{i}
+    \hat{i} + 2\hat{j} ≢ \hat{i} - 2\hat{j}
+    \det A = -2 ≡ -2
+    \log_{2}{3} \cdot \log_{3}{4} ≡ 2
+    \sin^4 x - \cos^4 x ≡ -\cos 2x
+    \csc^2 x - \cot^2 x ≡ 1
+    e^{2\ln x} ≡ x^2
+    \sqrt{2+\sqrt{3}} ≡ \frac{\sqrt6+\sqrt2}{2}
+    \sqrt[4]{4} ≡ \sqrt{2}
+    \cos\frac{\pi}{7}\cos\frac{2\pi}{7}\cos\frac{4\pi}{7} ≡ -\frac18
+    \tan 15^\circ ≡ 2-\sqrt3
+    \sin 18° ≡ \frac{\sqrt5-1}{4}
+    # sets, intervals, domains, second suite
+    x \neq 2 ≡ x \ne 2
+    x\in\mathbb{R}, x\ne 2 ≢ x \in \mathbb{R}
+    (-\infty, 2) \cup (2, \infty) ≢ (-\infty,\infty)
+    \mathbb{R} \setminus \{2\} ≡ (-\infty,2)\cup(2,\infty)
+    \{x : x > 2\} ≡ \{x:x>2\}
+    [2, 3) \cup (3, 4] ≡ (3,4] \cup [2,3)
+    2 < x < 3 \text{ or } x > 5 ≡ (2,3)\cup(5,\infty)
+    x > 2 \text{ and } x < 5 ≢ (-\infty, 5)
+    \{-2, 0, 2\} ≡ 0, \pm 2
+    \{(1,2),(3,4)\} ≡ \{(3,4),(1,2)\}
+    \{(1,2),(3,4)\} ≡ (1,2),(3,4)
+    \{1, \ldots, 10\} ≢ \{1, 10\}
+    [0, \pi] ≡ 0 \le \theta \le \pi
+    \left(0,\frac{1}{e}\right) ≡ (0, e^{-1})
+    0<a<1 ≡ (0,1)
+    1 \leq x ≡ [1,\infty)
+    \varnothing ≡ \emptyset
+    x \in \emptyset ≡ \emptyset
+    (2, \infty) ≢ [2, \infty)
 """  # by class: `same ≡ same`, `one ≢ another`; the verdicts were written before the code ran
 
 
@@ -1319,10 +1596,11 @@ def test_math_judges_pairs_both_ways(kind):
 CONVENTIONS = r"""
     # percent
     50\% ≡ 0.5
-    50\% ≢ 50
+    50\text{ percent} ≡ 0.5
     # decimals
     1,234 ≡ 1\,234
-    3,14 ≢ 3.14
+    3,14 ≡ 3.14
+    1,234 ≢ 1.234
     3,14 ≡ 14, 3
     0.33 ≢ 1/3
     3.1416 ≢ \pi
@@ -1337,6 +1615,8 @@ CONVENTIONS = r"""
     # names
     x = 5 ≡ 5
     a = 1, b = 2 ≢ 1, 2
+    2 + 3 = 5 ≡ 5
+    2 + 3 = 6 = 5 ≢ 5
     \frac13 \approx 0.33 ≡ \frac13
     # units
     5\text{ cm} ≡ 5
@@ -1366,12 +1646,73 @@ CONVENTIONS = r"""
     \emptyset ≢ 0
     204_5 ≡ 204_{5}
     204_5 ≢ 54
+    # words
+    abc ≢ bca
+    3abc ≡ 3bca
+    abc ≡ a \cdot bc
 """  # for every line of the docstring of `same_answer`
 
 
 @pytest.mark.parametrize("kind, given, gold, verdict", pairs(CONVENTIONS))
 def test_math_keeps_its_conventions(kind, given, gold, verdict):
     assert rewards.same_answer(given, gold) == rewards.same_answer(gold, given) == verdict
+
+
+ONE_WAY = rows(r"""
+    # percent
+    28 | 28\%
+    28 | 28\text{ percent}
+    50 | 50\%
+    12.5 | 12.5\%
+    100 | 100 percent
+    # long decimals
+    1/3 | 0.333333333333333
+    \frac{1}{7} | 0.142857142857142857
+    \sqrt{17} | 4.123105625617661
+    \sqrt{10} | 3.16227766016838
+    \ln 2 | 0.69314718055994531
+    e | 2.718281828459045
+    \frac{\pi}{2} | 1.5707963267948966
+    -\sqrt2 | -1.4142135623730951
+""")  # right beside the gold answer as it is written, but not the other way round
+NO_WAY = rows(r"""
+    0.5 | 0.5\%
+    2800 | 28\%
+    29 | 28\%
+    28\text{ cm} | 28\%
+    \$28 | 28\%
+    28^\circ | 28\%
+    x | 28\%
+    \sqrt2 | 1.4142
+    \sqrt2 | 1.414213562
+    \sqrt2 | 1.41421356239
+    -\sqrt2 | 1.4142135623730951
+    i\sqrt2 | 1.4142135623730951
+    x | 0.333333333333333
+    \infty | 0.333333333333333
+    0.3 | 0.30000000000000004
+    \frac13 | 0.33
+    1,234 | 1.234
+    1,23 | 1.24
+    1,23 | 123
+    12,34,5 | 12.345
+""")
+
+
+def test_math_ignores_a_backslash_at_the_end():
+    assert VERIFY["math"]("<answer>185\\</answer>", "185") == 1.0
+    assert VERIFY["math"]("<answer>185\\</answer>", "18") == 0.0
+
+
+@pytest.mark.parametrize("given, gold", ONE_WAY)
+def test_math_reads_a_gold_answer_as_it_is_written(given, gold):
+    assert VERIFY["math"](boxed(given), gold) == 1.0
+    assert VERIFY["math"](boxed(gold), given) == 0.0
+
+
+@pytest.mark.parametrize("given, gold", NO_WAY)
+def test_math_allows_no_more_than_the_gold_answer_does(given, gold):
+    assert VERIFY["math"](boxed(given), gold) == 0.0
 
 
 @pytest.mark.parametrize("given, gold", EQUAL)
@@ -2277,6 +2618,14 @@ def test_code_does_not_pay_attacks(off, monkeypatch):
 
 ALL = rewards.LAYERS
 SPACES, FILES, TCP, SCOPES, CALLS = ALL
+IN_A_CHILD = """
+import os
+child = os.fork()
+if child == 0:
+    {}
+    os._exit(0)
+check(-os.waitpid(child, 0)[1])
+"""  # the program itself leads a session
 EFFECTS = {  # what reaches out of the sandbox: the program, and the layers each of which stops it
     "reads a file": ("print(open('FOLDER/secret').read())", [FILES]),
     "lists a folder": ("import os\nassert 'secret' in os.listdir('FOLDER')", [FILES]),
@@ -2331,8 +2680,8 @@ EFFECTS = {  # what reaches out of the sandbox: the program, and the layers each
         "import os\nos.execv(PYTHON, ['python', '-c', 'print(\"done\")'])",
         [CALLS],
     ),
-    "leaves its session": ("import os\nos.setsid()", [CALLS]),
-    "leaves its group": ("import os\nos.setpgid(0, 0)", [CALLS]),
+    "leaves its session": (IN_A_CHILD.format("os.setsid()"), [CALLS]),
+    "leaves its group": (IN_A_CHILD.format("os.setpgid(0, 0)"), [CALLS]),
     "makes namespaces": ("check(libc.unshare(0x10000000))", [CALLS]),
     "mounts": ("check(libc.mount(b'tmpfs', b'FOLDER', b'tmpfs', 0, None))", [FILES, CALLS]),
     "traces": ("check(libc.ptrace(0x4206, PID, 0, 0))", [SPACES, CALLS]),
@@ -2429,7 +2778,7 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
     *("reads an environment", "reads memory", "changes a priority", "changes a limit", "traces"),
     *("starts a process", "becomes a program", "makes namespaces", "mounts", "sets an attribute"),
     *("makes a device", "calls by a ring", "calls clone3", "calls by another table"),
-    *("calls as 32 bits do", "changes an owner"),
+    *("calls as 32 bits do", "changes an owner", "leaves its session", "leaves its group"),
 }
 
 
@@ -2474,6 +2823,20 @@ LASTING = {
                 os.fork()
             except OSError:
                 pass""",
+    "fork bomb of sessions": """
+        import ctypes, os
+        while True:
+            try:
+                if os.fork() == 0:
+                    os.setsid()
+                    ctypes.CDLL(None).prctl(1, 0)
+            except OSError:
+                pass""",
+    "threads without end": """
+        import _thread, threading, time
+        threading.stack_size(32768)
+        while True:
+            _thread.start_new_thread(time.sleep, (60,))""",
     "daemon": """
         import os, time
         try:
@@ -2547,15 +2910,93 @@ def test_sandbox_leaves_nothing_running(off, monkeypatch):
     monkeypatch.setattr(rewards, "LAYERS", tuple(x for x in ALL if x != off))
     before = processes()
     start = time.monotonic()
-    sources = [source for name, source in LASTING.items() if off != CALLS or name != "fork bomb"]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # root's processes have no other limit
-        outputs = list(pool.map(run_program, sources))
-    assert outputs == [""] * len(sources)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(run_program, LASTING.values()))
+    assert outputs == [""] * len(LASTING)
     assert time.monotonic() - start < 20
     assert left_running(before) == set()
 
 
-@pytest.mark.parametrize("name", ["daemon", "own session", "outlives its parent", "twice orphaned"])
+ENDLESS = ["fork bomb", "fork bomb of sessions", "threads without end"]
+TREES = ["daemon", "own session", "outlives its parent", "twice orphaned", *ENDLESS[:2]]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("layers", [ALL, (CALLS,), ()], ids=["all", "seccomp alone", "none"])
+def test_sandbox_counts_threads_and_processes(name, layers, monkeypatch):
+    """It ends long before its time is over, whoever runs it, and few were there at once."""
+    if os.getuid() and name != "threads without end":
+        pytest.skip("the kernel allows no process at all")
+    if CALLS in layers and name != "threads without end":
+        pytest.skip("seccomp allows no process at all")
+    monkeypatch.setattr(rewards, "LAYERS", layers)
+    monkeypatch.setattr(rewards, "CODE_SECONDS", 20)
+    before = processes()
+    start = time.monotonic()
+    assert rewards.run_program(LASTING[name])[1] == ""
+    assert time.monotonic() - start < 10
+    assert left_running(before) == set()
+
+
+def test_sandbox_allows_dozens_of_threads():
+    source = """
+        import threading
+        barrier = threading.Barrier(33)
+        for _ in range(32):
+            threading.Thread(target=barrier.wait).start()
+        barrier.wait()
+        print('done')"""
+    assert run_program(source) == "done\n"
+
+
+def test_sandbox_gives_the_program_no_priority():
+    """Its watcher takes one, where it may."""
+    source = "import os\nprint(os.getpriority(os.PRIO_PROCESS, 0))"
+    assert run_program(source) == f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
+
+
+GENERIC_CALLS = """
+    setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 ioctl 29
+    ioprio_set 30 umount2 39 mount 40 pivot_root 41 truncate 45 chroot 51 fchmod 52 fchmodat 53
+    fchownat 54 fchown 55 utimensat 88 unshare 97 syslog 116 ptrace 117 sched_setparam 118
+    sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138
+    setpriority 140 setpgid 154 setsid 157 mq_open 180 msgget 186 semget 190 shmget 194 socket 198
+    socketpair 199 add_key 217 request_key 218 keyctl 219 clone 220 execve 221 migrate_pages 238
+    move_pages 239 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 setns 268
+    process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 bpf 280 execveat 281
+    userfaultfd 282 pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426
+    io_uring_register 427 open_tree 428 move_mount 429 fsopen 430 fsmount 432 pidfd_open 434
+    clone3 435 pidfd_getfd 438 process_madvise 440 mount_setattr 442 fchmodat2 452 setxattrat 463
+    removexattrat 466 open_tree_attr 467 file_setattr 469
+"""  # of Linux's table for newer architectures, scripts/syscall.tbl, which aarch64 has
+
+
+def test_sandbox_knows_the_numbers_of_calls_on_aarch64():
+    words = GENERIC_CALLS.split()
+    expected = dict(zip(words[::2], map(int, words[1::2])))
+    sandbox = rewards.Sandbox
+    table = [line.split() for line in sandbox.REFUSED.strip().splitlines()]
+    found = {row[0]: int(row[2]) for row in table if row[0] != "#" and row[2] != "-"}
+    for name in ("clone", "tgkill", "prlimit64", "ioctl", "socketpair"):
+        found[name] = getattr(sandbox, name.upper())["aarch64"]
+    found["clone3"] = sandbox.CLONE3
+    assert found == expected
+    missing = {row[0] for row in table if row[0] != "#" and row[2] == "-"}
+    assert missing == {"fork", "vfork", "chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
+
+
+def test_sandbox_knows_the_numbers_of_calls_on_this_machine():
+    """As far as the headers of the system's own C library are there, and know them."""
+    if os.uname().machine != "x86_64" or not Path("/usr/include").is_dir():
+        pytest.skip("no headers")
+    headers = Path("/usr/include").glob("**/asm/unistd_64.h")
+    known = dict(re.findall(r"#define __NR_(\w+) (\d+)", "".join(p.read_text() for p in headers)))
+    table = [line.split() for line in rewards.Sandbox.REFUSED.strip().splitlines()]
+    wrong = [row for row in table if row[0] in known and row[1] != known[row[0]]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", TREES)
 def test_sandbox_finds_the_whole_tree_of_processes(name, monkeypatch):
     """Where there is no layer at all: its own process is the one that orphans come to."""
     monkeypatch.setattr(rewards, "CODE_SECONDS", 1)
@@ -2728,6 +3169,19 @@ def hostile():
         "mixed fractions": boxed("3 1/2 " * 160),
         "decimals": boxed("1." * 490),
         "subscripts": boxed("x_" * 490),
+        "functions": boxed("\\sin x+" * 140 + "1"),
+        "other functions": boxed("+".join(f"\\arcsin({n}x)" for n in range(2, 50))),
+        "list of logarithms": boxed(",".join(f"\\ln({n}+x)" for n in range(2, 60))),
+        "many digits": boxed("10^{70}\\ln 2+" * 60 + "1"),
+        "tower of functions": boxed("e^" * 400 + "e"),
+        "vulgar fractions": boxed("½" * 990),
+        "percent signs": boxed("1" + "%" * 980),
+        "products of matrices": boxed("\\begin{matrix}x&1\\\\1&x\\end{matrix}" * 25),
+        "series": boxed("\\sum_{k=1}^{n}" * 60 + "k"),
+        "binomials": boxed("\\binom{x}{99}+" * 60 + "1"),
+        "powers of pi": boxed("\\pi^{299}*" * 90 + "1"),
+        "floors": boxed("⌊" * 400 + "1" + "⌋" * 400),
+        "excluded points": boxed("\\mathbb{R}\\setminus\\{" + "1," * 400 + "1\\}"),
     }.items()
     for seed in range(60):
         size = 10 ** rng.randint(0, 5)
@@ -2863,15 +3317,16 @@ PIECES = r"""
 
 @pytest.mark.parametrize("seed", range(4))
 def test_math_raises_nothing_and_is_symmetric_on_random_latex(seed):
-    """Without the net around verifiers: `same_answer` itself. An answer is always itself."""
+    """Without the net around verifiers. An answer is always itself."""
     rng = random.Random(seed)
     pieces = PIECES.split()
     for _ in range(1000):
         left, right = (" ".join(rng.choices(pieces, k=rng.randint(1, 9))) for _ in "ab")
         if rng.random() < 0.5:
             right = left.replace(rng.choice(pieces), rng.choice(pieces))
-        agree = rewards.same_answer(left, right)
-        assert agree == rewards.same_answer(right, left), (left, right)
+        agree = rewards.same_meaning(left, right)
+        assert agree == rewards.same_meaning(right, left), (left, right)
+        assert rewards.same_answer(left, right) >= agree
         assert rewards.same_answer(left + " ", left), left
 
 
