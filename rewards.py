@@ -663,7 +663,7 @@ class Parser:
         if not signs:
             return sides[0]
         if set(signs) == {"="} or signs == ["≠"]:
-            return Node(signs[0], tuple(sides))
+            return Node(signs[0], without_steps(sides))
         if set(signs) <= TURNED.keys():  # a > b is b < a
             sides = sides[::-1]
             signs = [TURNED[sign] for sign in signs[::-1]]
@@ -1057,6 +1057,16 @@ def unit_of(words: list[str]) -> str:
             singular = word.removesuffix("s")
             unit += SAME_UNIT.get(word, SAME_UNIT.get(singular, singular))
     return re.sub("[^a-z0-9/^]", "", unit) + power
+
+
+def without_steps(sides: list[Node]) -> tuple[Node, ...]:
+    """x = 5 for x = 2 + 3 = 5: what comes of a computation is its last number, whatever its steps
+    are. x = 5 = 6 computes nothing: it says two things."""
+    name, *numbers = sides
+    computes = len(numbers) > 1 and numbers[0].kind in ("sum", "product", "ratio")
+    if computes and is_name(name) and not any(map(has_unknowns, numbers)):
+        return name, numbers[-1]
+    return tuple(sides)
 
 
 def before_approximation(sides: list[Node], signs: list[str]) -> tuple[list, list]:
@@ -1621,12 +1631,13 @@ def same_answer(given: str, gold: str) -> bool:
     percent    p% is p/100: 50% is 1/2, and not 50; but 50 is right where the gold answer is 50%
     decimals   the point is the decimal mark; commas and thin spaces group thousands: 1,234 is
                1 234, and 3,14 is 3.14, or a list. A written decimal is exact: 0.33 is not 1/3, nor
-               3.1416 pi; but what a gold answer of ten decimals or more is rounded from is right
+               3.1416 pi; but one of ten digits or more may be rounded
     brackets   a comma inside of them always separates
     order      none in sets and in lists without brackets; repeats may be left out of sets, and of
                lists of anything but numbers
-    names      x = 5 is 5, but a = 1, b = 2 is not 1, 2. 2 + 3 = 5 is 5, and 2 + 3 = 6 = 5 nothing.
-               What stands before an approximation counts
+    names      x = 5 is 5, but a = 1, b = 2 is not 1, 2. 2 + 3 = 5 is 5, and 2 + 3 = 6 = 5 nothing;
+               after a name a computation's last number counts: x = 2 + 3 = 6 = 5 is 5, but
+               x = 6 = 5 is nothing. What stands before an approximation counts
     units      may stand on one side alone. Million multiplies; words like half are no units
     angles     in radians: sin 30 is not 1/2. sin 30° is, and 90° is 90. log is to the base 10
     ratios     3:5 is 6:10 and 3/5; two times of day, as 3:30, are compared as text
@@ -1681,6 +1692,8 @@ def gold_allows(given: str, gold: str) -> bool:
             return is_of_percent(given, percent[1])
         if decimal_places := LONG_DECIMAL.fullmatch(gold):
             return rounds_to(given, gold, len(decimal_places[1]))
+        if is_computed(given):
+            return rounds_to(gold, given, len(LONG_DECIMAL.fullmatch(given)[1]))
     except (Unreadable, Imprecise):
         pass
     return False
@@ -1698,16 +1711,22 @@ def is_of_percent(given: str, bare: str) -> bool:
     return is_large and BARE_NUMBER.fullmatch(given) is not None and same_meaning(given, bare)
 
 
-def rounds_to(given: str, gold: str, places: int) -> bool:
-    """Whether gold may stand for the value: it is off by less than one in its last place."""
-    node = read(given)
+def is_computed(given: str) -> bool:
+    """0.0833333333333333, which nobody writes who guesses 1/12: ten digits that count."""
+    digits = given.lstrip("-0.").replace(".", "")
+    return LONG_DECIMAL.fullmatch(given) is not None and len(digits) >= 10
+
+
+def rounds_to(exact: str, decimal_number: str, places: int) -> bool:
+    """Whether a decimal may stand for the value: it is off by less than one in its last place."""
+    node = read(exact)
     if has_unknowns(node):
         return False
     with decimal.localcontext(PRECISIONS[0]):
         value = value_at(node, POINTS[0])
         if is_infinite(value) or not is_real(value):
             return False
-        return abs(parts(value)[0] - Decimal(gold)) < Decimal(1).scaleb(-places)
+        return abs(parts(value)[0] - Decimal(decimal_number)) < Decimal(1).scaleb(-places)
 
 
 def same_precisely(left: Node, right: Node) -> bool:

@@ -733,6 +733,9 @@ PAIRS = r"""
     x = 5 ≢ y = 5
     5 = 6 ≢ 6
     x = 5 = 6 ≢ 6
+    x = 2 + 3 = 6 ≡ 6
+    x = 5 + 5 + 1 = 7 = 11 ≡ x = 11
+    x = y + 3 = 5 ≢ x = 5
     x = 5 = 6 ≢ 5
     x = 11 ≢ 12
     n=2, 3, 4 ≢ n=1, 2, 3
@@ -1659,13 +1662,13 @@ def test_math_keeps_its_conventions(kind, given, gold, verdict):
 
 
 ONE_WAY = rows(r"""
-    # percent
     28 | 28\%
     28 | 28\text{ percent}
     50 | 50\%
     12.5 | 12.5\%
     100 | 100 percent
-    # long decimals
+""")  # right beside the gold answer as it is written, but not the other way round
+LONG_DECIMALS = rows(r"""
     1/3 | 0.333333333333333
     \frac{1}{7} | 0.142857142857142857
     \sqrt{17} | 4.123105625617661
@@ -1674,7 +1677,7 @@ ONE_WAY = rows(r"""
     e | 2.718281828459045
     \frac{\pi}{2} | 1.5707963267948966
     -\sqrt2 | -1.4142135623730951
-""")  # right beside the gold answer as it is written, but not the other way round
+""")
 NO_WAY = rows(r"""
     0.5 | 0.5\%
     2800 | 28\%
@@ -1692,6 +1695,8 @@ NO_WAY = rows(r"""
     \infty | 0.333333333333333
     0.3 | 0.30000000000000004
     \frac13 | 0.33
+    0.0000000000 | 1/10^{12}
+    0.333333333 | 1/3
     1,234 | 1.234
     1,23 | 1.24
     1,23 | 123
@@ -1705,13 +1710,19 @@ def test_math_ignores_a_backslash_at_the_end():
 
 
 @pytest.mark.parametrize("given, gold", ONE_WAY)
-def test_math_reads_a_gold_answer_as_it_is_written(given, gold):
+def test_math_reads_a_gold_percentage_as_it_is_written(given, gold):
     assert VERIFY["math"](boxed(given), gold) == 1.0
     assert VERIFY["math"](boxed(gold), given) == 0.0
 
 
+@pytest.mark.parametrize("value, rounded", LONG_DECIMALS)
+def test_math_reads_long_decimals_as_rounded(value, rounded):
+    assert VERIFY["math"](boxed(value), rounded) == 1.0
+    assert VERIFY["math"](boxed(rounded), value) == 1.0
+
+
 @pytest.mark.parametrize("given, gold", NO_WAY)
-def test_math_allows_no_more_than_the_gold_answer_does(given, gold):
+def test_math_reads_no_more_into_percentages_and_decimals(given, gold):
     assert VERIFY["math"](boxed(given), gold) == 0.0
 
 
