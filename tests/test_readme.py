@@ -119,6 +119,13 @@ def test_reward_example_pays_and_trains(short_warm_start):
     assert "reward/last_digit" in Path("runs/run/metrics.jsonl").read_text()
 
 
+def test_tool_example_replies():
+    scope = {}
+    exec(code("A tool, in several turns", "python"), scope)
+    assert scope["reply"]("r in <count>strawberry, r</count>") == "=3"
+    assert scope["reply"]("<count>strawberry</count>") is None
+
+
 def test_reward_model_command_trains(short_warm_start):
     """The command, with the built-in policy and a classifier of random weights of its kind."""
     folder = train.built_in_policy(rewards.TASKS["arithmetic"], "tiny")
