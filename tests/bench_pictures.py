@@ -1,11 +1,12 @@
 """Draws the README's pictures, from numbers that it measures itself, as SVG files in .github/.
 
-    python tests/bench_pictures.py --run runs/gspo-1
+    python tests/bench_pictures.py --run runs/gspo-1 --real runs/gspo runs/grpo
     python tests/bench_pictures.py --only loop slots
 
 A few steps of the built-in policy are trained on one CPU core, on chains of 1 to 8 operations
 instead of 2 to 4: so completions have lengths from 8 to 50. The first time that takes its warm
-start, a minute. Only curve.svg needs a finished run, or several: --run names their folders.
+start, a minute. Only curve.svg and real.svg need finished runs, of the built-in policy and of a
+pretrained model: --run and --real name their folders.
 
 A picture has a light and a dark look of its own, page included. Colours are told apart by
 colour-blind readers, too, and none of them says what no word, mark or dash says.
@@ -612,7 +613,8 @@ def bar(axes: Axes, stay: Stay) -> list[str]:
 
 
 MEASURED = ("ratios", "length", "slots")
-PICTURES = ("loop", *MEASURED, "curve")
+CURVES = ("curve", "real")  # of runs that are finished
+PICTURES = ("loop", *MEASURED, *CURVES)
 
 
 def measured_pictures() -> dict[str, Callable[[], str]]:
@@ -639,12 +641,16 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="folders, for curve.svg")
+    parser.add_argument("--real", nargs="+", type=Path, default=[], help="folders, for real.svg")
     parser.add_argument("--only", nargs="+", choices=PICTURES, default=list(PICTURES))
     parser.add_argument("--out", type=Path, default=ROOT / ".github", help="folder to write to")
     arguments = parser.parse_args()
     wanted = set(arguments.only)
     try:
-        runs = [chronicle(folder) for folder in arguments.run]
+        finished = {
+            "curve": [chronicle(folder) for folder in arguments.run],
+            "real": [chronicle(folder) for folder in arguments.real],
+        }
     except rewards.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -652,10 +658,12 @@ def main() -> int:
     drawn = {"loop": loop_picture()}
     if wanted & set(MEASURED):
         drawn |= measured_pictures()
-    if runs:
-        drawn["curve"] = curve_picture(runs)
-    elif "curve" in wanted:
-        print("no curve.svg: --run names no run; python train.py makes one", file=sys.stderr)
+    for name in CURVES:
+        if finished[name]:
+            drawn[name] = curve_picture(finished[name])
+        elif name in wanted:
+            flag = {"curve": "--run", "real": "--real"}[name]
+            print(f"no {name}.svg: {flag} names no run; python train.py makes one", file=sys.stderr)
     arguments.out.mkdir(exist_ok=True)
     for name in PICTURES:
         if name in wanted & drawn.keys():
