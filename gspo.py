@@ -904,7 +904,8 @@ class Algorithm:
     kl_in: str = "loss"  # or "reward": where a KL to the reference goes
     kl_estimator: str = "k3"  # of kl_penalty; in the reward "k1", per token
     kl_coef: float = 0.0  # weight of the KL, if no flag says another
-    loss_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)  # parameter -> flag
+    # parameter -> flag that sets it; a flag that was not given leaves the signature's default
+    loss_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     advantage_flags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     dynamic_sampling: bool = False  # groups all right or all wrong are dropped and refilled
     overlong_shaping: bool = False  # soft punishment of completions close to the token budget

@@ -1178,6 +1178,7 @@ class Slots:
     alive: Tensor  # (slots,) 0 or 1
     keys: list[Tensor]  # a layer each: (slots, kv_heads, width, dim)
     values: list[Tensor]
+    pairs: list  # positions of queries and keys of the step under way, from which masks are made
 
     def __init__(
         self, model, slots: int, width: int, prompts: ReadPrompts, page: Page, eos_ids, temperature
@@ -1364,6 +1365,10 @@ def generate(
     replies: "Replies | None" = None,
 ) -> Rollout:
     """Sample group_size completions of each prompt (token ids), or of a share of the prompts.
+
+    A Page is the paper that completions are written on, Prompts reads prompts, Slots are writers at
+    work, and `fill_page` is the loop. A model whose attention we cannot replace is sampled by
+    transformers' own `generate`.
 
     temperature: 0 is greedy, with log-probs of temperature 1.
     generator (CPU): it alone decides on tokens, neither max_slots nor cache_gb do.
@@ -1558,7 +1563,7 @@ class Prompts:
         self.recorder.experts[self.next : self.end, : blocks.shape[1]] = blocks[which]
 
     def read_one_token(self) -> ReadPrompts:
-        """How large keys and values are."""
+        """To learn the shapes of keys and values."""
         token = self.read(self.tokens[:1, -1:], self.sizes[:1].clamp(max=1))
         if self.recorder is not None:
             self.recorder.choices.clear()

@@ -1984,6 +1984,7 @@ def losses(
         denom=denom,
         **given_flags(config, algorithm.loss_flags),
     )
+    # the loss is a mean over all completions of the update, its metrics over the live ones
     all_to_live = denom / units(live, algorithm.unit)
     metrics = {name: value * all_to_live for name, value in metrics.items()}
 
@@ -3122,17 +3123,19 @@ def train(run: Run) -> None:
         run.ranks.seconds = 0.0
         run.step_began = time.perf_counter()
 
-        # 1. snapshot: pi_old <- pi_theta, and pi_ref <- pi_theta every ref_every steps
+        # 1. snapshot: pi_old <- pi_theta, where the sampler is a copy; pi_ref every ref_every steps
         snapshot(run, step)
 
         # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
         batch = collect(run, step)
 
-        # 4. freeze: old_logprobs, ref_logprobs, values: no grad, before the first update
+        # 4. freeze: old_logprobs, ref_logprobs, values: no grad, before the first update, whose own
+        # forward pass gives its old_logprobs: see losses
         with run.timer("freeze"):
             freeze(run, batch)
 
-        # 5. compare: advantages; after 4, as a KL in the reward and a critic come into them
+        # 5. compare: advantages that need phase 4 (a KL in the reward, a critic), corrections for a
+        # sampler that drifts; advantages of rewards alone are there since collect: see plan
         with run.timer("compare"):
             compare(run, batch)
 
@@ -3163,7 +3166,7 @@ def say_what_begins(run: Run) -> None:
     size = f"{run.policy.num_parameters() / 1e6:.1f} M parameters"
     print(
         f"{config.algo}, {size}, {config.device} {config.dtype}, {run.folder}; "
-        f"held out: {percent(run.before)}",
+        f"{len(run.held_out)} prompts held out: {percent(run.before)}",
         flush=True,
     )
 

@@ -155,7 +155,7 @@ def new_run(config: train.Config, shape: dict) -> train.Run:
     """Its three policies and its optimiser as train.py makes them, of a model without numbers."""
     policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
     nothing = dict.fromkeys(
-        ["folder", "lock", "checkpoint", "reward", "judge", "prompts", "held_out"]
+        ["folder", "lock", "checkpoint", "reward", "judge", "replies", "prompts", "held_out"]
     )
     run = train.Run(
         config=config,
