@@ -1616,7 +1616,7 @@ TIME = re.compile(r"\s*[0-2]?[0-9]:[0-5][0-9]\s*")
 DECIMAL_COMMA = re.compile(r"(-? (?: 0 | [1-9][0-9]* ) ),( [0-9]+ )", re.VERBOSE)
 THOUSANDS = re.compile(r"-? [1-9][0-9]{0,2} , [0-9]{3}", re.VERBOSE)
 DECIMAL_POINT = re.compile(r"-?[0-9]*\.[0-9]+")
-LONG_DECIMAL = re.compile(r"-?[0-9]+\.([0-9]{10,})")
+LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{10,}")
 BARE_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 PERCENT = re.compile(
     r"(.*?) \s* (?: \\?% | percent | \\text \s* \{ \s* percent \s* \} )", re.VERBOSE
@@ -1690,10 +1690,10 @@ def gold_allows(given: str, gold: str) -> bool:
     try:
         if percent := PERCENT.fullmatch(gold):
             return is_of_percent(given, percent[1])
-        if decimal_places := LONG_DECIMAL.fullmatch(gold):
-            return rounds_to(given, gold, len(decimal_places[1]))
+        if LONG_DECIMAL.fullmatch(gold):
+            return rounds_to(given, gold)
         if is_computed(given):
-            return rounds_to(gold, given, len(LONG_DECIMAL.fullmatch(given)[1]))
+            return rounds_to(gold, given)
     except (Unreadable, Imprecise):
         pass
     return False
@@ -1717,8 +1717,9 @@ def is_computed(given: str) -> bool:
     return LONG_DECIMAL.fullmatch(given) is not None and len(digits) >= 10
 
 
-def rounds_to(exact: str, decimal_number: str, places: int) -> bool:
+def rounds_to(exact: str, rounded: str) -> bool:
     """Whether a decimal may stand for the value: it is off by less than one in its last place."""
+    places = len(rounded.partition(".")[2])
     node = read(exact)
     if has_unknowns(node):
         return False
@@ -1726,7 +1727,7 @@ def rounds_to(exact: str, decimal_number: str, places: int) -> bool:
         value = value_at(node, POINTS[0])
         if is_infinite(value) or not is_real(value):
             return False
-        return abs(parts(value)[0] - Decimal(decimal_number)) < Decimal(1).scaleb(-places)
+        return abs(parts(value)[0] - Decimal(rounded)) < Decimal(1).scaleb(-places)
 
 
 def same_precisely(left: Node, right: Node) -> bool:

@@ -1842,8 +1842,8 @@ def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
     The outcome stands at the last token; a step's reward where its text is complete. What a tool
     wrote is no action: what would stand there goes to the policy's token before."""
-    own = latest_own(batch.samples).tolist()
-    last = last_token(batch.samples)
+    own = latest_own(batch.samples)
+    last = own[:, -1:]
     token_rewards = torch.zeros_like(batch.samples.sampler_logprobs)
     token_rewards = token_rewards.scatter(1, last, batch.rewards[:, None])
     step_ends = torch.zeros_like(batch.mask).scatter(1, last, True)
@@ -1853,7 +1853,7 @@ def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
         ids = batch.samples.completions[i, : batch.samples.lengths[i]].tolist()
         for end, reward in score.steps:
             token = rollout.token_that_completes(ids, batch.texts[i][:end], run.tokenizer)
-            token = own[i][token]
+            token = int(own[i, token])
             token_rewards[i, token] += reward
             step_ends[i, token] = True
     return token_rewards, step_ends
