@@ -2280,8 +2280,7 @@ def measure_by_length(run: Run, batch: Batch) -> dict:
         new, old = batch.new_logprobs[rows], batch.old_logprobs[rows]
         _, metrics = run.algorithm.loss(new, old, batch.advantages[rows], mask, **flags)
         row[f"clip_fraction_q{quarter}"] = metrics["clip_fraction"]
-        sequence_log_ratio = torch.where(mask, new - old, 0.0).sum(1) / mask.sum(1).clamp(min=1)
-        row[f"policy_log_s_q{quarter}"] = sequence_log_ratio.abs().mean()
+        row[f"policy_log_s_q{quarter}"] = sequence_log_ratios(new - old, mask).abs().mean()
     return row
 
 
@@ -2365,9 +2364,9 @@ def drift(
     if not len(rows):
         return {}
     mask = samples.completion_mask[rows]
-    log_ratio = torch.where(mask, logprobs[rows] - old_logprobs[rows], 0.0)
+    log_ratio = logprobs[rows] - old_logprobs[rows]
     tokens = log_ratio[mask]
-    sequences = log_ratio.sum(1) / mask.sum(1).clamp(min=1)
+    sequences = sequence_log_ratios(log_ratio, mask)
     ratio = sequences.exp()
     outside = (ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)
     return {
@@ -2379,6 +2378,11 @@ def drift(
         f"{prefix}_ratio_max": ratio.max(),
         f"{prefix}_outside_clip": outside.float().mean(),
     }
+
+
+def sequence_log_ratios(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """(N, T) -> (N,) log s, the mean over a completion's tokens; 0 where there are none."""
+    return torch.where(mask, log_ratio, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def explained_variance(batch: Batch) -> Tensor:
