@@ -6,10 +6,15 @@
 `train`, near the end, is the loop: read it first. `policy` learns, `old_policy` samples,
 `ref_policy` holds."""
 
+import os
 import signal
 
 if __name__ == "__main__":  # Ctrl-C during the slow imports below ends all without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+# PyTorch's threads wait for each other by spinning. Where another process wants their cores, that
+# takes ten times as long as the work; so they spin briefly, and sleep. It is read as torch loads.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import argparse
 import collections
@@ -23,7 +28,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import random
 import re
 import shlex
@@ -967,7 +971,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     rows, held_out = read_data(config, reward)
     saved = checkpoint_to_resume(config)
     if config.model in BUILT_IN:
-        # more wait for each other at this size; OMP_NUM_THREADS=1 is best beside other processes
+        # more wait for each other at this size
         torch.set_num_threads(min(2, torch.get_num_threads()))
     if not ranks.first:
         ranks.wait()  # the first process makes a built-in policy, the others find it
