@@ -506,8 +506,6 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
             refuse(name, "--old-logprobs trainer")
     if config.routing_replay == "policy" and config.old_logprobs != "trainer":
         refuse("routing_replay", "--old-logprobs trainer")
-    if config.routing_replay == "policy" and config.gradient_checkpointing:
-        refuse("routing_replay", "no --gradient-checkpointing")
 
 
 def refuse_values(config: Config, refuse: Callable[[str, str], None]) -> None:
@@ -1009,7 +1007,7 @@ def start(config: Config, ranks: Ranks) -> Run:
             replies=replies,
             prompts=prompts,
             held_out=held_out,
-            records_experts=model.has_experts and can_watch_experts(config),
+            records_experts=model.has_experts,
         )
         load_weights(run, model_source)
         show_first_prompt(run)
@@ -1017,11 +1015,6 @@ def start(config: Config, ranks: Ranks) -> Run:
         check_verifiers(run)
         open_files(run)
         return run
-
-
-def can_watch_experts(config: Config) -> bool:
-    """Layers that are recomputed choose again; the sampler's choices are at hand then, too."""
-    return config.routing_replay == "sampler" or not config.gradient_checkpointing
 
 
 def read_data(config: Config, reward: rewards.Reward) -> tuple[list | None, list | None]:

@@ -37,7 +37,6 @@ def test_expert_flips_are_a_share(flags, tmp_path):
 @pytest.mark.parametrize(
     "flags, shape",
     [
-        ("--gradient-checkpointing", {}),
         ("--old-logprobs sampler", {}),
         ("", {"mlp_only_layers": [0, 1]}),  # a dense model with the config of a mixture
     ],
@@ -242,14 +241,11 @@ def test_routing_replay_leaves_the_model_untouched(seen, tmp_path):
 
 
 def test_replay_needs_recorded_experts(tmp_path):
-    """Experts are recorded while the trainer scores pi_old, and not under checkpointing."""
-    for flags, name in (
-        ("--old-logprobs sampler", "--old-logprobs trainer"),
-        ("--gradient-checkpointing", "--gradient-checkpointing"),
-    ):
-        sentence = refused(tmp_path / "runs", f"--model models/moe --routing-replay {flags}")
-        assert "--routing-replay" in sentence and name in sentence
-        assert not (tmp_path / "runs").exists()
+    """Experts are recorded while the trainer scores pi_old."""
+    flags = "--model models/moe --routing-replay --old-logprobs sampler"
+    sentence = refused(tmp_path / "runs", flags)
+    assert "--routing-replay" in sentence and "--old-logprobs trainer" in sentence
+    assert not (tmp_path / "runs").exists()
 
 
 # ------------------------------------------------------------------------------ of the sampler
@@ -496,27 +492,56 @@ def test_sampler_flips_are_the_routers_own_choices(kind):
     assert flips[: len(differ)].tolist() == differ and 0 < sum(differ) < len(differ)
 
 
+@pytest.mark.parametrize("replay", ["none", "policy", "sampler"])
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_recomputed_layers_take_the_same_experts(kind):
+def test_recomputed_layers_take_the_same_experts(kind, replay):
     """With gradient checkpointing the backward pass chooses again: the same gradients."""
     model = opinionated_mixture(kind)
     samples = recorded(model)
+    with rollout.Routing() as of_pi_old, torch.no_grad():
+        rollout.completion_logprobs(model, samples, temperature=1.0)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+
+    def routing():
+        if replay == "sampler":
+            return rollout.SamplerRouting()
+        return rollout.Routing(of_pi_old if replay == "policy" else None)
+
     gradients, kept = [], []
     for checkpointing in (False, True):
         if checkpointing:
             model.activation_checkpointing_enable()
-        with rollout.SamplerRouting() as routing:
+        with routing() as now:
             logprobs, _ = rollout.completion_logprobs(model, samples, temperature=1.0)
-        kept.append((logprobs.detach(), routing.sampler_flips()))
+        if replay == "sampler":
+            kept.append((logprobs.detach(), now.sampler_flips()))
+            assert now.sampler_flips().any()
+        else:
+            kept.append((logprobs.detach(), of_pi_old.flips(now)))
+            assert of_pi_old.flips(now).any() == (replay == "none")
+        choices = len(now.choices)
         model.zero_grad()
         logprobs.sum().backward()
+        assert len(now.choices) == choices  # what is chosen again is not recorded again
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-    assert all(map(torch.equal, *kept)) and kept[0][1].any()
+
+    assert all(map(torch.equal, *kept))
     assert len(gradients[0]) == len(gradients[1])
     for plain, recomputed in zip(*gradients):
         torch.testing.assert_close(recomputed, plain, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("replay", ["", "--routing-replay"])
+def test_checkpointing_changes_neither_flips_nor_weights(replay, tmp_path):
+    flags = f"{MOE} --steps 3 {replay}"
+    rows, weights = [], []
+    for name in ("", "--gradient-checkpointing"):
+        result = good(tmp_path / f"run{name}", f"{flags} {name}")
+        rows.append([row["expert_flips"] for row in metrics(result.folder)])
+        weights.append(load_file(newest(result.folder) / "model.safetensors"))
+    assert rows[0] == pytest.approx(rows[1]) and max(rows[0]) > 0
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)
 
 
 def test_a_rollout_without_a_record_cannot_be_replayed():
