@@ -792,10 +792,13 @@ def distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, list[int]]:
     return distinct[:, 1:], distinct[:, 0], counts.tolist()
 
 
-def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[Tensor]:
+def micro_batches(
+    rollout: Rollout, micro_batch_tokens: int | None, packed: bool = True
+) -> list[Tensor]:
     """Partition the rows, by length, under a budget of tokens (None: one part).
 
-    The prompt of a group counts once. Groups stay together, but for those at borders.
+    packed: the prompt of a group is read once, and counts once; else each row reads its own.
+    Groups stay together, but for those at borders.
     Returns LongTensors of rows, in rising order."""
     _, _, group_sizes = distinct_prompts(rollout)
     groups = torch.arange(len(rollout.lengths)).split(group_sizes)
@@ -803,7 +806,8 @@ def micro_batches(rollout: Rollout, micro_batch_tokens: int | None) -> list[Tens
 
     parts, tokens = [[]], 0.0
     for rows in longest_first:
-        costs = rollout.lengths[rows] + rollout.prompt_lengths[rows] / len(rows)
+        readers = len(rows) if packed else 1
+        costs = rollout.lengths[rows] + rollout.prompt_lengths[rows] / readers
         for row, cost in zip(rows.tolist(), costs.tolist()):
             tokens += cost
             over = micro_batch_tokens is not None and tokens > micro_batch_tokens
@@ -836,7 +840,7 @@ def score(body, rollout: Rollout, micro_batch_tokens: int | None, head: Callable
     head: hidden (M, H), targets (M,) -> (k, M).
     Returns (k, N, T) float32, 0 on padding and on what a tool wrote."""
     packed = takes_our_attention(body)
-    batches = micro_batches(rollout, micro_batch_tokens)
+    batches = micro_batches(rollout, micro_batch_tokens, packed)
     scores = []
     with dropout_off(body), experts_by(configs_of(body), "grouped_in_autocast"):
         for rows in batches:

@@ -223,7 +223,7 @@ class Config:
         5, "skipped in a row, as not finite; one more stops the run", at_least=0
     )
     micro_batch_tokens: int = flag(
-        16384, "tokens of one forward and backward, prompts once a group", at_least=1
+        16384, "tokens of one forward and backward, each once that is read", at_least=1
     )
     gradient_checkpointing: bool = flag(False, "less memory for activations, but slower")
     lora_rank: int = flag(0, "train an adapter of this rank (LoRA); 0: all weights", at_least=0)
@@ -1637,6 +1637,7 @@ def shaped_rewards(config: Config, judged: Judged) -> Tensor:
 def plan(run: Run, batch: Batch) -> None:
     """Optimiser steps, of whole groups where they divide, and their micro-batches of live rows."""
     config = run.config
+    packed = rollout.takes_our_attention(run.policy)
     batch.advantages = advantages_of_rewards(run, batch)
     batch.live = live_rows(run, batch)
     groups = torch.arange(len(batch.rewards)).view(-1, config.group_size)
@@ -1647,7 +1648,8 @@ def plan(run: Run, batch: Batch) -> None:
         own = live[turn % run.ranks.size == run.ranks.rank]  # whole groups, dealt out in turn
         parts = []
         if len(own):
-            parts = rollout.micro_batches(batch.samples[own], config.micro_batch_tokens)
+            samples = batch.samples[own]
+            parts = rollout.micro_batches(samples, config.micro_batch_tokens, packed)
         batch.updates.append(Update(rows, [MicroBatch(own[part]) for part in parts]))
 
 

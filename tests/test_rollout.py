@@ -812,6 +812,19 @@ def test_one_long_row_does_not_scatter_the_others():
     assert [len(part) for part in R.micro_batches(out, 101)] == [1, 10, 10, 3]
 
 
+def test_rows_that_read_their_own_prompt_count_it_each():
+    """A group of four, prompts of 9 tokens, completions of 1: 9 + 4, or 4 x (9 + 1)."""
+    out = R.Rollout(
+        torch.ones(4, 9 + 1, dtype=torch.long),
+        torch.full((4,), 9),
+        torch.ones(4, dtype=torch.long),
+        torch.zeros(4, 1),
+        torch.zeros(4, dtype=torch.bool),
+    )
+    assert [len(part) for part in R.micro_batches(out, 14)] == [4]
+    assert [len(part) for part in R.micro_batches(out, 20, packed=False)] == [2, 2]
+
+
 def test_micro_batches_are_whole_groups_by_length_under_the_budget():
     """Rows once each, sorted; no part over the budget but a row alone; and the same scores."""
     model = tiny()

@@ -153,6 +153,22 @@ def test_the_first_ratio_is_exactly_1_in_every_architecture(
     assert ratios_are_1(calls) == 4
 
 
+def test_models_that_read_each_prompt_for_itself_get_smaller_micro_batches(
+    architectures, losses, tmp_path
+):
+    """An update of one group of 4; prompt and completion together are more than 4 tokens a row."""
+    parts = {}
+    for model in ("opt", "mamba"):  # the first reads a group's prompt once
+        calls = losses("grpo")
+        flags = "--group-size 4 --completions-per-update 4 --max-new-tokens 2 --kl-coef 0.1"
+        good(
+            tmp_path / model,
+            f"{BASE} --model models/{model} --algo grpo --steps 1 --micro-batch-tokens 14 {flags}",
+        )
+        parts[model] = len(calls)
+    assert parts["mamba"] >= 2 * parts["opt"]
+
+
 def test_ratios_leave_1_when_the_policy_moves(losses, tmp_path):
     """Or the two tests above could not fail: here the second update of a step finds it moved."""
     calls = losses("gspo")
