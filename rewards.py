@@ -264,6 +264,11 @@ SYMBOLS = {  # LaTeX and Unicode -> our grammar
     r"\Bigr": "",
     r"\mathbf": "",
     r"\boldsymbol": "",
+    r"\underline": "",
+    r"\fbox": "",
+    r"\large": "",
+    r"\Large": "",
+    r"\bf": "",
     r"\vec": "",
     r"\angle": "",
     r"\triangle": "",
@@ -311,7 +316,7 @@ SYMBOL = re.compile(
 )
 TEXT_BOX = re.compile(
     r"""
-    \\ (?: text (?:bf|it|rm|normal|sf|tt)? | mathrm | mbox | hbox | operatorname )
+    \\ (?: text (?:bf|it|rm|normal|sf|tt)? | emph | mathrm | mbox | hbox | operatorname )
     \s* \{ ([^{}]*) \}
     """,
     re.VERBOSE,
@@ -320,12 +325,14 @@ REALS_SIGN = re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", 
 ALL_REALS = re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE)
 METERS = re.compile(r"(?<= [0-9.)}\s] ) ( [ckm]? m ) (?= [²³] )", re.VERBOSE)  # 5m², but no x = m²
 ROW_SPACE = re.compile(r"\\\\ \s* \[ \s* -? [0-9.]+ \s* [a-z]{2} \s* \]", re.VERBOSE)  # \\[4pt]
+COLOR = re.compile(r"\\ (?: color | textcolor ) \s* \{ [^{}]* \}", re.VERBOSE)  # \color{red}{42}
 REWRITES = (  # what stands in the text, for speed; what to look for; what it becomes
     ('"', re.compile('"'), " "),
     ("eal", ALL_REALS, "ℝ"),
     ("\\", REALS_SIGN, "ℝ"),
     ("²", METERS, r"\\text{\1}"),
     ("³", METERS, r"\\text{\1}"),
+    ("olor", COLOR, ""),
     ("Rs", re.compile(r"\bRs\b\.?\s*(?=[0-9])"), ""),
     ("\\", TEXT_BOX, r'"\1"'),
     ("\\\\", ROW_SPACE, r"\\\\ "),

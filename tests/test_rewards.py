@@ -994,6 +994,18 @@ PAIRS = r"""
     \boxed{42} ≡ 42
     42. ≡ 42
     \mathbf{42} ≡ 42
+    \underline{\underline{42}} ≡ 42
+    \fbox{42} ≡ 42
+    {\bf 42} ≡ 42
+    \large 42 ≡ 42
+    \color{red}{42} ≡ 42
+    \color{red}42 ≡ 42
+    {\color{blue} x+1} ≡ x+1
+    \frac{\textcolor{red}{1}}{2} ≡ 1/2
+    \text{\color{red}42} ≡ 42
+    \color{red}{43} ≢ 42
+    \color{42} ≢ 42
+    \emph{Tuesday} ≡ Tuesday
     \mathrm{42} ≡ 42
     {42} ≡ 42
     42\text{.} ≡ 42
@@ -2817,11 +2829,12 @@ def processes():
 
 def test_processes_of_the_sandbox_are_found(monkeypatch):
     """The tests below rely on it."""
-    monkeypatch.setattr(rewards, "CODE_SECONDS", 2)
-    runner = threading.Thread(target=rewards.run_program, args=("import time\ntime.sleep(1)",))
+    monkeypatch.setattr(rewards, "CODE_SECONDS", 10)
+    runner = threading.Thread(target=rewards.run_program, args=("import time\ntime.sleep(2)",))
     runner.start()
-    time.sleep(0.5)
-    found = processes()
+    found = set()
+    while len(found) < 3 and runner.is_alive():  # a busy machine starts them late
+        found = processes()
     runner.join()
     assert len(found) == 3 and not processes() & found
 
