@@ -1,12 +1,13 @@
 """Draws the README's pictures, from numbers that it measures itself, as SVG files in .github/.
 
-    python tests/bench_pictures.py --run runs/gspo-1 --real runs/gspo runs/grpo
+    python tests/bench_pictures.py --run runs/gspo-1 --real runs/gspo-0 runs/gspo-1 runs/grpo-0
     python tests/bench_pictures.py --only loop slots
 
 A few steps of the built-in policy are trained on one CPU core, on chains of 1 to 8 operations
 instead of 2 to 4: so completions have lengths from 8 to 50. The first time that takes its warm
 start, a minute. Only curve.svg and real.svg need finished runs, of the built-in policy and of a
-pretrained model: --run and --real name their folders.
+pretrained model: --run and --real name their folders. Where they are of several algorithms, the
+runs of one are drawn as their mean.
 
 A picture has a light and a dark look of its own, page included. Colours are told apart by
 colour-blind readers, too, and none of them says what no word, mark or dash says.
@@ -521,6 +522,49 @@ def length_picture(found: list[Spread]) -> str:
 # ------------------------------------------------------------------------------ curve.svg
 
 
+@dataclasses.dataclass
+class Curve:
+    """Of a run, or the mean over runs that differ in their seeds."""
+
+    name: str
+    sampled: list[tuple[float, float]]  # (step, share of the sampled completions)
+    held_out: list[tuple[float, float]]  # (step, share of the held-out prompts)
+    ranges: list[tuple[float, float]]  # least and greatest over the seeds, for each of held_out
+
+
+def curves_of(runs: list[train.Chronicle]) -> list[Curve]:
+    """A curve a run, but one for runs of one algorithm where there are several."""
+    algorithms = [run.flags.get("algo") for run in runs]
+    if len(set(algorithms)) in (1, len(runs)):
+        return [mean_curve(run.name, [run]) for run in runs]
+    curves = []
+    for name in dict.fromkeys(algorithms):
+        seeds = [run for run in runs if run.flags.get("algo") == name]
+        number = f", {len(seeds)} seeds" if len(seeds) > 1 else ""
+        curves.append(mean_curve(f"{name}{number}", seeds))
+    return curves
+
+
+def mean_curve(name: str, seeds: list[train.Chronicle]) -> Curve:
+    sampled = by_step(seeds, "solved")
+    held_out = by_step(seeds, "eval_solved")
+    return Curve(
+        name,
+        sampled=[(step, statistics.mean(shares)) for step, shares in sampled.items()],
+        held_out=[(step, statistics.mean(shares)) for step, shares in held_out.items()],
+        ranges=[(min(shares), max(shares)) for shares in held_out.values()],
+    )
+
+
+def by_step(runs: list[train.Chronicle], metric: str) -> dict[float, list[float]]:
+    """Step -> values of the runs that have it there."""
+    values = {}
+    for run in runs:
+        for step, value in train.points_of(run.rows, (metric,)):
+            values.setdefault(step, []).append(value)
+    return dict(sorted(values.items()))
+
+
 def curve_picture(runs: list[train.Chronicle]) -> str:
     """Held-out accuracy by step, over what the sampled completions reach."""
     last = max(row["step"] for run in runs for row in run.rows)
@@ -528,24 +572,34 @@ def curve_picture(runs: list[train.Chronicle]) -> str:
     drawn = axes.y_ticks({share / 4: f"{share / 4:.0%}" for share in range(5)})
     drawn += axes.x_ticks(train.round_ticks(0, last), "rollout steps")
     told = []
-    for i, run in enumerate(runs):
+    curves = curves_of(runs)
+    for i, curve in enumerate(curves):
         color = f"color{i % 4}"
-        sampled = train.points_of(run.rows, ("solved",))
-        held_out = train.points_of(run.rows, ("eval_solved",))
-        drawn.append(path(f"thin {color}", *[axes.place(*point) for point in sampled]))
-        drawn.append(path(f"curve {color}", *[axes.place(*point) for point in held_out]))
+        drawn.append(path(f"thin {color}", *[axes.place(*point) for point in curve.sampled]))
+        drawn.append(path(f"curve {color}", *[axes.place(*point) for point in curve.held_out]))
+        beside = 4 * (i - (len(curves) - 1) / 2)  # where they would lie on each other
+        for (step, _), (low, high) in zip(curve.held_out, curve.ranges):
+            if high > low:
+                x = axes.x(step) + beside
+                drawn.append(path(f"thin {color}", (x, axes.y(low)), (x, axes.y(high))))
         kind = (i + i // 4) % 2  # the fifth has the first one's colour, and another mark
         mark = (dot, square)[kind]
-        drawn += [mark(f"mark {color}", *axes.place(*point)) for point in held_out]
-        legend = f"{'●■'[kind]} {run.name}: {held_out[-1][1]:.1%} at step {held_out[-1][0]:g}"
+        drawn += [mark(f"mark {color}", *axes.place(*point)) for point in curve.held_out]
+        step, share = curve.held_out[-1]
         place = (60 + 290 * (i % 2), 330 + 20 * (i // 2))
+        legend = f"{'●■'[kind]} {curve.name}: {share:.1%} at step {step:g}"
         drawn.append(words(*place, legend, look=f"word bold {color}"))
+        low, high = curve.ranges[-1]
+        over_seeds = f" ({low:.1%} to {high:.1%})" if high > low else ""
         told.append(
-            f"{run.name}: sampled {sampled[0][1]:.0%} at step {sampled[0][0]:g}, held out "
-            f"{held_out[-1][1]:.1%} at step {held_out[-1][0]:g}"
+            f"{curve.name}: sampled {curve.sampled[0][1]:.0%} at step {curve.sampled[0][0]:g}, "
+            f"held out {share:.1%}{over_seeds} at step {step:g}"
         )
-    below = 330 + 20 * math.ceil(len(runs) / 2)
-    note = "marks: held-out problems, greedy; thin line: completions sampled for training"
+    below = 330 + 20 * math.ceil(len(curves) / 2)
+    bars = ""
+    if any(high > low for curve in curves for low, high in curve.ranges):
+        bars = "; bars: range of seeds"
+    note = f"marks: held out, greedy{bars}; thin: completions sampled for training"
     drawn.append(words(60, below, note, look="dim small"))
     return svg("Share of problems solved", "; ".join(told) + ".", below + 18, drawn)
 

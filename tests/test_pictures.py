@@ -203,7 +203,7 @@ def test_length_picture_has_two_curves_with_a_mark_at_each_length():
 # ------------------------------------------------------------------------------ curve
 
 
-def chronicle(folder, name, solved, held_out):
+def chronicle(folder, name, solved, held_out, algo=None):
     """A run's folder with these shares by step."""
     rows = [{"step": step + 1, "solved": share} for step, share in enumerate(solved)]
     for step, share in held_out.items():
@@ -211,6 +211,8 @@ def chronicle(folder, name, solved, held_out):
     (folder / name).mkdir()
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / name / "metrics.jsonl").write_text(lines)
+    if algo:
+        (folder / name / "config.json").write_text(json.dumps({"algo": algo}))
     return pictures.chronicle(folder / name)
 
 
@@ -225,6 +227,31 @@ def test_curve_picture_shows_every_run_and_its_last_accuracy(tmp_path):
     marks = [(float(mark.get("cx")), float(mark.get("cy"))) for mark in elements(text, "circle")]
     assert marks[0] == (335, 165)
     assert marks[1] == pytest.approx((610, 270 - 0.875 * 210), abs=0.06)
+
+
+def test_seeds_of_an_algorithm_are_one_curve_with_their_range(tmp_path):
+    """gspo ends at 50, 60 and 85%: a mean of 65%; grpo is one run, without a bar."""
+    runs = [
+        chronicle(tmp_path, f"seed-{end}", [0.2, 0.4], {1: 0.25, 2: end / 100}, "gspo")
+        for end in (50, 60, 85)
+    ]
+    runs.append(chronicle(tmp_path, "another", [0.1, 0.3], {2: 0.5}, "grpo"))
+    text = pictures.curve_picture(runs)
+    check(text)
+    assert "● gspo, 3 seeds: 65.0% at step 2" in all_text(text)
+    assert "■ grpo: 50.0% at step 2" in all_text(text)
+    assert "gspo, 3 seeds: sampled 20% at step 1, held out 65.0% (50.0% to 85.0%)" in text
+    lines = [line.get("d") for line in elements(text, "path") if "thin" in line.get("class")]
+    upright = [line for line in lines if len(set(re.findall(r"[ML]([\d.]+) ", line))) == 1]
+    [(low, high)] = [re.findall(r" ([\d.]+)", line) for line in upright]
+    assert (float(low), float(high)) == pytest.approx((270 - 0.5 * 210, 270 - 0.85 * 210), abs=0.06)
+
+
+def test_runs_of_one_algorithm_alone_stay_apart(tmp_path):
+    one = chronicle(tmp_path, "low rate", [0.2], {1: 0.25}, "gspo")
+    other = chronicle(tmp_path, "high rate", [0.2], {1: 0.5}, "gspo")
+    text = all_text(pictures.curve_picture([one, other]))
+    assert {"● low rate: 25.0% at step 1", "■ high rate: 50.0% at step 1"} <= set(text)
 
 
 def test_curve_needs_an_evaluation(tmp_path):
