@@ -1,4 +1,5 @@
-"""README's "Copy the loss": its code blocks run, and have the gradients of the peers' own GSPO.
+"""README's "Copy the loss", and copying.md: their code blocks run, and have the gradients of the
+peers' own GSPO.
 
 Those of TRL and verl run where they are installed (an environment of their own will do, with
 transformers and pytest):
@@ -19,10 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tools import ROOT, random_policy
 
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
 PAGE = ROOT / "README.md"
 SECTION = f"\n{PAGE.read_text()}".split("\n## Copy the loss\n")[1].split("\n## ")[0]
-BLOCKS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
-SIX_LINES, TRL, VERL, LOOP = BLOCKS
+SIX_LINES, TRL, VERL, UPDATES = blocks(SECTION)
+[LOOP] = blocks((ROOT / "tests/copying.md").read_text())
 
 
 def is_missing(peer: str) -> bool:
@@ -159,6 +165,86 @@ def test_loop_gradients_do_not_depend_on_the_micro_batches(loop, policy):
         for one, two in zip(loop.gradients, other.gradients):
             for a, b in zip(one, two):
                 torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
+
+
+# ---- the updates of a rollout alone --------------------------------------------------------------
+
+
+def run_updates(policy, loop, **settings) -> SimpleNamespace:
+    """`improve` of the README on what the whole loop sampled last, from the policy's first weights,
+    with rows in order: the gradients at each update, and the weights afterwards."""
+    scope = {}
+    exec(f"import torch\nfrom gspo import group_advantages, gspo_loss\n{UPDATES}", scope)
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+
+    def note(optimizer, *_):
+        gradients.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randperm", torch.arange)
+            rewards = torch.tensor(loop.rewards)
+            scope["improve"](
+                model, optimizer, loop.tokens, loop.seen, loop.mask, rewards, **settings
+            )
+    finally:
+        hook.remove()
+    return SimpleNamespace(gradients=gradients, model=model)
+
+
+def gradient_by_rows(model, loop, rows, old) -> list[torch.Tensor]:
+    """Of the loss of these rows: each completion without padding, by one softmax a token, and
+    min(s A, clip(s) A) as the paper writes it."""
+    model.zero_grad()
+    grouped = torch.tensor(loop.rewards).reshape(-1, loop.GROUP_SIZE)
+    advantages = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)
+    total = 0.0
+    for row in rows:
+        s = (row_logprobs(model, loop, row) - old[row]).mean().exp()
+        advantage = advantages.flatten()[row]
+        total = total + torch.min(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
+    (-total / len(rows)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def row_logprobs(model, loop, row: int) -> torch.Tensor:
+    tokens = loop.tokens[row][loop.seen[row].bool()]
+    length = int(loop.mask[row].sum())
+    logprobs = model(tokens[None]).logits[0, -length - 1 : -1].log_softmax(-1)
+    return logprobs[range(length), tokens[-length:]]
+
+
+def test_updates_have_the_gradients_of_each_row_alone(loop, policy):
+    """16 rows in two updates: in the second the policy has moved, the old log-probs have not."""
+    found = run_updates(policy, loop, group_size=loop.GROUP_SIZE, updates=2, micro_batch=3)
+    assert len(found.gradients) == 2
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    with torch.no_grad():
+        old = [row_logprobs(model, loop, row) for row in range(len(loop.mask))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for gradients, rows in zip(found.gradients, (range(8), range(8, 16))):
+        expected = gradient_by_rows(model, loop, rows, old)
+        assert max(gradient.abs().max() for gradient in expected) > 1e-3
+        for one, two in zip(gradients, expected):
+            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-3)
+        optimizer.step()
+    for one, two in zip(found.model.parameters(), model.parameters()):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 16])
+def test_updates_do_not_depend_on_the_micro_batches(micro_batch, loop, policy):
+    settings = {"group_size": loop.GROUP_SIZE, "updates": 4}
+    one = run_updates(policy, loop, **settings, micro_batch=4)
+    other = run_updates(policy, loop, **settings, micro_batch=micro_batch)
+    assert len(one.gradients) == len(other.gradients) == 4
+    for gradients, expected in zip(other.gradients, one.gradients):
+        for a, b in zip(gradients, expected):
+            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
 
 
 # ---- TRL -----------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The README against the code: its metrics, commands, examples; extending.md, step by step."""
+"""The README and its pages against the code: metrics, commands, examples, links; extending.md, step
+by step."""
 
 import dataclasses
 import json
@@ -20,6 +21,10 @@ import train
 from tools import ROOT, strict, write_rows
 
 README = (ROOT / "README.md").read_text()
+# the pages that go on where the README stops; extending.md has commands of a copy of the project
+PAGES = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("*.md"))}
+EXTENDED = PAGES.pop("extending.md")
+ALL = "\n".join([README, *PAGES.values()])
 
 
 def block(name: str) -> str:
@@ -45,28 +50,42 @@ def test_settings_of_the_results_are_the_defaults():
     assert f"{c.steps} steps of {c.prompts_per_step} prompts x {c.group_size} completions" in README
     assert f"({c.prompts_per_step} prompts x {c.group_size} completions, 4 updates" in README
     assert f"`--completions-per-update {c.prompts_per_step * c.group_size}`" in README
-    assert set(re.findall(r"/step-(\d+)", README)) == {str(c.steps)}
+    assert f"{c.prompts_per_step * c.group_size} completions of up to 1,024 tokens" in README
+    assert set(re.findall(r"/step-(\d+)", ALL)) == {str(c.steps)}
 
 
 def test_objectives_are_those_of_algos():
+    table = re.search(r"\n\| `--algo` \| ratio .*?\n\n", README, re.DOTALL)[0]
+    assert table.count("\n| `") == len(gspo.ALGOS) + 1
     for name, algorithm in gspo.ALGOS.items():
-        row = re.search(rf"\| `--algo {re.escape(name)}`.*", README)[0]
+        row = re.search(rf"\n\| `{re.escape(name)}` \|.*", table)[0]
         assert f"`{algorithm.loss.__name__}`" in row
 
 
+def named(text: str) -> list[str]:
+    """What the first cells of a table's rows name: | `one`, `another` | ..."""
+    cells = re.findall(r"\n\| (`\w+`(?:, `\w+`)*) \|", text)
+    return [name for cell in cells for name in re.findall(r"\w+", cell)]
+
+
 def test_verifiers_are_those_of_rewards():
-    text = section("Your own data and reward")
-    assert [name for name in rewards.VERIFIERS if f"\n| `{name}` | " not in text] == []
+    for text in (section("Your own data and reward"), PAGES["verifiers.md"]):
+        assert sorted(named(text)) == sorted(rewards.VERIFIERS)
 
 
 def commands(text: str) -> list[str]:
-    """Every `python train.py ...` in a code block, in one line each."""
+    """Every `python train.py ...` in a code block, in one line each, or within a line of text."""
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    lines += re.findall(r"`(python train\.py [^`]+)`", text)
     return [line.split("train.py", 1)[1] for line in lines if "train.py" in line]
 
 
-COMMANDS = commands(README)
-EXTENDED = (ROOT / "tests/extending.md").read_text()
+# each once; --help and --report are no trainings, and have tests of their own
+COMMANDS = [
+    command
+    for command in dict.fromkeys(commands(ALL))
+    if not command.startswith((" --help", " --report"))
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -102,7 +121,7 @@ SHORT += ["--completions-per-update", "2", "--eval-samples", "2", "--name", "run
 
 def example_rows() -> list[dict]:
     """The row of the section, and others like it."""
-    row = json.loads(code("Your own data and reward", "json"))
+    row = json.loads(re.search(r'`(\{"prompt".*?\})`', section("Your own data and reward"))[1])
     return [row] + [{"prompt": f"{i}+{i}*3=", "answer": "6"} for i in range(9)]
 
 
@@ -121,7 +140,8 @@ def test_reward_example_pays_and_trains(short_warm_start):
 
 def test_tool_example_replies():
     scope = {}
-    exec(code("A tool, in several turns", "python"), scope)
+    [source] = blocks(PAGES["tools.md"], "python")
+    exec(source, scope)
     assert scope["reply"]("r in <count>strawberry, r</count>") == "=3"
     assert scope["reply"]("<count>strawberry</count>") is None
 
@@ -146,8 +166,26 @@ def test_every_metric_is_explained(short_warm_start):
     for name in strict(Path("runs/run/metrics.jsonl").read_text()):
         name = re.sub(r"^reward/.*", "reward/NAME", re.sub(r"@\d+", "@K", name))
         assert name in train.METRICS, name
-    watched = re.findall(r"\n\| `(\w+)` \|", section("Metrics to watch"))
+    watched = named(section("Metrics to watch"))
     assert len(watched) == 15 and set(watched) <= train.METRICS.keys()
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"tests/{name}" for name in PAGES)])
+def test_links_lead_somewhere(page):
+    """To a file of the project, and to a heading of it; every page has a link from the README."""
+    assert page == "README.md" or f"]({page}" in README
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+        if not link.startswith(("https://", "http://")):
+            name, _, anchor = link.partition("#")
+            target = ((ROOT / page).parent / name) if name else ROOT / page
+            assert target.is_file(), link
+            assert not anchor or anchor in anchors(target.read_text()), link
 
 
 # ------------------------------------------------------------------------------ extending.md
@@ -214,7 +252,7 @@ def test_the_new_loss_of_the_page_weighs_what_it_says(extended):
 
 def test_tests_that_the_page_names_exist():
     sources = {path.name: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
-    pages = README + EXTENDED
+    pages = ALL + EXTENDED
     for name in re.findall(r"`tests/(test_\w+\.py)`", pages):
         assert name in sources
     for name in re.findall(r"`(test_\w+)`", pages):
