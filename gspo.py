@@ -9,8 +9,9 @@ have the same three paragraphs, so that a diff of two of them is the difference 
 
 N completions in groups of G (rows of one group are contiguous), T tokens, right-padded; pi is the
 policy that learns, pi_old the one that sampled, A an advantage, sg[x] is x without its gradient.
-No log-ratio is clamped: above 88 a float32 ratio is inf, the metric ratio_mean is not finite, and
-the gradient may be NaN even where the clip stops it: a trainer has to skip such an update.
+No log-ratio is clamped, but for GMPO's clip: above 88 a float32 ratio is inf, the metric ratio_mean
+is not finite, and the gradient may be NaN even where the clip stops it: a trainer has to skip such
+an update.
 A loss needs nothing but torch: copy its source alone. `ALGOS`, at the end, puts losses and
 advantages together: reading that table is learning how the algorithms differ.
 """
@@ -48,7 +49,8 @@ def gspo_loss(
     length = mask.sum(1).clamp(min=1)
     if denom is None:
         denom = len(mask)
-    weight = mask.any(1).to(logprobs.dtype) / denom  # an empty completion counts, and adds nothing
+    # 0 for an empty completion, which N counts all the same
+    weight = mask.any(1).to(logprobs.dtype) / denom
 
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).sum(1) / length
     ratio = log_ratio.exp()  # s, eq. 7; (N,)
@@ -97,8 +99,9 @@ def gspo_token_loss(
 
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     log_ratio = log_ratio.sum(1, keepdim=True) / length
-    token = torch.where(mask > 0, logprobs, 0.0)
-    ratio = log_ratio.detach().exp() * (token - token.detach()).exp()  # s_t, eq. 14; (N, T)
+    logprobs = torch.where(mask > 0, logprobs, 0.0)
+    one = (logprobs - logprobs.detach()).exp()  # pi / sg[pi]: value 1, gradient of the token
+    ratio = log_ratio.detach().exp() * one  # s_t, eq. 14; (N, T)
     advantages = torch.where(mask > 0, advantages.reshape(len(mask), -1), 0.0)
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -384,8 +387,8 @@ def dppo_loss(
     denom         completion tokens of the whole optimiser step, all micro-batches and ranks, whose
                   gradients are then summed; None: those of mask. A wrapper that averages gradients
                   over W ranks (DDP, FSDP) needs the loss times W: give denom / W
-    Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens outside the
-    trust region, clip_fraction_high those with A > 0, ratio_mean and approx_kl of r."""
+    Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens that are
+    left out, clip_fraction_high those with A > 0, ratio_mean and approx_kl of r."""
     # constants: swapped arguments fail at backward(), and do not train backwards
     old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
 
@@ -393,17 +396,17 @@ def dppo_loss(
         denom = mask.sum().clamp(min=1)
     weight = mask.to(logprobs.dtype) / denom
 
-    token = torch.where(mask > 0, logprobs, 0.0)
-    old_token = torch.where(mask > 0, old_logprobs, 0.0)
-    log_ratio = token.detach() - old_token
+    logprobs = torch.where(mask > 0, logprobs, 0.0)
+    old_logprobs = torch.where(mask > 0, old_logprobs, 0.0)
+    log_ratio = logprobs.detach() - old_logprobs
     ratio = log_ratio.exp()
     # total variation, of this token against the rest
-    moved = token.detach().exp() - old_token.exp()
+    moved = logprobs.detach().exp() - old_logprobs.exp()
     advantages = torch.where(mask > 0, advantages.reshape(len(mask), -1), 0.0)
     stopped_high = (advantages > 0) & (moved > clip_high)
     stopped_low = (advantages < 0) & (moved < -clip_low)
     stopped = stopped_high | stopped_low
-    objective = ratio.clamp(max=ratio_max) * advantages * token
+    objective = ratio.clamp(max=ratio_max) * advantages * logprobs
     loss = -(weight * torch.where(stopped, 0.0, objective)).sum()
 
     metrics = {
@@ -457,7 +460,7 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=
 
 def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_high=0.4, denom=None):
     """GMPO: -s A, mean over completions, arXiv 2507.20673; s is the geometric mean of the token
-    ratios, each held in [e^-low, e^high] on the side that A asks for.
+    ratios, each held below e^high where A > 0, above e^-low where A < 0.
 
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
@@ -482,9 +485,9 @@ def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_hi
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0)
     # the mean over a completion's tokens; (N,)
     advantages = torch.where(mask > 0, advantages.reshape(len(mask), -1), 0.0).sum(1) / length
-    sign = advantages[:, None]
-    bounded = torch.where(sign > 0, log_ratio.clamp(max=clip_high), log_ratio)
-    bounded = torch.where(sign < 0, log_ratio.clamp(min=-clip_low), bounded)
+    better, worse = advantages[:, None] > 0, advantages[:, None] < 0
+    bounded = torch.where(better, log_ratio.clamp(max=clip_high), log_ratio)
+    bounded = torch.where(worse, log_ratio.clamp(min=-clip_low), bounded)
     ratio = (bounded.sum(1) / length).exp()  # s; (N,)
     loss = -(weight * ratio * advantages).sum()
 
@@ -493,7 +496,7 @@ def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_hi
     log_s = log_ratio.detach().sum(1) / length  # as the policy is, without the clip
     metrics = {
         "clip_fraction": (metric_weight * stopped).sum(),
-        "clip_fraction_high": (metric_weight * (stopped & (sign > 0))).sum(),
+        "clip_fraction_high": (metric_weight * (stopped & better)).sum(),
         "ratio_mean": (weight * log_s.exp()).sum(),
         "approx_kl": (weight * (log_s.exp() - 1 - log_s)).sum(),
     }
@@ -609,9 +612,11 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", den
     old_logprobs, advantages = old_logprobs.detach(), advantages.detach()
 
     if per == "token":
-        length, count = 1, mask.sum().clamp(min=1)
+        length = 1  # all tokens weigh alike
+        count = mask.sum().clamp(min=1)
     elif per == "completion":
-        length, count = mask.sum(1, keepdim=True).clamp(min=1), len(mask)
+        length = mask.sum(1, keepdim=True).clamp(min=1)
+        count = len(mask)
     else:
         raise ValueError(f'per={per!r}: expected "token" or "completion"')
     if denom is None:
@@ -659,9 +664,11 @@ def kl_penalty(
     Returns the KL in nats, and it, detached, as a metric."""
     ref_logprobs = ref_logprobs.detach()
     if per == "token":
-        length, count = 1, mask.sum().clamp(min=1)
+        length = 1  # all tokens weigh alike
+        count = mask.sum().clamp(min=1)
     elif per == "completion":
-        length, count = mask.sum(1, keepdim=True).clamp(min=1), len(mask)
+        length = mask.sum(1, keepdim=True).clamp(min=1)
+        count = len(mask)
     else:
         raise ValueError(f'per={per!r}: expected "token" or "completion"')
     if denom is None:
@@ -735,7 +742,7 @@ def term_advantages(term_rewards, weights, group_size):
         total = total + weight * group_advantages(rewards, group_size)
     whitened = whiten(total, torch.ones_like(total))
 
-    # the mean over the batch is 0, but for rounding
+    # whitening takes off the batch's mean, which is 0 but for rounding: a dead group would get that
     dead = (total.reshape(-1, group_size) == 0).all(1, keepdim=True)
     return torch.where(dead, 0.0, whitened.reshape(-1, group_size)).reshape(-1)
 
@@ -745,6 +752,7 @@ def leave_one_out_advantages(rewards, group_size):
 
     rewards (N,), float -> advantages (N,). Equal rewards, and a group of one, have exactly 0."""
     centred = group_advantages(rewards, group_size, scale="none")
+    # r - mean of the others = (r - mean of all) G / (G - 1)
     return centred * group_size / max(group_size - 1, 1)
 
 
@@ -890,7 +898,8 @@ def off_policy_mask(logprobs, old_logprobs, advantages, mask, *, delta):
 class Algorithm:
     """All that defines an algorithm. The numbers of its paper are the defaults of its functions.
 
-    A row under which a flag would do nothing raises ValueError."""
+    A row of ALGOS that contradicts itself, or whose flags and parameters do not match, raises
+    ValueError."""
 
     loss: Callable
     advantages: Callable = group_advantages
@@ -946,14 +955,14 @@ def check_word(field, word, words):
         raise ValueError(f"{field} {word!r}: expected one of {', '.join(words)}")
 
 
-def check_flags(function, flags, parameters, given_by_the_trainer):
+def check_flags(field, flags, parameters, given_by_the_trainer):
     """Raises ValueError unless each parameter has a flag, and each flag a parameter."""
     for parameter in parameters:
         if parameter not in flags and parameter not in given_by_the_trainer:
-            raise ValueError(f"{function}: no flag sets its parameter {parameter}")
+            raise ValueError(f"{field}: no flag sets its parameter {parameter}")
     for parameter, flag in flags.items():
         if parameter not in parameters or parameter in given_by_the_trainer:
-            raise ValueError(f"{function}: flag {flag} sets {parameter}, which it does not take")
+            raise ValueError(f"{field}: flag {flag} sets {parameter}, which it does not take")
 
 
 BAND = {"clip_low": "clip_low", "clip_high": "clip_high"}

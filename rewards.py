@@ -1,7 +1,8 @@
 """Rule-based verifiers, the rewards that are made of them, and the built-in tasks.
 
-A verifier maps (completion, answer) to correctness in [0, 1]. Completions are adversarial: no
-verifier raises on one, takes more than linear time, or runs one outside the sandbox of `code`.
+A verifier maps (completion, answer) to correctness in [0, 1]; `model` alone may say any number.
+Completions are adversarial: no verifier raises on one, takes more than linear time, or runs one
+outside the sandbox of `code`.
 
     python rewards.py --reward math FILE    # tries a verifier on completions of known worth
 
@@ -112,15 +113,15 @@ def verifier(function: Callable) -> Callable:
     """
 
     @functools.wraps(function)
-    def judge(*arguments, **fields):
+    def guarded(*arguments, **fields):
         try:
             value = function(*arguments, **fields)
             return value if isinstance(value, list) else float(value)
         except Exception:  # what a verifier cannot judge earns nothing
             return 0.0
 
-    VERIFIERS[function.__name__] = judge
-    return function
+    VERIFIERS[function.__name__] = guarded
+    return function  # as it is: called by its name in this file it still raises
 
 
 # ---------------------------------------------------------------------- finding the answer
@@ -627,7 +628,7 @@ class Parser:
 
     def __init__(self, tokens: list[str]):
         self.tokens = tokens[::-1]
-        self.last = ""  # token that was taken
+        self.last = ""  # the token taken last
         self.depth = 0  # of recursion
         self.bars = 0  # open | of absolute values
         self.angles = 0  # functions of an angle that are open: there 30° is pi/6
@@ -728,7 +729,9 @@ class Parser:
         return power
 
     def expression(self, level: int = 1, mixed: bool = True) -> Node:
-        """An operand, and all that operators bind to it at least as tightly as `level`."""
+        """An operand, and all that operators bind to it at least as tightly as `level`.
+
+        mixed: a number may be a mixed one, 3 1/2; in an exponent it is not."""
         self.deepen()
         value = self.postfixed(self.operand(mixed))
         powers = 0
@@ -1266,7 +1269,10 @@ def parts(value: Fraction | Approximation) -> tuple[Decimal, Decimal]:
     """Real and imaginary part."""
     if isinstance(value, Approximation):
         return value
-    return bounded_approximation(Decimal(value.numerator) / value.denominator) or (Decimal(0),) * 2
+    number = bounded_approximation(Decimal(value.numerator) / value.denominator)
+    if isinstance(number, Fraction):  # 0
+        return Decimal(0), Decimal(0)
+    return number
 
 
 def are_exact(*found) -> bool:
@@ -1455,6 +1461,10 @@ OPERATIONS = {  # kind of a node -> what it computes
     "factorial": factorial_of,
     "binomial": binomial,
 }
+
+
+# `digits` is the precision of the decimal context, in which these functions compute anyway: it is
+# part of their caches' keys, so that nothing comes from there that has fewer
 
 
 @functools.lru_cache(maxsize=10)
@@ -1688,7 +1698,8 @@ def is_plain_word(text: str) -> bool:
 
 
 def gold_allows(given: str, gold: str) -> bool:
-    """Whether the answer is right in the way that the gold one is written."""
+    """What of `same_answer` is about how answers are written: a decimal comma, a percentage as the
+    gold answer, a decimal of ten digits or more, which may be rounded."""
     given, gold = given.strip(), gold.strip()
     if "," in given or "," in gold:
         commas = DECIMAL_COMMA.fullmatch(given), DECIMAL_COMMA.fullmatch(gold)
@@ -2179,7 +2190,7 @@ def countdown(completion: str, answer: dict) -> bool:
 @verifier
 def arithmetic(completion: str, answer: str) -> bool:
     """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
-    gold_answer(answer)
+    gold_answer(answer)  # raises where there is none
     return completion.rpartition("#")[1:] == ("#", str(answer))
 
 
@@ -2880,7 +2891,7 @@ class Reward:
 
     def score_one(self, completion: str, row: dict) -> Score:
         terms, steps = {}, []
-        reward = correct = judges = 0.0
+        reward = correct = correct_weight = 0.0
         for name, term in self.terms.items():
             try:
                 value, parts = outcome_and_steps(term.call(completion, row))
@@ -2896,8 +2907,8 @@ class Reward:
             reward += term.weight * value
             if name not in ("format", "model") or self.terms.keys() <= {"format", "model"}:
                 correct += term.weight * min(max(right, 0.0), 1.0)
-                judges += term.weight
-        return Score(reward, correct / judges, terms, steps)
+                correct_weight += term.weight
+        return Score(reward, correct / correct_weight, terms, steps)
 
     def check_answer(self, answer: object) -> None:
         """UserError where a verifier of ours cannot use a gold answer."""
@@ -3139,10 +3150,9 @@ class Task(NamedTuple):
     problem: Callable[[random.Random], dict]  # draws a row of data
     verifier: str  # default of --reward
     max_new_tokens: int  # default of --max-new-tokens
-    # for the built-in policies: draws a completion that is often wrong; all characters there are
-    # (what the policy writes: its tool answers there, too)
+    # for the built-in policies: draws what one learns to write of a row, which is often wrong
     demonstration: Callable[[dict, random.Random], str] | None = None
-    alphabet: str = ""
+    alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
 
 
@@ -3218,7 +3228,8 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Often a guess; else two calls of the calculator, or one, often with a wrong digit."""
+    """Often a guess; else two calls of the calculator, or now and then one alone; now and then with
+    a wrong digit."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
@@ -3232,7 +3243,7 @@ def calculator_demonstration(problem: dict, rng: random.Random) -> str:
 
 
 def with_wrong_digit(text: str, rng: random.Random) -> str:
-    """The text, or now and then another with one digit changed."""
+    """The text, or now and then another with one digit drawn anew."""
     if rng.random() >= CALCULATOR_ERROR:
         return text
     digits = [place for place, character in enumerate(text) if character.isdigit()]

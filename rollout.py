@@ -560,7 +560,7 @@ class Routing(torch.overrides.TorchFunctionMode):
         return torch.return_types.topk((args[0].gather(-1, taken), taken))
 
     def taken(self, own: Tensor, among: int) -> Tensor:
-        """What a router gets in place of its own choice (tokens, k), and what is kept of it."""
+        """What a router gets in place of its own choice, (tokens, k) each; keeps a Choice of it."""
         if len(self.choices) < len(self.to_replay):
             own = self.to_replay[len(self.choices)].experts
         self.choices.append(Choice(own, among, self.predicting))
@@ -782,7 +782,7 @@ class Packed:
 def distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, list[int]]:
     """Prompts without their last token; equal ones are one where they follow each other.
 
-    Returns their tokens (P, S), right-aligned, their sizes (P,) and the rows of each."""
+    Returns their tokens (P, S), right-aligned, their sizes (P,) and how many rows have each."""
     sizes = rollout.prompt_lengths - 1
     last = rollout.prompt_width - 1
     tokens = rollout.tokens[:, last - int(sizes.max()) : last]
@@ -795,7 +795,8 @@ def distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, list[int]]:
 def micro_batches(
     rollout: Rollout, micro_batch_tokens: int | None, packed: bool = True
 ) -> list[Tensor]:
-    """Partition the rows, by length, under a budget of tokens (None: one part).
+    """Partition the rows, by length, under a budget of tokens (None: one part); a row that is
+    longer than that is a part of its own.
 
     packed: the prompt of a group is read once, and counts once; else each row reads its own.
     Groups stay together, but for those at borders.
@@ -923,8 +924,8 @@ def check_scorer(
     those of the whole model over each text alone.
     model: with float32 weights. prompts: a few short ones, of different lengths.
     record_experts: as `generate` will be asked to.
-    Raises UserError where one of ten tokens differs by more than SOUND, or any of a model without
-    experts: where two experts are nearly tied, rounding chooses."""
+    Raises UserError where a token differs by more than SOUND; with experts, where more than one in
+    ten do: where two experts are nearly tied, rounding chooses."""
     name = model.config.model_type
     with expecting(f"{name}: expected a model that can be sampled and scored token by token"):
         samples = generate(
@@ -996,6 +997,7 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float = 1.0) -> tuple[T
     rows, vocabulary = logits.shape
     block = min(BLOCK, vocabulary)
     peak = logits.amax(-1, keepdim=True)
+    # a copy, even where nothing is padded: logits are read again
     whole_blocks = F.pad(logits, (0, -vocabulary % block), value=-torch.inf)
     mass = whole_blocks.sub_(peak).exp_().view(rows, -1, block)
 
@@ -1189,7 +1191,7 @@ class Slots:
     ):
         self.model, self.page, self.temperature = model, page, temperature
         device = page.tokens.device
-        self.range = torch.arange(max(slots, width), device=device)
+        self.range = torch.arange(max(slots, width), device=device)  # of slots, and of positions
         self.eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
         self.token, self.position, self.step, self.row, self.alive = self.state.unbind(1)
@@ -1434,10 +1436,10 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
     pace = PACE.get(page.tokens.device.type, PACE["cpu"])
     width = page.prompts.shape[1] + page.tokens.shape[1] - 1
     prompts = Prompts(model, page)
-    token = prompts.read_one_token()
-    rows, prompts.at_once = share_memory(page, width, token.nbytes(), max_slots, cache_gb)
-    slots = Slots(model, rows, width, token, page, eos_ids, temperature)
-    del token
+    probe = prompts.read_one_token()  # of its keys and values come sizes and shapes
+    rows, prompts.at_once = share_memory(page, width, probe.nbytes(), max_slots, cache_gb)
+    slots = Slots(model, rows, width, probe, page, eos_ids, temperature)
+    del probe
 
     step = DecodeStep(slots, pace.graphs)
     configs, experts = configs_of(model), "grouped_mm"
@@ -1484,7 +1486,7 @@ PROMPT_TOKENS = 2**14  # read at once, padding included: attention needs their s
 def share_memory(page: Page, width: int, token_bytes: int, max_slots, cache_gb) -> tuple[int, int]:
     """How many slots, and how many prompt tokens at once, have room; UserError for none.
 
-    Prompts get a quarter of it at most, and no more than they need."""
+    Prompts get a quarter of it at most, but room for one, and no more than all would take."""
     if cache_gb is None:
         cache_gb = default_cache_gb(page.tokens.device)
     total, longest = page.prompts.shape
@@ -1503,12 +1505,12 @@ def share_memory(page: Page, width: int, token_bytes: int, max_slots, cache_gb) 
 
 def default_cache_gb(device: torch.device, later_gb: float = 0.0) -> float:
     """Memory for keys and values where none was said: most of what is free on a GPU, less what the
-    caller will want later (gradients, an optimiser's moments); half of a CPU's memory."""
+    caller will want later (gradients, an optimiser's moments); else half of the machine's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return max(0.8 * (free + cached) / 1e9 - later_gb, 0.0)
-    if not hasattr(os, "sysconf"):
+    if not hasattr(os, "sysconf"):  # Windows does not tell: no bound
         return 1e9
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
@@ -1529,7 +1531,9 @@ class Prompts:
         self.owner = owner.tolist()
         self.recorder = page.recorder
         self.next = 0  # the first sample that has not started
-        self.chunk, self.first, self.end = None, 0, 0  # of prompts first .., of samples .. end - 1
+        self.chunk: ReadPrompts | None = None
+        self.first = 0  # the chunk's first prompt
+        self.end = 0  # the sample after the chunk's last
 
     def waiting(self) -> bool:
         return self.next < len(self.owner)
@@ -1707,8 +1711,8 @@ class Replies:
 
 
 def reply_to(slots: Slots, stopped: list[int]) -> list[int]:
-    """Samples that stopped to ask the tool go on, with or without a reply; which slots do not,
-    because their samples have ended."""
+    """Samples that stopped to ask the tool go on, with or without a reply. Returns the slots that
+    do not, because their samples have ended."""
     page, limit = slots.page, slots.page.tokens.shape[1] - 1
     rows, steps = slots.row[stopped], slots.step[stopped].tolist()
     eos_ids = slots.eos_ids.tolist()
@@ -1777,10 +1781,12 @@ def need_recorded_experts(source: str | Path):
 
 
 def has_experts(config) -> bool:
+    """Whether it speaks of any: a dense model that shares its configuration with a mixture does."""
     return "expert" in config.to_json_string()
 
 
 def context_of(config) -> int:
+    """Tokens; where the model does not say, more than anybody asks for."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**20
 
 
@@ -1819,7 +1825,7 @@ def quiet_loading():
 
 
 def sampler_copy(policy, dtype: torch.dtype):
-    """A frozen copy in dtype, as sampler or reference; load_state_dict refreshes it in place."""
+    """A frozen copy in dtype, as sampler or reference; train.py's refresh renews it in place."""
     sampler = copy.deepcopy(policy).eval().requires_grad_(False)
     for parameter in sampler.parameters():  # not buffers: bf16 rotary frequencies blur positions
         parameter.data = parameter.data.to(dtype)
@@ -1853,7 +1859,6 @@ def encode_prompt(
 
 
 def in_chat_template(tokenizer, text, system, template_args) -> list[int]:
-
     chat = [{"role": "user", "content": text}]
     if system:
         chat.insert(0, {"role": "system", "content": system})

@@ -3,8 +3,8 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-`train`, near the end, is the loop: read it first. `policy` learns, `old_policy` samples,
-`ref_policy` holds."""
+`train`, near the end, is the loop: read it first. `policy` learns, `old_policy` samples, and a KL
+is measured to `ref_policy`."""
 
 import os
 import signal
@@ -84,7 +84,8 @@ def flag(
 
 @dataclasses.dataclass
 class Config:
-    """Every flag. None: the algorithm, the model or the task decides, in `fill_defaults`."""
+    """Every flag. None: the algorithm, the model or the task decides, in `fill_defaults`; for the
+    objective's numbers, which `given_flags` passes on, the signatures in gspo.py do."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
@@ -104,7 +105,7 @@ class Config:
     )
     tool_after: str | None = flag(None, "text of a completion after which --tool is asked: </calc>")
     steps: int = flag(50, "rollout steps", at_least=1)
-    seed: int = flag(0, "of problems, samples and shuffles", at_least=0)
+    seed: int = flag(0, "of problems, samples, shuffles and adapters", at_least=0)
 
     system: str | None = flag(
         None, "system message, for tokenizers with a chat template", heading="prompts"
@@ -114,21 +115,25 @@ class Config:
     )
     prompt_template: str | None = flag(None, "text around the prompt, with {prompt} in it")
     max_prompt_tokens: int | None = flag(
-        None, "longer ones are skipped; default: the context", at_least=1
+        None, "longer ones are skipped; default: the context less --max-new-tokens", at_least=1
     )
 
     prompts_per_step: int = flag(32, "prompts P of a rollout step", heading="rollout", at_least=1)
     group_size: int = flag(8, "completions G of a prompt", at_least=2)
     max_new_tokens: int | None = flag(
         None,
-        "of a completion, a tool's included; default: the task's, or 1024 with --data",
+        "of a completion, a tool's included; default: the task's; with --data and a --model 1024",
         at_least=1,
     )
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     max_slots: int | None = flag(
         None, "completions sampled at a time; default: all that fit", at_least=1
     )
-    cache_gb: float | None = flag(None, "memory for the sampler's keys and values, in GB", above=0)
+    cache_gb: float | None = flag(
+        None,
+        "GB for the sampler's keys and values; default: most of a free GPU, half of a CPU's memory",
+        above=0,
+    )
     old_logprobs: str = flag("trainer", "who scores pi_old", choices=("trainer", "sampler"))
     stale_steps: int = flag(
         1, "between refreshes of the sampler; --tis-cap corrects for it", at_least=1
@@ -157,7 +162,7 @@ class Config:
 
     clip_low: float | None = flag(
         None,
-        "the ratio stays above 1 - clip_low; GSPO 3e-4 (dppo: probabilities)",
+        "the ratio stays above 1 - clip_low; GSPO 3e-4 (dppo: probabilities; gmpo: log-ratios)",
         heading="objective (defaults are the papers', in gspo.py)",
         at_least=0,
     )
@@ -165,9 +170,9 @@ class Config:
         None, "the ratio stays below 1 + clip_high; GSPO 4e-4", at_least=0
     )
     dual_clip: float | None = flag(
-        None, "PPO: bound on the objective, in units of A, where A < 0", above=1
+        None, "PPO, REINFORCE++: bound on the objective, in units of A, where A < 0", above=1
     )
-    ratio_max: float | None = flag(None, "CISPO: bound on a token's weight", above=0)
+    ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
     tau_pos: float | None = flag(None, "SAPO: steepness of the gate where A > 0", above=0)
     tau_neg: float | None = flag(None, "SAPO: the same where A < 0", above=0)
     kl_coef: float | None = flag(
@@ -258,7 +263,8 @@ class Config:
     wandb: bool = flag(False, "send metrics to Weights & Biases too")
     trackio: bool = flag(False, "send metrics to Trackio too")
 
-    given: list[str] = dataclasses.field(default_factory=list)  # flags that were given: no flag
+    # names of the flags that were given; itself no flag
+    given: list[str] = dataclasses.field(default_factory=list)
 
 
 FLAGS = [field for field in dataclasses.fields(Config) if field.metadata]
@@ -270,6 +276,8 @@ def dashed(name: str) -> str:
 
 
 class FlagParser(argparse.ArgumentParser):
+    """Its complaints are sentences, which `main` prints without the usage."""
+
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
@@ -410,7 +418,8 @@ def saved_flags(given: dict) -> tuple[dict, dict]:
 
 
 def fill_defaults(config: Config) -> None:
-    """Replaces each None that stands for "as the model, the task or the algorithm wants it"."""
+    """Replaces each None that stands for "as the model, the task or the algorithm wants it", but
+    for numbers that are the default of a function in gspo.py: they stay there alone."""
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     built_in = config.model in BUILT_IN
 
@@ -764,7 +773,8 @@ def warm_start(config, tokenizer, shown: list[dict]):
     )
     for step in steps:
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
-        rising, falling = (step + 1) / 20, 2 - 2 * step / WARM_STEPS
+        rising = (step + 1) / 20  # in 20 steps
+        falling = 2 - 2 * step / WARM_STEPS  # from the middle on, to 0
         adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
         adam.zero_grad()
         policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
@@ -869,7 +879,7 @@ class Learner:
     parameters: dict[str, Tensor]
     owners: dict[str, int]
     lr: float
-    norm: str  # the metric that is the norm of its gradient
+    norm: str  # name of the metric that is the norm of their gradient
 
 
 class Tracker(typing.NamedTuple):
@@ -889,12 +899,12 @@ class Run:
     folder: Path
     lock: contextlib.AbstractContextManager  # an open file: nobody else writes into the folder
     checkpoint: Path | None  # that it goes on from
-    done: int  # the rollout steps before it
+    done: int  # rollout steps of the run before it
 
     # input
     tokenizer: transformers.PreTrainedTokenizerBase
     reward: rewards.Reward
-    judge: Callable | None  # reward model: (prompts, completions) -> scores
+    reward_model: Callable | None  # (prompts, completions) -> scores
     replies: rollout.Replies | None  # of a tool
     prompts: Iterator[dict]  # rows to train on, without end
     held_out: list[dict]
@@ -907,11 +917,11 @@ class Run:
     learners: dict[str, Learner] = dataclasses.field(default_factory=dict)  # policy, critic
     optimizer: torch.optim.Optimizer | None = None  # of the parameters that this process owns
     ends: dict = dataclasses.field(default_factory=dict)  # eos_ids and pad_id, for `generate`
-    records_experts: bool = False  # a mixture of experts whose routing can be watched
+    records_experts: bool = False  # its configuration speaks of experts: routers are watched
 
     # in progress
     started: float = dataclasses.field(default_factory=time.time)
-    before: dict = dataclasses.field(default_factory=dict)  # the first evaluation
+    before: dict = dataclasses.field(default_factory=dict)  # evaluation before the first step here
     shown_answers: list[dict] = dataclasses.field(default_factory=list)  # of the latest one
     completions_judged: int = 0
     trackers: list[Tracker] = dataclasses.field(default_factory=list)  # beside metrics.jsonl
@@ -969,7 +979,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     rows, held_out = read_data(config, reward)
     saved = checkpoint_to_resume(config)
     if config.model in BUILT_IN:
-        # more wait for each other at this size
+        # more threads only wait for each other at this size
         torch.set_num_threads(min(2, torch.get_num_threads()))
     if not ranks.first:
         ranks.wait()  # the first process makes a built-in policy, the others find it
@@ -985,11 +995,11 @@ def start(config: Config, ranks: Ranks) -> Run:
         with expecting("--routing-replay sampler: expected experts that the sampler can tell"):
             rollout.need_recorded_experts(model_source)
     prompts, held_out = split_prompts(config, prompt_format(config, model), rows, held_out)
-    judge = replies = None
+    reward_model = replies = None
     if tool:
         replies = rollout.Replies(tool, model.tokenizer, model.vocabulary)
     if config.reward_model:
-        judge = rollout.reward_model(config.reward_model, config.device)
+        reward_model = rollout.reward_model(config.reward_model, config.device)
 
     with own_folder(config, ranks) as (folder, lock):
         run = Run(
@@ -1003,7 +1013,7 @@ def start(config: Config, ranks: Ranks) -> Run:
             started=begun,
             tokenizer=model.tokenizer,
             reward=reward,
-            judge=judge,
+            reward_model=reward_model,
             replies=replies,
             prompts=prompts,
             held_out=held_out,
@@ -1018,7 +1028,9 @@ def start(config: Config, ranks: Ranks) -> Run:
 
 
 def read_data(config: Config, reward: rewards.Reward) -> tuple[list | None, list | None]:
-    """The rows of --data and --eval-data; None where the flag is not given."""
+    """The rows of --data and --eval-data, None where the flag is not given.
+
+    UserError for what the reward, tried on the first row, or a built-in policy cannot use."""
     rows = held_out = None
     if config.data:
         rows = rewards.read_rows(config.data, "--data", reward)
@@ -1034,6 +1046,9 @@ def read_data(config: Config, reward: rewards.Reward) -> tuple[list | None, list
 
 
 def checkpoint_to_resume(config: Config) -> Path | None:
+    """The newest checkpoint of --name, None for a run that begins.
+
+    UserError where the name is taken, or no step is left."""
     if not config.name:
         return None
     folder = Path(config.runs, config.name)
@@ -1168,8 +1183,10 @@ def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
 
 
 def open_files(run: Run) -> None:
-    """Flags, metrics and samples; with --resume what came after the checkpoint will come again."""
-    config, folder, drawn = run.config, run.folder, 0
+    """Flags, metrics, samples and trackers; with --resume what came after the checkpoint will come
+    again: its rows are cut off, and prompts go on behind those that were drawn before it."""
+    config, folder = run.config, run.folder
+    drawn = 0
     if run.ranks.first:
         rows = keep_rows(folder / "metrics.jsonl", run.done)
         keep_rows(folder / "samples.jsonl", run.done)
@@ -1186,7 +1203,8 @@ def open_files(run: Run) -> None:
 
 
 def keep_rows(path: Path, done: int) -> list[dict]:
-    """Cuts off what a JSONL file has of steps after `done`, and a torn last line; what stays."""
+    """Cuts off what a JSONL file has of steps after `done`, and a torn last line; returns what
+    stays."""
     rows, size = [], 0
     with open(path, "a+b") as file:
         file.seek(0)
@@ -1394,7 +1412,7 @@ class MicroBatch:
 class Update:
     """One optimiser step: its completions, and those of them that can move the policy."""
 
-    rows: Tensor  # (n,) indices into the batch: their number is what the loss is divided by
+    rows: Tensor  # (n,) indices into the batch; the loss is divided by their completions or tokens
     micro_batches: list[MicroBatch]  # of live rows alone, and of those that this process works on
 
 
@@ -1463,7 +1481,9 @@ def sample(
     """group_size completions of each prompt, scored; the same seed text gives the same."""
     config, ranks = run.config, run.ranks
     number = int(hashlib.sha256(f"{config.seed} {seed}".encode()).hexdigest()[:15], 16)
-    own, judged, faults = prompts[ranks.rank :: ranks.size], None, run.reward.faults
+    own = prompts[ranks.rank :: ranks.size]
+    faults = run.reward.faults  # before: only what is added here is summed over processes
+    judged = None
     if own:
         with run.timer("sample"):
             samples = rollout.generate(
@@ -1503,11 +1523,14 @@ def cache_gb(run: Run) -> float:
 
 
 def judge(run: Run, samples: rollout.Rollout, rows: list[dict]) -> Judged:
+    """What the verifiers say of completions; a reward model's score is a field of the row for them.
+
+    rows: the data behind each completion."""
     texts = []
     for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist()):
         texts.append(run.tokenizer.decode(ids[:length], skip_special_tokens=True))
-    if run.judge:
-        found = run.judge([row["prompt"] for row in rows], texts)
+    if run.reward_model:
+        found = run.reward_model([row["prompt"] for row in rows], texts)
         rows = [{**row, "reward_model": score} for row, score in zip(rows, found)]
     return Judged(samples, texts, rows, run.reward.score(texts, rows))
 
@@ -1528,14 +1551,15 @@ def from_all(run: Run, judged: Judged | None, faults: int, prompts: int, group_s
         for rank in range(run.ranks.size)
         for prompt in range(prompts)[rank :: run.ranks.size]
     ]
-    groups = torch.tensor(order).argsort().tolist()
+    groups = torch.tensor(order).argsort().tolist()  # for each prompt the place of its group
     everything = join(parts, members(groups, group_size), run.ends["pad_id"])
     everything.samples = everything.samples.to(run.config.device)
     return everything
 
 
 def collect(run: Run, step: int) -> Batch:
-    """Sample and score P groups; dynamic sampling goes on until P of them are not dead."""
+    """Sample and score P groups; dynamic sampling goes on until P of them are not dead. Then `plan`
+    what to do with them."""
     config, size = run.config, run.config.group_size
     run.reward.faults = 0
     if run.replies:
@@ -1635,7 +1659,8 @@ def shaped_rewards(config: Config, judged: Judged) -> Tensor:
 
 
 def plan(run: Run, batch: Batch) -> None:
-    """Optimiser steps, of whole groups where they divide, and their micro-batches of live rows."""
+    """Which rows are live, by advantages of rewards alone; optimiser steps, of whole groups where
+    they divide, and their micro-batches of live rows."""
     config = run.config
     packed = rollout.takes_our_attention(run.policy)
     batch.advantages = advantages_of_rewards(run, batch)
@@ -1654,7 +1679,8 @@ def plan(run: Run, batch: Batch) -> None:
 
 
 def advantages_of_rewards(run: Run, batch: Batch) -> Tensor | None:
-    """Advantages where rewards alone decide on them; None where log-probs or values do, too."""
+    """Advantages where rewards alone decide on them; None where log-probs or values may, too:
+    `compare` makes those."""
     config, algorithm = run.config, run.algorithm
     settings = given_flags(config, algorithm.advantage_flags)
     if config.advantage_scale == "terms":
@@ -1668,7 +1694,7 @@ def advantages_of_rewards(run: Run, batch: Batch) -> Tensor | None:
     else:
         return None
     if config.dynamic_sampling and batch.all_dead:
-        advantages.zero_()  # a dead group moves nothing, its lengths neither
+        advantages.zero_()  # a dead group moves nothing, not by penalties for its lengths either
     return advantages
 
 
@@ -1687,7 +1713,7 @@ def reward_terms(run: Run, batch: Batch) -> tuple[Tensor, list[float]]:
 
 def live_rows(run: Run, batch: Batch) -> Tensor:
     """(N,) completions that are worth a forward pass, on the CPU: those whose advantage is not 0,
-    or all where something beside the advantages reads log-probs or values."""
+    or all where that is not known yet, or something beside it reads log-probs."""
     everything = torch.ones(len(batch.rewards), dtype=torch.bool)
     if batch.advantages is None or run.ref_policy is not None or run.config.entropy_coef:
         return everything
@@ -1719,8 +1745,8 @@ def freeze(run: Run, batch: Batch) -> None:
                     batch.ref_logprobs[rows], _ = run.logprobs(run.ref_policy, batch.samples[rows])
             if run.critic is not None:
                 batch.values[rows] = run.values(batch.samples[rows])
-    for rows in (batch.old_logprobs, batch.ref_logprobs, batch.values):
-        know_all_rows(run, batch, rows)
+    for scored in (batch.old_logprobs, batch.ref_logprobs, batch.values):
+        know_all_rows(run, batch, scored)
 
 
 def know_all_rows(run: Run, batch: Batch, values: Tensor) -> None:
@@ -1761,14 +1787,16 @@ def recording(run: Run, micro_batch: MicroBatch) -> Iterator[None]:
 
 
 def new_routing(run: Run) -> rollout.Routing:
-    """What watches the routers of a pass that comes before any replay, but for the sampler's."""
+    """What watches the routers of a pass that replays nothing of pi_old's. What the sampler chose
+    is replayed in every pass, if at all."""
     if run.config.routing_replay == "sampler":
         return rollout.SamplerRouting()
     return rollout.Routing()
 
 
 def compare(run: Run, batch: Batch) -> None:
-    """Advantages: how much better a completion is than its peers, or than the critic expected."""
+    """Advantages: how much better a completion is than its peers, or than the critic expected; less
+    weight, or none, where the sampler was another policy."""
     config, samples = run.config, batch.samples
     if batch.advantages is None:
         batch.advantages = advantages_of_tokens(run, batch)
@@ -1859,7 +1887,7 @@ def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def improve(run: Run, batch: Batch) -> list[dict]:
-    """The updates of a step: epochs over its minibatches. The metrics of those that were made."""
+    """The updates of a step: epochs over its minibatches. Returns the metrics of those made."""
     config = run.config
     for group in run.optimizer.param_groups:
         warm_up = min(1.0, batch.step / max(config.warmup_steps, 1))
@@ -1885,8 +1913,8 @@ def improve(run: Run, batch: Batch) -> list[dict]:
         if batch.first_logprobs is None:
             batch.first_logprobs = batch.new_logprobs.clone()
     forget_gradients(run)  # their memory is for sampling
-    for rows in (batch.old_logprobs, batch.new_logprobs, batch.first_logprobs):
-        know_all_rows(run, batch, rows)
+    for scored in (batch.old_logprobs, batch.new_logprobs, batch.first_logprobs):
+        know_all_rows(run, batch, scored)
     return made
 
 
@@ -1908,11 +1936,11 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict:
     """The clipped gradient of one update, summed over its micro-batches; returns its metrics."""
     config = run.config
     denom = units(batch.mask[update.rows], run.algorithm.unit)
-    live = batch.mask[update.rows[batch.live[update.rows]]]
+    live_mask = batch.mask[update.rows[batch.live[update.rows]]]
     totals = {"loss": torch.zeros((), device=config.device)}
     forget_gradients(run)
     for micro_batch in update.micro_batches:
-        loss, metrics = losses(run, batch, micro_batch, denom, live)
+        loss, metrics = losses(run, batch, micro_batch, denom, live_mask)
         loss.backward()
         totals["loss"] += loss.detach()
         for name, value in metrics.items():
@@ -1921,14 +1949,14 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict:
     norms = {}
     for each in run.learners.values():
         parameters = list(each.parameters.values())
-        sum_gradients(run, parameters, nothing_to_learn=not len(live))
+        sum_gradients(run, parameters, nothing_to_learn=not len(live_mask))
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm)
         norms[each.norm] = float(norm)
-    if not len(live):
+    if not len(live_mask):
         return {}  # it moves by momentum alone: nothing to measure
     sums = collections.Counter()
     for each in run.ranks.gather({name: float(value) for name, value in totals.items()}):
-        sums.update(each)
+        sums.update(each)  # a Counter's update adds
     return {**sums, **norms}
 
 
@@ -1950,12 +1978,12 @@ def units(mask: Tensor, unit: str) -> Tensor:
 
 
 def losses(
-    run: Run, batch: Batch, micro_batch: MicroBatch, denom: Tensor, live: Tensor
+    run: Run, batch: Batch, micro_batch: MicroBatch, denom: Tensor, live_mask: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the update's loss (0-d), and of its metrics (0-d, detached).
 
-    denom: completions or tokens of the whole update, for the loss; live (n, T): the mask of its
-    rows that are not left out, for metrics, which are means over those."""
+    denom: completions or tokens of the whole update, for the loss; live_mask (n, T): the mask of
+    its live rows, for metrics, which are means over those."""
     config, algorithm, rows = run.config, run.algorithm, micro_batch.rows
     samples, mask = batch.samples[rows], batch.mask[rows]
     with routing_of_update(run, micro_batch):
@@ -1984,13 +2012,13 @@ def losses(
         **given_flags(config, algorithm.loss_flags),
     )
     # the loss is a mean over all completions of the update, its metrics over the live ones
-    all_to_live = denom / units(live, algorithm.unit)
+    all_to_live = denom / units(live_mask, algorithm.unit)
     metrics = {name: value * all_to_live for name, value in metrics.items()}
 
     if config.off_policy_delta is not None:
-        metrics["off_policy_masked"] = (mask & ~stays).sum() / units(live, "token")
+        metrics["off_policy_masked"] = (mask & ~stays).sum() / units(live_mask, "token")
 
-    mean_entropy = (entropy * mask).sum() / units(live, "token")
+    mean_entropy = (entropy * mask).sum() / units(live_mask, "token")
     loss = loss - config.entropy_coef * mean_entropy
     metrics["entropy"] = mean_entropy.detach()
 
@@ -2044,19 +2072,20 @@ METRICS = {
     "reward_std": "its standard deviation; above 0",
     "reward/NAME": "mean of one verifier, before its weight; rises",
     "solved": (
-        "share of all completions drawn that are right (pass@1 at the training temperature); rises"
+        "mean correctness of all completions drawn: the share that is right where verifiers pay 0 "
+        "or 1 (pass@1 at the training temperature); rises"
     ),
     "solved_any": (
         "mean over prompts of the best completion: the share solved at least once (pass@G) "
         "where rewards are 0 or 1; above solved: there is something to learn"
     ),
     "dead_right": (
-        "share of groups that are all right: advantage 0; rises as the task is learned; near "
-        "1: take harder prompts"
+        "share of groups that are all right: advantage 0, but for shaping, `format` and `model`; "
+        "rises as the task is learned; near 1: take harder prompts"
     ),
     "dead_wrong": (
-        "share of groups that are all wrong: advantage 0; falls; near 1: take easier prompts "
-        "or a larger group"
+        "share of groups that are all wrong: advantage 0, but for shaping, `format` and `model`; "
+        "falls; near 1: take easier prompts or a larger group"
     ),
     "prompts_drawn": (
         "prompts sampled this step, refills of dynamic sampling included; --prompts-per-step "
@@ -2079,8 +2108,10 @@ METRICS = {
     "tool_calls": "with --tool: replies that were written into a completion, mean",
     "tool_tokens": "with --tool: share of the completions' tokens that it wrote; steady",
     "tool_faults": "with --tool: times that it raised, or returned no text, in this step; 0",
-    # what moved the policy: means over live rows, and over updates
-    "advantage_abs": "mean of the advantages' size; 0 on dead groups; falls as dead groups grow",
+    # what moved the policy: means over updates, and in each over its live rows
+    "advantage_abs": (
+        "mean of |A| over all that is trained on, live or not; falls as dead groups grow"
+    ),
     "clip_fraction": (
         "share of units whose clipped branch is active: completions for GSPO, tokens for most "
         "others; GSPO's is far above GRPO's (the paper: 0.15 against 0.0013, of tokens); 0 "
@@ -2104,15 +2135,15 @@ METRICS = {
     ),
     "off_policy_masked": "with --off-policy-delta: share of tokens that it leaves out; near 0",
     "expert_flips": (
-        "mixtures of experts: share of (completion token, layer) whose set of experts differs "
-        "from π_old's after the updates; not with --gradient-checkpointing or --old-logprobs "
-        "sampler; with --routing-replay sampler what the routers would choose, each on top of the "
-        "sampler's experts; small and steady"
+        "mixtures of experts, at evaluations: share of (completion token, layer) whose set of "
+        "experts differs from π_old's after the updates; not with --old-logprobs sampler; with "
+        "--routing-replay sampler what the routers would choose, each on top of the sampler's "
+        "experts; small and steady"
     ),
     "sampler_flips": (
-        "with --routing-replay sampler: share of (completion token, layer) where the trainer's "
-        "π_old would choose another set of experts than the sampler did; 0 up to ties in float32; "
-        "bfloat16, --stale-steps: what the replay hides"
+        "with --routing-replay sampler and --old-logprobs trainer: share of (completion token, "
+        "layer) where the trainer's π_old would choose another set of experts than the sampler "
+        "did; 0 up to ties in float32; bfloat16, --stale-steps: what the replay hides"
     ),
     "kl": "KL to the reference, nats, with --kl-coef only; grows slowly",
     "entropy": (
@@ -2129,8 +2160,8 @@ METRICS = {
     "grad_norm": "before clipping at --max-grad-norm, mean over updates; steady",
     # how far apart: pi_theta from pi_old, each completion as its own update saw it
     "policy_kl": (
-        "π_θ against π_old over all tokens, each completion as its own update saw it (so that "
-        "those of the first update count 0); as approx_kl"
+        "π_θ against π_old over the tokens of all live completions, each as its own update saw it "
+        "(so that those of the first update count 0); as approx_kl"
     ),
     "policy_token_std": "spread of token log-ratios; above the next",
     "policy_sequence_std": (
@@ -2168,14 +2199,14 @@ METRICS = {
     ),
     # the run and the machine
     "loss": (
-        "of the algorithm, KL and critic included, mean over updates; near 0, and not to be "
-        "looked at"
+        "of the algorithm, KL, entropy bonus and critic included, mean over updates; near 0, and "
+        "not to be looked at"
     ),
     "bad_updates": (
         "updates skipped, a statistic of theirs not being finite; more than --max-bad-updates "
         "in a row stop the run; 0"
     ),
-    "verifier_faults": "times a verifier raised in this step; 0",
+    "verifier_faults": "times a verifier raised, or returned no number, in this step; 0",
     "lr": "learning rate of the policy, after warm-up --lr",
     "seconds_sample": "sampling",
     "seconds_score": "the verifier; a slow one looks like this",
@@ -2184,7 +2215,9 @@ METRICS = {
     "seconds_flips": "scoring once more for expert_flips",
     "seconds_improve": "forward, backward, optimiser",
     "seconds_ranks": "part of all these: waiting for other processes, and sending to them",
-    "tokens_per_second": "completion tokens trained on, a second of the whole step",
+    "tokens_per_second": (
+        "completion tokens trained on, a second of the step, evaluation and checkpoint left out"
+    ),
     "memory_gb": "peak memory of the GPU since the start; below the card's",
     "eval_solved": "held-out greedy accuracy, every --eval-every steps; rises with solved",
     "eval_pass@K": (
@@ -2284,7 +2317,8 @@ def measure_by_length(run: Run, batch: Batch) -> dict:
 
 
 def measure_learning(run: Run, batch: Batch, updates: list[dict]) -> dict:
-    """What moved the policy: over live rows, means over the updates that had some."""
+    """What moved the policy: |A| over all rows, the rest over live ones, means over the updates
+    that had some."""
     row = {}
     row["advantage_abs"] = mean_advantage(batch)
     for name in dict.fromkeys(name for metrics in updates for name in metrics):
@@ -2359,7 +2393,7 @@ def drift(
     prefix: str, logprobs: Tensor, old_logprobs: Tensor, samples: rollout.Rollout, rows: Tensor
 ) -> dict[str, Tensor]:
     """How far two scorings (N, T) of some rows are apart, 0-d each: k3 over tokens, std of token
-    and of sequence log-ratios, mean, min and max of s_i, share of s_i outside GSPO's clip."""
+    and of sequence log-ratios, mean, min and max of s_i, share of s_i outside GSPO's own band."""
     if not len(rows):
         return {}
     mask = samples.completion_mask[rows]
@@ -2417,7 +2451,8 @@ SHOWN_PROMPTS = 4  # whose greedy answers every evaluation keeps, for report.htm
 
 
 def evaluate(run: Run, name: str, step: int, pass_k: bool = False) -> dict:
-    """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
+    """Held-out accuracy: greedy, and the share of prompts that one of k samples solves. Some of the
+    greedy answers stay in run.shown_answers, for `keep_answers`."""
     config, k = run.config, run.config.eval_samples
     with fresh_sampler(run) as sampler:
         greedy = sample(run, sampler, run.held_out, f"eval {name}", 1, temperature=0.0)
@@ -2474,7 +2509,8 @@ def console_line(row: dict) -> str:
 
 
 def report(run: Run, batch: Batch, row: dict) -> None:
-    """One console line, one row of metrics.jsonl, a few samples that a person can read."""
+    """One console line, one row for metrics.jsonl and the trackers, a few samples that a person can
+    read; warnings."""
     if not run.ranks.first:
         return
     print(console_line(row), flush=True)
@@ -3095,7 +3131,7 @@ def device_of_step(run: Run) -> str:
 
 
 def load_trainer_state(run: Run, path: Path) -> None:
-    """What the state has of parts that this run does not have is of no use now."""
+    """Puts back what `trainer_state` wrote; what it has of parts that are no more is of no use."""
     parameters, owners = parameters_of_state(run), owners_of_state(run)
     state = safetensors.torch.load_file(path, device=run.config.device)
     weights = [key for key in state if key.startswith("weights ")]
@@ -3104,7 +3140,7 @@ def load_trainer_state(run: Run, path: Path) -> None:
         # --kl-coef is new: the reference is still the model that the run began with
         run.ref_policy.load_state_dict(rollout.load_model(start_model(run.config)).state_dict())
     for key, value in state.items():
-        first, second = key.split()
+        first, second = key.split()  # "weights NAME", or "NAME MOMENT"
         if first == "weights" and second in parameters:
             parameters[second].data.copy_(value)
         elif owners.get(first) == run.ranks.rank:
