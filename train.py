@@ -1117,8 +1117,13 @@ def check_model(run: Run) -> None:
     """Samples and scores a few tokens in float32: some architectures would be trained wrongly."""
     prompts = sorted((row["ids"] for row in run.held_out), key=len)
     short = [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
-    records = run.config.routing_replay == "sampler"
-    rollout.check_scorer(run.policy, short, pad_id=run.ends["pad_id"], record_experts=records)
+    rollout.check_scorer(
+        run.policy,
+        short,
+        pad_id=run.ends["pad_id"],
+        max_new_tokens=min(8, run.config.max_new_tokens),  # no more fit behind the longest prompts
+        record_experts=run.config.routing_replay == "sampler",
+    )
 
 
 def show_first_prompt(run: Run) -> None:
