@@ -1692,11 +1692,11 @@ def reward_terms(run: Run, batch: Batch) -> tuple[Tensor, list[float]]:
 
 def live_rows(run: Run, batch: Batch) -> Tensor:
     """(N,) completions that are worth a forward pass, on the CPU: those whose advantage is not 0,
-    or all where something beside the advantages reads log-probs or values."""
-    everything = torch.ones(len(batch.rewards), dtype=torch.bool)
+    or all where something beside the advantages reads log-probs or values; but none of which the
+    loss sees no token, under --overlong-filter."""
     if batch.advantages is None or run.ref_policy is not None or run.config.entropy_coef:
-        return everything
-    moving = (batch.advantages.view(len(everything), -1) != 0) & batch.mask
+        return batch.mask.any(1).cpu()
+    moving = (batch.advantages.view(len(batch.mask), -1) != 0) & batch.mask
     return moving.any(1).cpu()
 
 
