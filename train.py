@@ -146,10 +146,13 @@ class Config:
         choices=("token", "completion"),
     )
     mismatch_low: float | None = flag(
-        None, "least ratio pi_old / sampler that stays; default 0.5, of completions 0.99", above=0
+        None,
+        "least ratio pi_old / sampler that stays; default 0.5, of completions 0.99",
+        above=0,
+        at_most=1,
     )
     mismatch_high: float | None = flag(
-        None, "greatest ratio that stays; default 5, of completions 1.01", above=0
+        None, "greatest ratio that stays; default 5, of completions 1.01", at_least=1
     )
     off_policy_delta: float | None = flag(
         None, "a completion with A < 0 leaves once log pi fell by more nats a token", at_least=0
@@ -376,7 +379,10 @@ def resolve(given: dict) -> Config:
     if not given.get("resume"):
         return complete(given)
     saved, saved_given = saved_flags(given)
-    for name in ("model", "lora_rank", "lora_alpha", "lora_targets"):  # what the weights are
+    weights = ["model", "lora_rank", "lora_alpha", "lora_targets"]  # what they are
+    if saved["model"] in BUILT_IN:
+        weights.append("task")  # it knows the characters of no other
+    for name in weights:
         need(
             name not in given or given[name] == saved[name],
             f"{dashed(name)} {given.get(name)}: a run that is resumed keeps its own, {saved[name]}",
@@ -487,6 +493,8 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
         refuse("max_refills", "--dynamic-sampling")
     if config.eval_data and not config.data:
         refuse("eval_data", "--data")
+    if "task" in given and config.data and config.model not in BUILT_IN and not config.resume:
+        refuse("task", "no --data, whose rows are the problems")
     if config.ref_every and not config.kl_coef:
         refuse("ref_every", "--kl-coef")
     if config.ref_every and config.lora_rank:
@@ -499,8 +507,6 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
     for name in ("mismatch_low", "mismatch_high"):
         if name in given and not config.mismatch_mask:
             refuse(name, "--mismatch-mask")
-    if (config.mismatch_low or 0) > (config.mismatch_high or math.inf):
-        refuse("mismatch_low", f"at most --mismatch-high {config.mismatch_high}")
     for name in ("tis_cap", "mismatch_mask"):
         if values[name] and config.old_logprobs != "trainer":
             refuse(name, "--old-logprobs trainer")
@@ -517,6 +523,8 @@ def refuse_values(config: Config, refuse: Callable[[str, str], None]) -> None:
         refuse("completions_per_update", f"a divisor of {completions}")
     if config.name and not re.fullmatch(r"\w[\w.+-]{0,99}", config.name):
         refuse("name", "letters, digits, ._+-")
+    if config.overlong_cache > config.max_new_tokens:
+        refuse("overlong_cache", f"at most --max-new-tokens {config.max_new_tokens}")
     if config.prompt_template and config.prompt_template.count("{prompt}") != 1:
         refuse("prompt_template", "one {prompt}")
 

@@ -266,6 +266,26 @@ def test_a_resumed_run_keeps_its_model(models, tmp_path):
     good(tmp_path, "--resume --name run --steps 2 --model models/tiny", small=False)
 
 
+def test_a_resumed_built_in_policy_keeps_its_task(tmp_path):
+    """It knows the characters of no other; any other model may change."""
+    good(tmp_path, "--model tiny --steps 1")
+    sentence = refused(tmp_path, "--resume --name run --steps 2 --task countdown", small=False)
+    assert "--task countdown" in sentence and "arithmetic" in sentence
+    good(tmp_path, "--resume --name run --steps 2 --task arithmetic", small=False)
+
+    good(tmp_path / "other", f"{BASE} --steps 1")
+    result = good(tmp_path / "other", "--resume --name run --steps 2 --task sums", small=False)
+    assert "task was arithmetic, from now on it is sums" in result.out
+
+
+def test_a_task_gives_way_to_data_that_come_with_a_resume(seen, tmp_path):
+    """At the start the two are refused together; but what a run was given cannot be taken back."""
+    write_rows(Path("rows.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(9)])
+    good(tmp_path, f"{BASE} --task calculator --tool-after = --steps 1")
+    good(tmp_path, "--resume --name run --steps 2 --data rows.jsonl --tool calculator", small=False)
+    assert all(row["prompt"].endswith("+1=") for row in seen.batches[-1].rows)
+
+
 def test_a_reference_that_comes_with_a_resume_is_the_model_of_the_start(seen, tmp_path):
     """Not the checkpoint, from which the KL would be 0."""
     good(tmp_path, f"{BASE} --steps 1")
