@@ -1184,10 +1184,10 @@ def open_files(run: Run) -> None:
     """Flags, metrics and samples; with --resume what came after the checkpoint will come again."""
     config, folder, drawn = run.config, run.folder, 0
     if run.ranks.first:
-        rows = keep_rows(folder / "metrics.jsonl", run.done)
+        drawn = prompts_drawn(folder / "metrics.jsonl", run.done)
         keep_rows(folder / "samples.jsonl", run.done)
-        keep_rows(folder / "evaluations.jsonl", run.done)
-        drawn = sum(int(row["prompts_drawn"]) for row in rows)
+        # a run without a checkpoint begins again, with the evaluation before its first step
+        keep_rows(folder / "evaluations.jsonl", run.done if run.done else -1)
         (folder / "config.new").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
         (folder / "config.new").rename(folder / "config.json")
     run.prompts = itertools.islice(run.prompts, run.ranks.from_first(drawn), None)
@@ -1196,6 +1196,14 @@ def open_files(run: Run) -> None:
             run.trackers.append(open_tracker(name, config, folder, run.done))
     if not run.done:
         keep_answers(run)
+
+
+def prompts_drawn(path: Path, done: int) -> int:
+    """How many the steps so far have drawn, which the rows that stay of metrics.jsonl say."""
+    rows = keep_rows(path, done)
+    with expecting(f"{path}: expected a row with prompts_drawn of each of {done} steps"):
+        need([row["step"] for row in rows] == list(range(1, done + 1)), f"found {len(rows)} rows")
+        return sum(int(row["prompts_drawn"]) for row in rows)
 
 
 def keep_rows(path: Path, done: int) -> list[dict]:
@@ -2118,9 +2126,9 @@ METRICS = {
     "off_policy_masked": "with --off-policy-delta: share of tokens that it leaves out; near 0",
     "expert_flips": (
         "mixtures of experts: share of (completion token, layer) whose set of experts differs "
-        "from π_old's after the updates; not with --gradient-checkpointing or --old-logprobs "
-        "sampler; with --routing-replay sampler what the routers would choose, each on top of the "
-        "sampler's experts; small and steady"
+        "from π_old's after the updates; not with --old-logprobs sampler; with --routing-replay "
+        "sampler what the routers would choose, each on top of the sampler's experts; small and "
+        "steady"
     ),
     "sampler_flips": (
         "with --routing-replay sampler: share of (completion token, layer) where the trainer's "
@@ -2498,7 +2506,8 @@ def report(run: Run, batch: Batch, row: dict) -> None:
 
     if run.reward.fault:
         run.warn("fault", run.reward.fault)
-    taught_nothing = row["truncated"] == 1 or row["advantage_abs"] == 0
+    # what is not finite is not in the row
+    taught_nothing = row["truncated"] == 1 or row.get("advantage_abs") == 0
     run.quiet_steps = run.quiet_steps + 1 if taught_nothing else 0
     if run.quiet_steps == 10:
         run.warn(

@@ -155,6 +155,26 @@ def test_a_torn_line_is_repaired_on_resume(tail, tmp_path, monkeypatch):
     same_run(whole, folder)
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
+    """All of its files are those of one that was never killed; the first evaluation is there once."""
+    flags = f"{BASE} --eval-every 1"
+    whole = good(tmp_path / "whole", flags).folder
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save", broken_off)
+        with pytest.raises(SystemExit):
+            launch(tmp_path / "killed", flags)
+    folder = tmp_path / "killed/run"
+    assert metrics(folder) and not newest(folder)
+    good(tmp_path / "killed", "--resume --name run", small=False)
+    same_run(whole, folder)
+    shown = [Path(run, "evaluations.jsonl").read_text() for run in (whole, folder)]
+    assert shown[0] == shown[1]
+
+
+def broken_off(run, step):
+    raise SystemExit(3)
+
+
 def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
     """A checkpoint that lost files (a copy that broke off, say) is passed over."""
     folder = good(tmp_path / "one", f"{BASE} --steps 3 --save-every 1").folder

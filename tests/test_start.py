@@ -356,6 +356,18 @@ def test_a_config_of_another_train_py_is_one_sentence(change, word, tmp_path):
     assert "config.json" in sentence and word in sentence
 
 
+@pytest.mark.parametrize("rows", ["", '{"step": 1}\n{"step": 2}\n'], ids=["lost", "changed"])
+def test_a_run_that_lost_its_rows_does_not_draw_its_prompts_again(rows, tmp_path):
+    """The rows say how many were drawn. Without them the first ones would come once more."""
+    folder = good(tmp_path, f"{BASE} --steps 2").folder
+    path = folder / "metrics.jsonl"
+    path.write_text(rows)
+    config = (folder / "config.json").read_bytes()
+    sentence = refused(tmp_path, "--resume --name run --steps 3", small=False)
+    assert f"{path}: expected a row" in sentence and "prompts_drawn" in sentence
+    assert (folder / "config.json").read_bytes() == config
+
+
 @pytest.mark.parametrize("garbage", ["what is this\n", "[1]\n", '{"reward": 1}\n', "\x00\x00\n"])
 def test_garbage_in_the_metrics_is_one_sentence(garbage, tmp_path):
     folder = good(tmp_path, f"{BASE} --steps 2").folder

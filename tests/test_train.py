@@ -1192,6 +1192,18 @@ def test_logprobs_that_are_not_finite_leave_no_nan_in_the_metrics(monkeypatch, t
         assert all(math.isfinite(value) for value in row.values() if value is not None)
 
 
+def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_path):
+    """Of the critic, in freeze: no advantage is a number, no update is made, the run goes on."""
+    calls = Calls(
+        rollout.completion_values,
+        lambda number, result: result * float("nan") if number < 8 else result,
+    )  # 4 in freeze, 4 in updates, a step
+    monkeypatch.setattr(rollout, "completion_values", calls.stand_in)
+    rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
+    assert [row["bad_updates"] for row in rows] == [4, 0]
+    assert ["advantage_abs" in row for row in rows] == [False, True]
+
+
 def test_a_verifier_that_raises_is_told_once_scored_0_and_counted(seen, tmp_path):
     result = good(
         tmp_path, "--model models/tiny --steps 3", "--reward", "pay.py:even + pay.py:broken"
