@@ -1640,19 +1640,23 @@ def join(drawn: list[Judged], completions: list[int], pad_id: int) -> Judged:
 
 
 def shaped_rewards(config: Config, judged: Judged) -> Tensor:
-    """(N,) what the verifiers pay, less what length and repetition cost.
+    """(N,) what the verifiers pay, less what length and repetition cost."""
+    costs = costs_of_texts(config, judged.samples)
+    return torch.tensor([score.reward + cost for score, cost in zip(judged.scores, costs)])
+
+
+def costs_of_texts(config: Config, samples: rollout.Rollout) -> list[float]:
+    """What length and repetition add to each reward: 0 or less.
 
     The length is the whole text's, as --max-new-tokens is: a tool's part of it counts."""
-    shaped = []
-    samples = judged.samples
-    rows = zip(judged.scores, samples.completions.tolist(), samples.lengths.tolist())
-    for score, ids, length in rows:
+    costs = []
+    for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist()):
         repetition = rewards.repetition_penalty(ids[:length])
         overlong = rewards.soft_overlong_penalty(
             length, config.max_new_tokens, config.overlong_cache
         )
-        shaped.append(score.reward + config.repetition_penalty * repetition + overlong)
-    return torch.tensor(shaped)
+        costs.append(config.repetition_penalty * repetition + overlong)
+    return costs
 
 
 def plan(run: Run, batch: Batch) -> None:
@@ -1700,8 +1704,8 @@ def reward_terms(run: Run, batch: Batch) -> tuple[Tensor, list[float]]:
         [[score.terms[name] for name in names] for score in batch.scores],
         device=batch.rewards.device,
     )
-    paid = torch.tensor([score.reward for score in batch.scores], device=batch.rewards.device)
-    costs = batch.rewards - paid
+    # not as a difference of rewards, whose rounding would tell equal costs apart
+    costs = torch.tensor(costs_of_texts(run.config, batch.samples), device=batch.rewards.device)
     weights = [run.reward.terms[name].weight for name in names]
     return torch.cat([terms, costs[:, None]], dim=1), [*weights, 1.0]
 

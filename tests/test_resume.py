@@ -156,7 +156,7 @@ def test_a_torn_line_is_repaired_on_resume(tail, tmp_path, monkeypatch):
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
-    """All of its files are those of one that was never killed; the first evaluation is there once."""
+    """Its files are those of one that was never killed: the first evaluation is there once."""
     flags = f"{BASE} --eval-every 1"
     whole = good(tmp_path / "whole", flags).folder
     with monkeypatch.context() as patch:
