@@ -1233,7 +1233,8 @@ def load_weights(run: Run, source: str | Path) -> None:
     run.ends = rollout.end_and_pad_ids(run.policy, run.tokenizer)
     check_model(run)
     if config.gradient_checkpointing:
-        run.policy.activation_checkpointing_enable()
+        with expecting("--gradient-checkpointing: expected a model that has it"):
+            run.policy.activation_checkpointing_enable()
 
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     run.old_policy = run.policy  # nothing moves while it samples
@@ -1309,17 +1310,30 @@ class LoraLinear(torch.nn.Module):
         down = torch.nn.functional.linear(inputs, self.lora_A)
         return outputs + self.scale * torch.nn.functional.linear(down, self.lora_B)
 
+    @property
+    def weight(self) -> Tensor:
+        """For layers that multiply by the weight themselves (Mamba, DeepSeek V3.2)."""
+        if not self.on:
+            return self.linear.weight
+        return self.merged()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
     def merged(self) -> Tensor:
         """(out, in) the weight of one linear layer that does the same, float32."""
         return self.linear.weight.float() + self.scale * (self.lora_B @ self.lora_A)
 
 
 def add_adapters(config: Config, policy, dtype: torch.dtype) -> None:
-    """Every weight is frozen, and linear layers of the body get an adapter each."""
+    """Every weight is frozen, and linear layers of the body get an adapter each; layers that share
+    a weight (Zamba) share it."""
     policy.requires_grad_(False)
     body = rollout.body_of(policy)
+    # what is derived of torch's may do something else: routers return choices, too (Llama 4)
     layers = {
-        name: module for name, module in body.named_modules() if isinstance(module, torch.nn.Linear)
+        name: module for name, module in body.named_modules() if type(module) is torch.nn.Linear
     }
     need(layers, f"--lora-rank: {policy.config.model_type} has no linear layers of torch")
     wanted = {name.rpartition(".")[2] for name in layers}
@@ -1330,15 +1344,19 @@ def add_adapters(config: Config, policy, dtype: torch.dtype) -> None:
             f"--lora-targets {config.lora_targets}: the model has {', '.join(sorted(known))}",
         )
     generator = torch.Generator().manual_seed(config.seed)
+    adapters: dict[int, LoraLinear] = {}  # by the identity of the weight
     for name, linear in layers.items():
         path, _, last = name.rpartition(".")
         if last not in wanted:
             linear.weight.data = linear.weight.data.to(dtype)
             continue
         adapter = LoraLinear(linear, config.lora_rank, config.lora_alpha, dtype)
-        bound = linear.in_features**-0.5  # as a linear layer begins
-        start = torch.rand(adapter.lora_A.shape, generator=generator) * 2 * bound - bound
-        adapter.lora_A.data.copy_(start)
+        twin = adapters.setdefault(id(linear.weight), adapter)
+        if twin is adapter:
+            bound = linear.in_features**-0.5  # as a linear layer begins
+            start = torch.rand(adapter.lora_A.shape, generator=generator) * 2 * bound - bound
+            adapter.lora_A.data.copy_(start)
+        adapter.lora_A, adapter.lora_B = twin.lora_A, twin.lora_B
         setattr(body.get_submodule(path), last, adapter)
 
 
@@ -1385,7 +1403,8 @@ def write_adapter(run: Run, folder: Path) -> None:
         if isinstance(module, LoraLinear):
             targets.add(path.rpartition(".")[2])
             for name, weight in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
-                tensors[f"base_model.model.{path}.{name}.weight"] = weight.detach().contiguous()
+                # a copy: a file has no room for one that two layers share
+                tensors[f"base_model.model.{path}.{name}.weight"] = weight.detach().clone()
     folder.mkdir()
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     settings = {

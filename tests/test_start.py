@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 import rollout
 import train
@@ -31,6 +31,7 @@ from tools import (
     launch,
     metrics,
     newest,
+    random_policy,
     refused,
     strict,
     write_rows,
@@ -229,6 +230,15 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
     monkeypatch.setattr(rollout, "load_model", spoil)
     sentence = refused_and_nothing_left(tmp_path, f"{BASE} --reward late.py:late")
     assert "late" in sentence and "every completion" in sentence and "KeyError" in sentence
+
+
+def test_a_model_without_gradient_checkpointing_is_one_sentence(tmp_path):
+    shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+    folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
+    flags = f"--model {folder} --reward pay.py:even"
+    sentence = refused(tmp_path / "runs", f"{flags} --gradient-checkpointing")
+    assert "--gradient-checkpointing" in sentence and "OpenAIGPT" in sentence
+    good(tmp_path / "runs", f"{flags} --steps 1")
 
 
 def test_a_verifier_that_fails_on_some_is_told_and_the_run_goes_on(tmp_path):
