@@ -516,8 +516,9 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
 
 def refuse_values(config: Config, refuse: Callable[[str, str], None]) -> None:
     """Values that cannot be, alone or with others, or not on this machine."""
-    for name, value in (("--name", config.name), ("--runs", config.runs)):
-        need(value != "", f"{name}: expected a name, and it is empty")
+    for name, value in dataclasses.asdict(config).items():
+        # of a shell's variable that is not set; an empty system message is one
+        need(value != "" or name == "system", f"{dashed(name)}: it is empty, expected a value")
     completions = config.prompts_per_step * config.group_size
     if completions % config.completions_per_update:
         refuse("completions_per_update", f"a divisor of {completions}")
@@ -2544,6 +2545,11 @@ def keep_answers(run: Run) -> None:
     """What the policy answers to some held-out prompts now, and the page that shows it."""
     if run.ranks.first:
         append_rows(run.folder / "evaluations.jsonl", run.shown_answers)
+    show_page(run)
+
+
+def show_page(run: Run) -> None:
+    if run.ranks.first:
         write_report([run.folder], run.folder / "report.html")
 
 
@@ -3204,6 +3210,7 @@ def train(run: Run) -> None:
         if last or run.stopped or (config.save_every and step % config.save_every == 0):
             checkpoint = save(run, step)
         if run.stopped and not last:
+            show_page(run)
             raise KeyboardInterrupt
 
     say_how_it_went(run, after, checkpoint)

@@ -123,6 +123,17 @@ def test_chat_template_system_and_prompt_template(flags, expected, chat, seen, t
     assert len(seen.batches[0].rows) == 16
 
 
+def test_an_empty_system_message_is_one(chat, seen, tmp_path):
+    """It stands against the one that some templates bring along."""
+    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
+    flags = "--model models/chat --reward pay.py:even --data chat.jsonl --steps 1"
+    good(tmp_path, flags, "--system", "")
+    for prompt in decoded_prompts(seen.batches[0], seen.run.tokenizer):
+        assert prompt.startswith("#;7+")
+    sentence = refused(tmp_path / "none", BASE, "--system", "")
+    assert "--system" in sentence and "chat template" in sentence
+
+
 def test_a_prompt_template_without_chat(seen, tmp_path):
     write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
     good(tmp_path, f"{BASE} --data chat.jsonl --steps 1 --prompt-template {{prompt}}*1=")

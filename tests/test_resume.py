@@ -93,6 +93,12 @@ def test_a_signal_saves_and_says_how_to_go_on(number, tmp_path, monkeypatch):
     assert [row["step"] for row in metrics(stopped.folder)] == [1, 2, 3, 4]
 
 
+def test_a_stopped_run_leaves_a_page_with_all_of_its_steps(tmp_path, monkeypatch):
+    """Not those to its last evaluation alone, which was before the first step."""
+    folder = interrupted(tmp_path, f"{BASE} --steps 9 --eval-every 0", monkeypatch, at=3).folder
+    assert "step 3: " in (folder / "report.html").read_text()
+
+
 def test_resuming_a_finished_run_says_so(tmp_path):
     folder = good(tmp_path, BASE).folder
     before = digests(folder), timeless(folder)

@@ -162,12 +162,21 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
     assert len(rivals) == 4 and (tmp_path / "runs/gspo-5/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("flag", ["--name", "--runs"])
-def test_an_empty_name_is_refused(flag, no_weights, tmp_path):
-    arguments = [*SMALL.split(), *BASE.split(), "--runs", str(tmp_path / "runs"), flag, ""]
+TEXTS = [
+    train.dashed(field.name)
+    for field in train.FLAGS
+    if str in train.value_types(field) and not field.metadata["choices"] and field.name != "system"
+]
+
+
+@pytest.mark.parametrize("flag", TEXTS)
+def test_an_empty_text_is_refused(flag, no_weights, tmp_path):
+    """--data "$FILE" where nobody set FILE would train on the built-in problems."""
+    arguments = [*SMALL.split(), *BASE.split(), "--lora-rank", "2"]
+    arguments += ["--runs", str(tmp_path / "runs"), flag, ""]
     before = on_disk(tmp_path)
     result = launch_only(arguments)
-    assert result.returncode == 2 and f"{flag}: expected a name" in result.stderr
+    assert result.returncode == 2 and f"{flag}: it is empty" in result.stderr
     assert on_disk(tmp_path) == before
 
 
