@@ -1124,15 +1124,39 @@ def take_lock(file: typing.IO) -> bool:
 
 def check_model(run: Run) -> None:
     """Samples and scores a few tokens in float32: some architectures would be trained wrongly."""
-    prompts = sorted((row["ids"] for row in run.held_out), key=len)
-    short = [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
     rollout.check_scorer(
         run.policy,
-        short,
+        short_prompts(run),
         pad_id=run.ends["pad_id"],
         max_new_tokens=min(8, run.config.max_new_tokens),  # no more fit behind the longest prompts
         record_experts=run.config.routing_replay == "sampler",
     )
+
+
+@torch.no_grad()
+def check_dtype(run: Run) -> None:
+    """A few tokens as the run will sample and score them: some models mix float32 and bfloat16."""
+    dtype = run.config.dtype
+    if dtype == "float32":  # that is what check_model tries
+        return
+    with expecting(
+        f"--dtype {dtype}: the model cannot be sampled and scored in it, expected float32"
+    ):
+        samples = rollout.generate(
+            run.old_policy,
+            short_prompts(run),
+            group_size=2,
+            max_new_tokens=min(8, run.config.max_new_tokens),
+            generator=torch.Generator().manual_seed(0),
+            **run.ends,
+        )
+        run.logprobs(run.policy, samples)
+
+
+def short_prompts(run: Run) -> list[list[int]]:
+    """Two of the held-out prompts, or their ends."""
+    prompts = sorted((row["ids"] for row in run.held_out), key=len)
+    return [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
 
 
 def show_first_prompt(run: Run) -> None:
@@ -1247,6 +1271,7 @@ def load_weights(run: Run, source: str | Path) -> None:
             run.ref_policy = rollout.sampler_copy(run.policy, dtype)
     if config.lora_rank:
         add_adapters(config, run.policy, dtype)
+    check_dtype(run)
 
     run.learners["policy"] = learner(run.policy, config.lr, "grad_norm", run.ranks)
     if run.algorithm.critic:

@@ -250,6 +250,17 @@ def test_a_model_without_gradient_checkpointing_is_one_sentence(tmp_path):
     good(tmp_path / "runs", f"{flags} --steps 1")
 
 
+@pytest.mark.parametrize("lora", ["", "--lora-rank 2 --lora-targets o_proj"])
+def test_a_model_that_cannot_run_in_bfloat16_is_one_sentence(lora, tmp_path):
+    """OpenAI's GPT keeps positions in float32 among weights in bfloat16; other models go on."""
+    shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+    folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
+    flags = f"--model {folder} --reward pay.py:even"
+    sentence = refused(tmp_path / "runs", f"{flags} --dtype bfloat16")
+    assert "--dtype bfloat16" in sentence and "float32" in sentence
+    good(tmp_path / "other", f"{BASE} --dtype bfloat16 --steps 1 {lora}")
+
+
 def test_a_verifier_that_fails_on_some_is_told_and_the_run_goes_on(tmp_path):
     Path("some.py").write_text(
         "def some(completion, answer):\n    return 1.0 / (len(completion) % 2)\n"
