@@ -1845,7 +1845,7 @@ def encode_prompt(
     if tokenizer.chat_template:
         ids = in_chat_template(tokenizer, text, system, template_args)
     else:
-        given = system or template_args
+        given = system is not None or template_args
         need(not given, "--system, --chat-template-args: the model has no chat template")
         ids = tokenizer.encode(text)
     need(ids, f"prompt {text[:60]!r}: expected at least one token")
@@ -1860,7 +1860,7 @@ def encode_prompt(
 
 def in_chat_template(tokenizer, text, system, template_args) -> list[int]:
     chat = [{"role": "user", "content": text}]
-    if system:
+    if system is not None:  # an empty one stands against the template's own
         chat.insert(0, {"role": "system", "content": system})
     with expecting("--system, --chat-template-args: expected what the chat template takes"):
         return tokenizer.apply_chat_template(

@@ -151,10 +151,13 @@ class Config:
         choices=("token", "completion"),
     )
     mismatch_low: float | None = flag(
-        None, "least ratio pi_old / sampler that stays; default 0.5, of completions 0.99", above=0
+        None,
+        "least ratio pi_old / sampler that stays; default 0.5, of completions 0.99",
+        above=0,
+        at_most=1,
     )
     mismatch_high: float | None = flag(
-        None, "greatest ratio that stays; default 5, of completions 1.01", above=0
+        None, "greatest ratio that stays; default 5, of completions 1.01", at_least=1
     )
     off_policy_delta: float | None = flag(
         None, "a completion with A < 0 leaves once log pi fell by more nats a token", at_least=0
@@ -384,7 +387,10 @@ def resolve(given: dict) -> Config:
     if not given.get("resume"):
         return complete(given)
     saved, saved_given = saved_flags(given)
-    for name in ("model", "lora_rank", "lora_alpha", "lora_targets"):  # what the weights are
+    weights = ["model", "lora_rank", "lora_alpha", "lora_targets"]  # what they are
+    if saved["model"] in BUILT_IN:
+        weights.append("task")  # it knows the characters of no other
+    for name in weights:
         need(
             name not in given or given[name] == saved[name],
             f"{dashed(name)} {given.get(name)}: a run that is resumed keeps its own, {saved[name]}",
@@ -496,6 +502,8 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
         refuse("max_refills", "--dynamic-sampling")
     if config.eval_data and not config.data:
         refuse("eval_data", "--data")
+    if "task" in given and config.data and config.model not in BUILT_IN and not config.resume:
+        refuse("task", "no --data, whose rows are the problems")
     if config.ref_every and not config.kl_coef:
         refuse("ref_every", "--kl-coef")
     if config.ref_every and config.lora_rank:
@@ -508,8 +516,6 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
     for name in ("mismatch_low", "mismatch_high"):
         if name in given and not config.mismatch_mask:
             refuse(name, "--mismatch-mask")
-    if (config.mismatch_low or 0) > (config.mismatch_high or math.inf):
-        refuse("mismatch_low", f"at most --mismatch-high {config.mismatch_high}")
     for name in ("tis_cap", "mismatch_mask"):
         if values[name] and config.old_logprobs != "trainer":
             refuse(name, "--old-logprobs trainer")
@@ -519,13 +525,16 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
 
 def refuse_values(config: Config, refuse: Callable[[str, str], None]) -> None:
     """Values that cannot be, alone or with others, or not on this machine."""
-    for name, value in (("--name", config.name), ("--runs", config.runs)):
-        need(value != "", f"{name}: expected a name, and it is empty")
+    for name, value in dataclasses.asdict(config).items():
+        # of a shell's variable that is not set; an empty system message is one
+        need(value != "" or name == "system", f"{dashed(name)}: it is empty, expected a value")
     completions = config.prompts_per_step * config.group_size
     if completions % config.completions_per_update:
         refuse("completions_per_update", f"a divisor of {completions}")
     if config.name and not re.fullmatch(r"\w[\w.+-]{0,99}", config.name):
         refuse("name", "letters, digits, ._+-")
+    if config.overlong_cache > config.max_new_tokens:
+        refuse("overlong_cache", f"at most --max-new-tokens {config.max_new_tokens}")
     if config.prompt_template and config.prompt_template.count("{prompt}") != 1:
         refuse("prompt_template", "one {prompt}")
 
@@ -1130,10 +1139,39 @@ def take_lock(file: typing.IO) -> bool:
 
 def check_model(run: Run) -> None:
     """Samples and scores a few tokens in float32: some architectures would be trained wrongly."""
+    rollout.check_scorer(
+        run.policy,
+        short_prompts(run),
+        pad_id=run.ends["pad_id"],
+        max_new_tokens=min(8, run.config.max_new_tokens),  # no more fit behind the longest prompts
+        record_experts=run.config.routing_replay == "sampler",
+    )
+
+
+@torch.no_grad()
+def check_dtype(run: Run) -> None:
+    """A few tokens as the run will sample and score them: some models mix float32 and bfloat16."""
+    dtype = run.config.dtype
+    if dtype == "float32":  # that is what check_model tries
+        return
+    with expecting(
+        f"--dtype {dtype}: the model cannot be sampled and scored in it, expected float32"
+    ):
+        samples = rollout.generate(
+            run.old_policy,
+            short_prompts(run),
+            group_size=2,
+            max_new_tokens=min(8, run.config.max_new_tokens),
+            generator=torch.Generator().manual_seed(0),
+            **run.ends,
+        )
+        run.logprobs(run.policy, samples)
+
+
+def short_prompts(run: Run) -> list[list[int]]:
+    """Two of the held-out prompts, or their ends."""
     prompts = sorted((row["ids"] for row in run.held_out), key=len)
-    short = [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
-    records = run.config.routing_replay == "sampler"
-    rollout.check_scorer(run.policy, short, pad_id=run.ends["pad_id"], record_experts=records)
+    return [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
 
 
 def show_first_prompt(run: Run) -> None:
@@ -1188,10 +1226,10 @@ def open_files(run: Run) -> None:
     config, folder = run.config, run.folder
     drawn = 0
     if run.ranks.first:
-        rows = keep_rows(folder / "metrics.jsonl", run.done)
+        drawn = prompts_drawn(folder / "metrics.jsonl", run.done)
         keep_rows(folder / "samples.jsonl", run.done)
-        keep_rows(folder / "evaluations.jsonl", run.done)
-        drawn = sum(int(row["prompts_drawn"]) for row in rows)
+        # a run without a checkpoint begins again, with the evaluation before its first step
+        keep_rows(folder / "evaluations.jsonl", run.done if run.done else -1)
         (folder / "config.new").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
         (folder / "config.new").rename(folder / "config.json")
     run.prompts = itertools.islice(run.prompts, run.ranks.from_first(drawn), None)
@@ -1200,6 +1238,14 @@ def open_files(run: Run) -> None:
             run.trackers.append(open_tracker(name, config, folder, run.done))
     if not run.done:
         keep_answers(run)
+
+
+def prompts_drawn(path: Path, done: int) -> int:
+    """How many the steps so far have drawn, which the rows that stay of metrics.jsonl say."""
+    rows = keep_rows(path, done)
+    with expecting(f"{path}: expected a row with prompts_drawn of each of {done} steps"):
+        need([row["step"] for row in rows] == list(range(1, done + 1)), f"found {len(rows)} rows")
+        return sum(int(row["prompts_drawn"]) for row in rows)
 
 
 def keep_rows(path: Path, done: int) -> list[dict]:
@@ -1230,7 +1276,8 @@ def load_weights(run: Run, source: str | Path) -> None:
     run.ends = rollout.end_and_pad_ids(run.policy, run.tokenizer)
     check_model(run)
     if config.gradient_checkpointing:
-        run.policy.activation_checkpointing_enable()
+        with expecting("--gradient-checkpointing: expected a model that has it"):
+            run.policy.activation_checkpointing_enable()
 
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     run.old_policy = run.policy  # nothing moves while it samples
@@ -1242,6 +1289,7 @@ def load_weights(run: Run, source: str | Path) -> None:
             run.ref_policy = rollout.sampler_copy(run.policy, dtype)
     if config.lora_rank:
         add_adapters(config, run.policy, dtype)
+    check_dtype(run)
 
     run.learners["policy"] = learner(run.policy, config.lr, "grad_norm", run.ranks)
     if run.algorithm.critic:
@@ -1306,17 +1354,30 @@ class LoraLinear(torch.nn.Module):
         down = torch.nn.functional.linear(inputs, self.lora_A)
         return outputs + self.scale * torch.nn.functional.linear(down, self.lora_B)
 
+    @property
+    def weight(self) -> Tensor:
+        """For layers that multiply by the weight themselves (Mamba, DeepSeek V3.2)."""
+        if not self.on:
+            return self.linear.weight
+        return self.merged()
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
     def merged(self) -> Tensor:
         """(out, in) the weight of one linear layer that does the same, float32."""
         return self.linear.weight.float() + self.scale * (self.lora_B @ self.lora_A)
 
 
 def add_adapters(config: Config, policy, dtype: torch.dtype) -> None:
-    """Every weight is frozen, and linear layers of the body get an adapter each."""
+    """Every weight is frozen, and linear layers of the body get an adapter each; layers that share
+    a weight (Zamba) share it."""
     policy.requires_grad_(False)
     body = rollout.body_of(policy)
+    # what is derived of torch's may do something else: routers return choices, too (Llama 4)
     layers = {
-        name: module for name, module in body.named_modules() if isinstance(module, torch.nn.Linear)
+        name: module for name, module in body.named_modules() if type(module) is torch.nn.Linear
     }
     need(layers, f"--lora-rank: {policy.config.model_type} has no linear layers of torch")
     wanted = {name.rpartition(".")[2] for name in layers}
@@ -1327,15 +1388,19 @@ def add_adapters(config: Config, policy, dtype: torch.dtype) -> None:
             f"--lora-targets {config.lora_targets}: the model has {', '.join(sorted(known))}",
         )
     generator = torch.Generator().manual_seed(config.seed)
+    adapters: dict[int, LoraLinear] = {}  # by the identity of the weight
     for name, linear in layers.items():
         path, _, last = name.rpartition(".")
         if last not in wanted:
             linear.weight.data = linear.weight.data.to(dtype)
             continue
         adapter = LoraLinear(linear, config.lora_rank, config.lora_alpha, dtype)
-        bound = linear.in_features**-0.5  # as a linear layer begins
-        start = torch.rand(adapter.lora_A.shape, generator=generator) * 2 * bound - bound
-        adapter.lora_A.data.copy_(start)
+        twin = adapters.setdefault(id(linear.weight), adapter)
+        if twin is adapter:
+            bound = linear.in_features**-0.5  # as a linear layer begins
+            start = torch.rand(adapter.lora_A.shape, generator=generator) * 2 * bound - bound
+            adapter.lora_A.data.copy_(start)
+        adapter.lora_A, adapter.lora_B = twin.lora_A, twin.lora_B
         setattr(body.get_submodule(path), last, adapter)
 
 
@@ -1382,7 +1447,8 @@ def write_adapter(run: Run, folder: Path) -> None:
         if isinstance(module, LoraLinear):
             targets.add(path.rpartition(".")[2])
             for name, weight in (("lora_A", module.lora_A), ("lora_B", module.lora_B)):
-                tensors[f"base_model.model.{path}.{name}.weight"] = weight.detach().contiguous()
+                # a copy: a file has no room for one that two layers share
+                tensors[f"base_model.model.{path}.{name}.weight"] = weight.detach().clone()
     folder.mkdir()
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     settings = {
@@ -1643,19 +1709,23 @@ def join(drawn: list[Judged], completions: list[int], pad_id: int) -> Judged:
 
 
 def shaped_rewards(config: Config, judged: Judged) -> Tensor:
-    """(N,) what the verifiers pay, less what length and repetition cost.
+    """(N,) what the verifiers pay, less what length and repetition cost."""
+    costs = costs_of_texts(config, judged.samples)
+    return torch.tensor([score.reward + cost for score, cost in zip(judged.scores, costs)])
+
+
+def costs_of_texts(config: Config, samples: rollout.Rollout) -> list[float]:
+    """What length and repetition add to each reward: 0 or less.
 
     The length is the whole text's, as --max-new-tokens is: a tool's part of it counts."""
-    shaped = []
-    samples = judged.samples
-    rows = zip(judged.scores, samples.completions.tolist(), samples.lengths.tolist())
-    for score, ids, length in rows:
+    costs = []
+    for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist()):
         repetition = rewards.repetition_penalty(ids[:length])
         overlong = rewards.soft_overlong_penalty(
             length, config.max_new_tokens, config.overlong_cache
         )
-        shaped.append(score.reward + config.repetition_penalty * repetition + overlong)
-    return torch.tensor(shaped)
+        costs.append(config.repetition_penalty * repetition + overlong)
+    return costs
 
 
 def plan(run: Run, batch: Batch) -> None:
@@ -1705,19 +1775,19 @@ def reward_terms(run: Run, batch: Batch) -> tuple[Tensor, list[float]]:
         [[score.terms[name] for name in names] for score in batch.scores],
         device=batch.rewards.device,
     )
-    paid = torch.tensor([score.reward for score in batch.scores], device=batch.rewards.device)
-    costs = batch.rewards - paid
+    # not as a difference of rewards, whose rounding would tell equal costs apart
+    costs = torch.tensor(costs_of_texts(run.config, batch.samples), device=batch.rewards.device)
     weights = [run.reward.terms[name].weight for name in names]
     return torch.cat([terms, costs[:, None]], dim=1), [*weights, 1.0]
 
 
 def live_rows(run: Run, batch: Batch) -> Tensor:
     """(N,) completions that are worth a forward pass, on the CPU: those whose advantage is not 0,
-    or all where that is not known yet, or something beside it reads log-probs."""
-    everything = torch.ones(len(batch.rewards), dtype=torch.bool)
+    or all where that is not known yet, or something beside it reads log-probs; but none of which
+    the loss sees no token, under --overlong-filter."""
     if batch.advantages is None or run.ref_policy is not None or run.config.entropy_coef:
-        return everything
-    moving = (batch.advantages.view(len(everything), -1) != 0) & batch.mask
+        return batch.mask.any(1).cpu()
+    moving = (batch.advantages.view(len(batch.mask), -1) != 0) & batch.mask
     return moving.any(1).cpu()
 
 
@@ -2521,7 +2591,8 @@ def report(run: Run, batch: Batch, row: dict) -> None:
 
     if run.reward.fault:
         run.warn("fault", run.reward.fault)
-    taught_nothing = row["truncated"] == 1 or row["advantage_abs"] == 0
+    # what is not finite is not in the row
+    taught_nothing = row["truncated"] == 1 or row.get("advantage_abs") == 0
     run.quiet_steps = run.quiet_steps + 1 if taught_nothing else 0
     if run.quiet_steps == 10:
         run.warn(
@@ -2535,6 +2606,11 @@ def keep_answers(run: Run) -> None:
     """What the policy answers to some held-out prompts now, and the page that shows it."""
     if run.ranks.first:
         append_rows(run.folder / "evaluations.jsonl", run.shown_answers)
+    show_page(run)
+
+
+def show_page(run: Run) -> None:
+    if run.ranks.first:
         write_report([run.folder], run.folder / "report.html")
 
 
@@ -3195,6 +3271,7 @@ def train(run: Run) -> None:
         if last or run.stopped or (config.save_every and step % config.save_every == 0):
             checkpoint = save(run, step)
         if run.stopped and not last:
+            show_page(run)
             raise KeyboardInterrupt
 
     say_how_it_went(run, after, checkpoint)

@@ -19,6 +19,7 @@ from tools import (
     copied,
     good,
     metrics,
+    random_policy,
     refused,
     strict,
     write_rows,
@@ -122,6 +123,17 @@ def test_chat_template_system_and_prompt_template(flags, expected, chat, seen, t
     assert len(seen.batches[0].rows) == 16
 
 
+def test_an_empty_system_message_is_one(chat, seen, tmp_path):
+    """It stands against the one that some templates bring along."""
+    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
+    flags = "--model models/chat --reward pay.py:even --data chat.jsonl --steps 1"
+    good(tmp_path, flags, "--system", "")
+    for prompt in decoded_prompts(seen.batches[0], seen.run.tokenizer):
+        assert prompt.startswith("#;7+")
+    sentence = refused(tmp_path / "none", BASE, "--system", "")
+    assert "--system" in sentence and "chat template" in sentence
+
+
 def test_a_prompt_template_without_chat(seen, tmp_path):
     write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
     good(tmp_path, f"{BASE} --data chat.jsonl --steps 1 --prompt-template {{prompt}}*1=")
@@ -141,6 +153,20 @@ def test_long_prompts_are_skipped_with_a_count(seen, tmp_path):
     assert (
         "--data" in line and re.search(r"\d+ of \d+ prompts", line) and "exceed 22 tokens" in line
     )
+
+
+def test_prompts_that_fill_the_context_but_for_the_completion_are_no_fault_of_the_model(
+    seen, tmp_path
+):
+    """The model is tried on no more tokens than the run will sample: one with learned positions
+    has none beyond its context."""
+    shape = dict(n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
+    folder = random_policy(tmp_path / "gpt2", transformers.GPT2Config(vocab_size=18, **shape))
+    rows = [{"prompt": f"{i}" + "+1" * 6 + "=", "answer": "0"} for i in range(10, 30)]  # 15 tokens
+    write_rows(Path("long.jsonl"), rows)
+    flags = f"--model {folder} --reward pay.py:even --data long.jsonl --max-new-tokens 1"
+    good(tmp_path, flags)
+    assert {int(width) for width in seen.batches[0].samples.prompt_lengths} == {15}
 
 
 def test_long_prompts_of_a_built_in_task_are_skipped_too(seen, tmp_path):

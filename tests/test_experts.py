@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("place")
 # ------------------------------------------------------------------------------ mixture of experts
 
 
-@pytest.mark.parametrize("flags", ["", "--routing-replay"])
+@pytest.mark.parametrize("flags", ["", "--routing-replay", "--gradient-checkpointing"])
 def test_expert_flips_are_a_share(flags, tmp_path):
     """Told with every evaluation, as it costs a pass over the batch."""
     result = good(

@@ -104,6 +104,19 @@ BAD_INPUT = {
     "model-in-the-reward-alone": (f"{BASE} --reward arithmetic+model", ["model"]),
     "ref-without-kl": (f"{BASE} --ref-every 2", ["--ref-every", "--kl-coef"]),
     "eval-without-data": (f"{BASE} --eval-data bad.jsonl", ["--eval-data", "--data"]),
+    "task-beside-data": (f"{DATA} --task calculator", ["--task calculator", "--data"], ROW),
+    "overlong-beyond-the-limit": (
+        f"{BASE} --overlong-cache 9",
+        ["--overlong-cache 9", "--max-new-tokens 8"],
+    ),
+    "mask-of-all-from-below": (
+        f"{BASE} --mismatch-mask token --mismatch-low 6",
+        ["--mismatch-low 6", "at most 1"],
+    ),
+    "mask-of-all-from-above": (
+        f"{BASE} --mismatch-mask token --mismatch-high 0.3",
+        ["--mismatch-high 0.3", "at least 1"],
+    ),
     "replay-of-a-dense-model": (f"{BASE} --routing-replay", ["--routing-replay", "experts"]),
     "system-without-chat": (f"{BASE} --system 12", ["--system", "chat template"]),
     "template": (f"{BASE} --prompt-template 1+1=", ["--prompt-template", "{prompt}"]),

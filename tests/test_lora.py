@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import bench_architectures
 import rollout
 import train
 from tools import BASE, digests, good, metrics, newest, random_policy, refused, timeless
@@ -75,6 +76,56 @@ def test_merged_weights_have_the_log_probs_of_the_adapter(models):
     train.refresh(plain, policy)
     torch.testing.assert_close(logits(plain), logits(policy), atol=1e-4, rtol=1e-4)
     assert (logits(plain) - start).abs().max() > 0.05  # it does something
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "mamba",  # multiplies by a weight itself
+        "deepseek_v32",  # and so does latent attention
+        "llama4_text",  # a router that is derived of a linear layer, and returns more
+        "zamba",  # two layers share their weights
+    ],
+)
+def test_layers_that_are_more_than_linear(kind):
+    """They score with their adapters what the merged model scores; without them, as before."""
+    policy = bench_architectures.build(kind)
+    merged = rollout.sampler_copy(policy, torch.float32)
+    samples = rollout.generate(
+        merged, [[5, 6, 7], [8]], group_size=2, max_new_tokens=6, eos_ids=[2], pad_id=0
+    )
+    start, _ = rollout.completion_logprobs(merged, samples, temperature=1.0)
+
+    train.add_adapters(train.Config(lora_rank=2, lora_alpha=4.0), policy, torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in policy.named_parameters():
+        if name.endswith("lora_B"):
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    train.refresh(merged, policy)
+    scored, _ = rollout.completion_logprobs(policy, samples, temperature=1.0)
+    expected, _ = rollout.completion_logprobs(merged, samples, temperature=1.0)
+    torch.testing.assert_close(scored, expected, atol=1e-4, rtol=1e-4)
+    assert (scored - start).abs().max() > 0.05  # they do something
+    with train.adapters_off(policy):
+        off, _ = rollout.completion_logprobs(policy, samples, temperature=1.0)
+    torch.testing.assert_close(off, start, atol=0, rtol=0)
+
+    scored.sum().backward()
+    trained = [parameter for parameter in policy.parameters() if parameter.grad is not None]
+    assert trained and all(parameter.requires_grad for parameter in trained)
+
+
+def test_adapters_that_layers_share_are_saved_and_resumed(models, tmp_path):
+    config = bench_architectures.build("zamba").config
+    config.update({"vocab_size": 18, "eos_token_id": 1, "bos_token_id": 1})
+    folder = random_policy(tmp_path / "zamba", config)
+    flags = f"--model {folder} --reward pay.py:even --lora-rank 2 --lr 1e-2 --algo ppo"
+    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
+    good(tmp_path / "parts", f"{flags} --steps 1")
+    parts = good(tmp_path / "parts", "--resume --name run --steps 3", small=False).folder
+    assert digests(whole) == digests(parts)
+    adapter = load_file(newest(whole) / "adapter/adapter_model.safetensors")
+    assert len({tensor.sum().item() for tensor in adapter.values()}) < len(adapter)
 
 
 def test_the_reference_is_the_model_without_its_adapter(models):

@@ -1,9 +1,12 @@
 """Flags of a sampler that drifts, and of rewards of several terms: what reaches the loss."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import gspo
+import train
 from tools import BASE, digests, good, metrics, refused, timeless
 
 
@@ -63,6 +66,24 @@ def test_advantages_per_term_reach_the_loss(tmp_path, seen):
     terms = torch.tensor([[score.terms["even"], score.terms["exact"]] for score in batch.scores])
     expected = gspo.term_advantages(terms, [1.0, 0.5], seen.run.config.group_size)
     torch.testing.assert_close(batch.advantages, expected)
+
+
+def test_equal_costs_are_equal_whatever_is_paid_beside_them(tmp_path, seen):
+    """As one term of the reward: two thirds off each completion of six tokens of at most eight.
+    The rounding of 70.1 - 2/3 would be a spread, which a std divides."""
+    Path("large.py").write_text(
+        "def large(completion, answer):\n    return 70.1 + 0.3 * sum(map(ord, completion))\n"
+    )
+    flags = "--model models/tiny --reward large.py:large --advantage-scale terms --steps 1"
+    good(tmp_path, f"{flags} --overlong-cache 6 --lr 1e-6 --completions-per-update 16")
+    [batch] = seen.batches
+    samples = batch.samples._replace(lengths=torch.full_like(batch.samples.lengths, 6))
+    judged = train.Judged(samples, batch.texts, batch.rows, batch.scores)
+    batch.samples, batch.rewards = samples, train.shaped_rewards(seen.run.config, judged)
+    terms, _ = train.reward_terms(seen.run, batch)
+    assert len(terms[:, 0].unique()) > 8 and len(terms[:, 1].unique()) == 1
+    paid = torch.tensor([score.reward for score in batch.scores])
+    torch.testing.assert_close(terms[:, 1], batch.rewards - paid, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,12 @@ def test_a_signal_saves_and_says_how_to_go_on(number, tmp_path, monkeypatch):
     assert [row["step"] for row in metrics(stopped.folder)] == [1, 2, 3, 4]
 
 
+def test_a_stopped_run_leaves_a_page_with_all_of_its_steps(tmp_path, monkeypatch):
+    """Not those to its last evaluation alone, which was before the first step."""
+    folder = interrupted(tmp_path, f"{BASE} --steps 9 --eval-every 0", monkeypatch, at=3).folder
+    assert "step 3: " in (folder / "report.html").read_text()
+
+
 def test_resuming_a_finished_run_says_so(tmp_path):
     folder = good(tmp_path, BASE).folder
     before = digests(folder), timeless(folder)
@@ -153,6 +159,26 @@ def test_a_torn_line_is_repaired_on_resume(tail, tmp_path, monkeypatch):
             file.write(tail)
     good(tmp_path / "torn", "--resume --name run", small=False)
     same_run(whole, folder)
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
+    """Its files are those of one that was never killed: the first evaluation is there once."""
+    flags = f"{BASE} --eval-every 1"
+    whole = good(tmp_path / "whole", flags).folder
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save", broken_off)
+        with pytest.raises(SystemExit):
+            launch(tmp_path / "killed", flags)
+    folder = tmp_path / "killed/run"
+    assert metrics(folder) and not newest(folder)
+    good(tmp_path / "killed", "--resume --name run", small=False)
+    same_run(whole, folder)
+    shown = [Path(run, "evaluations.jsonl").read_text() for run in (whole, folder)]
+    assert shown[0] == shown[1]
+
+
+def broken_off(run, step):
+    raise SystemExit(3)
 
 
 def test_resume_takes_the_newest_whole_checkpoint(tmp_path):

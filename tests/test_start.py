@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, OpenAIGPTConfig
 
 import rollout
 import train
@@ -31,6 +31,7 @@ from tools import (
     launch,
     metrics,
     newest,
+    random_policy,
     refused,
     strict,
     write_rows,
@@ -161,12 +162,21 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
     assert len(rivals) == 4 and (tmp_path / "runs/gspo-5/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("flag", ["--name", "--runs"])
-def test_an_empty_name_is_refused(flag, no_weights, tmp_path):
-    arguments = [*SMALL.split(), *BASE.split(), "--runs", str(tmp_path / "runs"), flag, ""]
+TEXTS = [
+    train.dashed(field.name)
+    for field in train.FLAGS
+    if str in train.value_types(field) and not field.metadata["choices"] and field.name != "system"
+]
+
+
+@pytest.mark.parametrize("flag", TEXTS)
+def test_an_empty_text_is_refused(flag, no_weights, tmp_path):
+    """--data "$FILE" where nobody set FILE would train on the built-in problems."""
+    arguments = [*SMALL.split(), *BASE.split(), "--lora-rank", "2"]
+    arguments += ["--runs", str(tmp_path / "runs"), flag, ""]
     before = on_disk(tmp_path)
     result = launch_only(arguments)
-    assert result.returncode == 2 and f"{flag}: expected a name" in result.stderr
+    assert result.returncode == 2 and f"{flag}: it is empty" in result.stderr
     assert on_disk(tmp_path) == before
 
 
@@ -231,6 +241,26 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
     assert "late" in sentence and "every completion" in sentence and "KeyError" in sentence
 
 
+def test_a_model_without_gradient_checkpointing_is_one_sentence(tmp_path):
+    shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+    folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
+    flags = f"--model {folder} --reward pay.py:even"
+    sentence = refused(tmp_path / "runs", f"{flags} --gradient-checkpointing")
+    assert "--gradient-checkpointing" in sentence and "OpenAIGPT" in sentence
+    good(tmp_path / "runs", f"{flags} --steps 1")
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-rank 2 --lora-targets o_proj"])
+def test_a_model_that_cannot_run_in_bfloat16_is_one_sentence(lora, tmp_path):
+    """OpenAI's GPT keeps positions in float32 among weights in bfloat16; other models go on."""
+    shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
+    folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
+    flags = f"--model {folder} --reward pay.py:even"
+    sentence = refused(tmp_path / "runs", f"{flags} --dtype bfloat16")
+    assert "--dtype bfloat16" in sentence and "float32" in sentence
+    good(tmp_path / "other", f"{BASE} --dtype bfloat16 --steps 1 {lora}")
+
+
 def test_a_verifier_that_fails_on_some_is_told_and_the_run_goes_on(tmp_path):
     Path("some.py").write_text(
         "def some(completion, answer):\n    return 1.0 / (len(completion) % 2)\n"
@@ -264,6 +294,26 @@ def test_a_resumed_run_keeps_its_model(models, tmp_path):
     sentence = refused(tmp_path, "--resume --name run --steps 2 --model models/moe", small=False)
     assert "--model models/moe" in sentence and "models/tiny" in sentence
     good(tmp_path, "--resume --name run --steps 2 --model models/tiny", small=False)
+
+
+def test_a_resumed_built_in_policy_keeps_its_task(tmp_path):
+    """It knows the characters of no other; any other model may change."""
+    good(tmp_path, "--model tiny --steps 1")
+    sentence = refused(tmp_path, "--resume --name run --steps 2 --task countdown", small=False)
+    assert "--task countdown" in sentence and "arithmetic" in sentence
+    good(tmp_path, "--resume --name run --steps 2 --task arithmetic", small=False)
+
+    good(tmp_path / "other", f"{BASE} --steps 1")
+    result = good(tmp_path / "other", "--resume --name run --steps 2 --task sums", small=False)
+    assert "task was arithmetic, from now on it is sums" in result.out
+
+
+def test_a_task_gives_way_to_data_that_come_with_a_resume(seen, tmp_path):
+    """At the start the two are refused together; but what a run was given cannot be taken back."""
+    write_rows(Path("rows.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(9)])
+    good(tmp_path, f"{BASE} --task calculator --tool-after = --steps 1")
+    good(tmp_path, "--resume --name run --steps 2 --data rows.jsonl --tool calculator", small=False)
+    assert all(row["prompt"].endswith("+1=") for row in seen.batches[-1].rows)
 
 
 def test_a_reference_that_comes_with_a_resume_is_the_model_of_the_start(seen, tmp_path):
@@ -334,6 +384,18 @@ def test_a_config_of_another_train_py_is_one_sentence(change, word, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     sentence = refused(tmp_path, "--resume --name run --steps 2", small=False)
     assert "config.json" in sentence and word in sentence
+
+
+@pytest.mark.parametrize("rows", ["", '{"step": 1}\n{"step": 2}\n'], ids=["lost", "changed"])
+def test_a_run_that_lost_its_rows_does_not_draw_its_prompts_again(rows, tmp_path):
+    """The rows say how many were drawn. Without them the first ones would come once more."""
+    folder = good(tmp_path, f"{BASE} --steps 2").folder
+    path = folder / "metrics.jsonl"
+    path.write_text(rows)
+    config = (folder / "config.json").read_bytes()
+    sentence = refused(tmp_path, "--resume --name run --steps 3", small=False)
+    assert f"{path}: expected a row" in sentence and "prompts_drawn" in sentence
+    assert (folder / "config.json").read_bytes() == config
 
 
 @pytest.mark.parametrize("garbage", ["what is this\n", "[1]\n", '{"reward": 1}\n', "\x00\x00\n"])

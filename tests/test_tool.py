@@ -899,7 +899,7 @@ def test_a_task_brings_its_tool_where_the_model_is_its_own(place):
     own = train.resolve(train.parse_flags(["--task", "calculator"]))
     assert (own.tool, own.tool_after, own.reward) == ("calculator", "</calc>", "arithmetic")
     assert train.resolve({"task": "arithmetic"}).tool is None
-    data = {"task": "calculator", "model": "models/tiny", "data": "rows.jsonl"}
+    data = {"model": "models/tiny", "data": "rows.jsonl"}
     assert train.resolve(data).tool is None
 
 

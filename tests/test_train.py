@@ -386,9 +386,9 @@ def test_dynamic_sampling_is_bounded_and_warns_with_the_numbers(seen, tmp_path):
     assert all(float(batch.advantages.abs().max()) == 0 for batch in seen.batches)
 
 
-def test_overlong_filtering_leaves_the_attention_alone(losses, seen, tmp_path):
-    """Pitfall 10: a truncated row has no weight in the loss, and is scored as before, where
-    something (here the bonus) needs all rows."""
+def test_overlong_filtering_leaves_the_other_rows_alone(losses, seen, tmp_path):
+    """A truncated row leaves the loss, even where something (here the bonus) needs all others,
+    which are scored as before."""
     calls = losses("gspo")
     flags = f"{BASE} --steps 1 --completions-per-update 16 --max-new-tokens 12 --lr 1e-4"
     flags += " --entropy-coef 0.1"
@@ -397,12 +397,11 @@ def test_overlong_filtering_leaves_the_attention_alone(losses, seen, tmp_path):
     (before, _, _, all_tokens), _, _ = calls[0]
     (after, _, _, left), numbers, _ = calls[1]
     truncated = seen.batches[1].samples.truncated
-    rows = rows_of(seen.batches[1].updates[0])
+    all_rows, rows = (rows_of(batch.updates[0]) for batch in seen.batches)
     assert 0 < int(truncated.sum()) < 16
-    assert torch.equal(before, after)
-    assert not left[truncated[rows]].any()
-    assert torch.equal(left[~truncated[rows]], all_tokens[~truncated[rows]])
-    assert before[truncated[rows]].abs().sum() > 0
+    assert rows.tolist() == [row for row in all_rows.tolist() if not truncated[row]]
+    torch.testing.assert_close(before[~truncated[all_rows]], after, rtol=1e-5, atol=1e-6)
+    assert torch.equal(left, all_tokens[~truncated[all_rows]])
 
 
 @pytest.mark.parametrize("algo", ["gspo", "grpo", "dapo"])
@@ -417,6 +416,20 @@ def test_overlong_filtering_counts_only_what_is_left(algo, tmp_path):
     )
     assert 0 < row["truncated"] < 1
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--algo grpo", "--algo reinforce++ --kl-coef 0.1", "--algo ppo", "--entropy-coef 0.1"]
+)
+def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tmp_path):
+    """Nothing moves, so every ratio is 1: an update of truncated completions alone has none."""
+    flags += " --overlong-filter --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
+    [row] = metrics(good(tmp_path, f"{BASE} --steps 1 {flags}").folder)
+    truncated = seen.batches[0].samples.truncated
+    emptied = [bool(truncated[update.rows].all()) for update in seen.batches[0].updates]
+    assert 0 < sum(emptied) < len(emptied)
+    assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert seen.batches[0].live.tolist() == (~truncated).tolist()
 
 
 def test_dead_groups_of_dapo_keep_their_rewards_in_the_metrics(tmp_path):
@@ -1177,6 +1190,18 @@ def test_logprobs_that_are_not_finite_leave_no_nan_in_the_metrics(monkeypatch, t
     monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
     for row in metrics(good(tmp_path, f"{BASE} --steps 3").folder):
         assert all(math.isfinite(value) for value in row.values() if value is not None)
+
+
+def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_path):
+    """Of the critic, in freeze: no advantage is a number, no update is made, the run goes on."""
+    calls = Calls(
+        rollout.completion_values,
+        lambda number, result: result * float("nan") if number < 8 else result,
+    )  # 4 in freeze, 4 in updates, a step
+    monkeypatch.setattr(rollout, "completion_values", calls.stand_in)
+    rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
+    assert [row["bad_updates"] for row in rows] == [4, 0]
+    assert ["advantage_abs" in row for row in rows] == [False, True]
 
 
 def test_a_verifier_that_raises_is_told_once_scored_0_and_counted(seen, tmp_path):
