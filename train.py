@@ -1375,10 +1375,7 @@ def add_adapters(config: Config, policy, dtype: torch.dtype) -> None:
     a weight (Zamba) share it."""
     policy.requires_grad_(False)
     body = rollout.body_of(policy)
-    # what is derived of torch's may do something else: routers return choices, too (Llama 4)
-    layers = {
-        name: module for name, module in body.named_modules() if type(module) is torch.nn.Linear
-    }
+    layers = {name: module for name, module in body.named_modules() if is_linear(module)}
     need(layers, f"--lora-rank: {policy.config.model_type} has no linear layers of torch")
     wanted = {name.rpartition(".")[2] for name in layers}
     if config.lora_targets:
@@ -1402,6 +1399,14 @@ def add_adapters(config: Config, policy, dtype: torch.dtype) -> None:
             adapter.lora_A.data.copy_(start)
         adapter.lora_A, adapter.lora_B = twin.lora_A, twin.lora_B
         setattr(body.get_submodule(path), last, adapter)
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """Whether it is a linear layer and nothing more: a router that is derived of one returns what
+    it chose, too (Llama 4)."""
+    if type(module).__name__ == "FalconLinear":  # the same, written out
+        return True
+    return type(module).forward is torch.nn.Linear.forward
 
 
 @contextlib.contextmanager

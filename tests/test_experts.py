@@ -597,7 +597,7 @@ def watch_experts(monkeypatch):
             scoring.pop()
 
     def watched_generate(*arguments, **options):
-        records.append(options["record_experts"])
+        records.append(options.get("record_experts"))  # None: tries the dtype alone
         return generate(*arguments, **options)
 
     monkeypatch.setattr(gate, "forward", experts)
@@ -621,7 +621,7 @@ def test_every_pass_of_the_policy_takes_the_samplers_experts(flags, monkeypatch,
     evaluation samples is not recorded; expert_flips scores once more, under the same replay."""
     passes, records = watch_experts(monkeypatch)
     result = good(tmp_path, f"{MOE} --steps 3 --routing-replay sampler {flags}")
-    passes = [one for one in passes if one[0].experts is not None]  # not of check_scorer
+    passes = [one for one in passes if one[0].experts is not None]  # not of a check
     assert len(passes) >= 3 * 4
     for samples, layers in passes:
         calls = layers[:2]  # the layers' experts; checkpointing's second run comes afterwards
