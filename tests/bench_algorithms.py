@@ -4,8 +4,8 @@
     python tests/bench_algorithms.py --algos gspo grpo --seeds 0 1 -- --lr 2e-4
 
 A run that is in --out already is not done again, so an interrupted benchmark goes on where it
-stopped; delete the file when train.py has changed. --write puts the table and the chart into
-README.md, between its bench markers, and the ranges of the metrics beside their names.
+stopped; delete the file when train.py has changed. --write puts the table into README.md, between
+its bench markers. Printed, too: the curves, and the range that each metric had.
 """
 
 import argparse
@@ -162,21 +162,6 @@ def curves_table(results: dict) -> str:
     return table(["held-out % at step", *map(str, steps)], rows)
 
 
-def chart(runs: list[dict]) -> str:
-    """The mean curve of one variant as a picture that the page draws."""
-    points = mean_curve(runs)
-    return "\n".join(
-        [
-            "```mermaid",
-            "xychart-beta",
-            f'  x-axis "step" {list(points)}',
-            '  y-axis "held-out accuracy, %" 0 --> 100',
-            f"  line {[round(100 * value, 1) for value in points.values()]}",
-            "```",
-        ]
-    )
-
-
 def short_number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
@@ -194,20 +179,16 @@ def ranges(results: dict) -> dict[str, str]:
     return {re.sub("^reward/.*", "reward/NAME", name): spread for name, spread in found.items()}
 
 
+def ranges_table(results: dict) -> str:
+    return table(["metric", "5% to 95% of steps"], sorted(ranges(results).items()))
+
+
 def write(results: dict) -> None:
-    """Puts table and chart into README.md between their markers, and ranges beside the metrics."""
+    """Puts the table into README.md, between its markers."""
     path = ROOT / "README.md"
-    text = path.read_text()
-    pieces = {"table": results_table(results)}
-    if "gspo" in results:
-        pieces["chart"] = chart(results["gspo"])
-    for name, piece in pieces.items():
-        pattern = rf"(<!-- bench {name} -->\n).*?(<!-- end -->)"
-        text = re.sub(pattern, rf"\1{piece}\n\2", text, flags=re.DOTALL)
-    for name, measured in ranges(results).items():
-        cell = rf"(?m)^(\| `{re.escape(name)}` \|.*\|) [^|]+ \|$"  # an empty cell stays empty
-        text = re.sub(cell, rf"\1 {measured} |", text)
-    path.write_text(text)
+    pattern = r"(<!-- bench table -->\n).*?(<!-- end -->)"
+    piece = rf"\1{results_table(results)}\n\2"
+    path.write_text(re.sub(pattern, piece, path.read_text(), flags=re.DOTALL))
 
 
 def main() -> None:
@@ -221,7 +202,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--steps", type=int, help="rollout steps; default: train.py's")
     parser.add_argument("--out", type=Path, help="JSONL file of finished runs, read and appended")
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
     arguments = parser.parse_args(own)
     extra += ["--steps", str(arguments.steps)] if arguments.steps else []
     variants = {name: VARIANTS[name] + extra for name in arguments.algos}
@@ -230,7 +211,7 @@ def main() -> None:
     whole = {name: [run for run in runs if "error" not in run] for name, runs in results.items()}
     whole = {name: runs for name, runs in whole.items() if runs}
     if whole:
-        print(results_table(whole), curves_table(whole), sep="\n\n")
+        print(results_table(whole), curves_table(whole), ranges_table(whole), sep="\n\n")
     if arguments.write and whole:
         write(whole)
     sys.exit(any("error" in run for runs in results.values() for run in runs))
