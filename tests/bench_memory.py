@@ -154,9 +154,8 @@ def count_memory(shape: dict, *flags: str) -> Memory:
 def new_run(config: train.Config, shape: dict) -> train.Run:
     """Its three policies and its optimiser as train.py makes them, of a model without numbers."""
     policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-    nothing = dict.fromkeys(
-        ["folder", "lock", "checkpoint", "reward", "judge", "replies", "prompts", "held_out"]
-    )
+    names = ["folder", "lock", "checkpoint", "reward", "reward_model", "replies", "prompts"]
+    nothing = dict.fromkeys([*names, "held_out"])
     run = train.Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],
@@ -169,6 +168,7 @@ def new_run(config: train.Config, shape: dict) -> train.Run:
     with (
         mock.patch.object(rollout, "load_model", lambda *args, **kwargs: policy),
         mock.patch.object(train, "check_model", lambda run: None),
+        mock.patch.object(train, "check_dtype", lambda run: None),
     ):
         train.load_weights(run, source=None)
     return run
