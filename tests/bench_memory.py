@@ -154,8 +154,8 @@ def count_memory(shape: dict, *flags: str) -> Memory:
 def new_run(config: train.Config, shape: dict) -> train.Run:
     """Its three policies and its optimiser as train.py makes them, of a model without numbers."""
     policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-    names = ["folder", "lock", "checkpoint", "reward", "reward_model", "replies", "prompts"]
-    nothing = dict.fromkeys([*names, "held_out"])
+    nothing = dict(folder=None, lock=None, checkpoint=None, prompts=None, held_out=None)
+    nothing |= dict(reward=None, reward_model=None, replies=None)
     run = train.Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],

@@ -535,7 +535,9 @@ class Curve:
 def curves_of(runs: list[train.Chronicle]) -> list[Curve]:
     """A curve a run, but one for runs of one algorithm where there are several."""
     algorithms = [run.flags.get("algo") for run in runs]
-    if len(set(algorithms)) in (1, len(runs)):
+    only_one = len(set(algorithms)) == 1
+    all_differ = len(set(algorithms)) == len(runs)
+    if only_one or all_differ:
         return [mean_curve(run.name, [run]) for run in runs]
     curves = []
     for name in dict.fromkeys(algorithms):

@@ -241,22 +241,24 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
     assert "late" in sentence and "every completion" in sentence and "KeyError" in sentence
 
 
-def test_a_model_without_gradient_checkpointing_is_one_sentence(tmp_path):
+@pytest.fixture
+def openai_gpt(tmp_path):
+    """Flags of a model that has no gradient checkpointing, and keeps positions in float32."""
     shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
     folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
-    flags = f"--model {folder} --reward pay.py:even"
-    sentence = refused(tmp_path / "runs", f"{flags} --gradient-checkpointing")
+    return f"--model {folder} --reward pay.py:even"
+
+
+def test_a_model_without_gradient_checkpointing_is_one_sentence(openai_gpt, tmp_path):
+    sentence = refused(tmp_path / "runs", f"{openai_gpt} --gradient-checkpointing")
     assert "--gradient-checkpointing" in sentence and "OpenAIGPT" in sentence
-    good(tmp_path / "runs", f"{flags} --steps 1")
+    good(tmp_path / "runs", f"{openai_gpt} --steps 1")
 
 
 @pytest.mark.parametrize("lora", ["", "--lora-rank 2 --lora-targets o_proj"])
-def test_a_model_that_cannot_run_in_bfloat16_is_one_sentence(lora, tmp_path):
+def test_a_model_that_cannot_run_in_bfloat16_is_one_sentence(lora, openai_gpt, tmp_path):
     """OpenAI's GPT keeps positions in float32 among weights in bfloat16; other models go on."""
-    shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
-    folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
-    flags = f"--model {folder} --reward pay.py:even"
-    sentence = refused(tmp_path / "runs", f"{flags} --dtype bfloat16")
+    sentence = refused(tmp_path / "runs", f"{openai_gpt} --dtype bfloat16")
     assert "--dtype bfloat16" in sentence and "float32" in sentence
     good(tmp_path / "other", f"{BASE} --dtype bfloat16 --steps 1 {lora}")
 
