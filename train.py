@@ -1143,7 +1143,7 @@ def check_model(run: Run) -> None:
         run.policy,
         short_prompts(run),
         pad_id=run.ends["pad_id"],
-        max_new_tokens=min(8, run.config.max_new_tokens),  # no more fit behind the longest prompts
+        max_new_tokens=few_tokens(run),
         record_experts=run.config.routing_replay == "sampler",
     )
 
@@ -1161,7 +1161,7 @@ def check_dtype(run: Run) -> None:
             run.old_policy,
             short_prompts(run),
             group_size=2,
-            max_new_tokens=min(8, run.config.max_new_tokens),
+            max_new_tokens=few_tokens(run),
             generator=torch.Generator().manual_seed(0),
             **run.ends,
         )
@@ -1172,6 +1172,11 @@ def short_prompts(run: Run) -> list[list[int]]:
     """Two of the held-out prompts, or their ends."""
     prompts = sorted((row["ids"] for row in run.held_out), key=len)
     return [prompt[-64:] for prompt in (prompts[0], prompts[len(prompts) // 4])]
+
+
+def few_tokens(run: Run) -> int:
+    """How many the checks sample: behind the longest prompts fit no more than the run will."""
+    return min(8, run.config.max_new_tokens)
 
 
 def show_first_prompt(run: Run) -> None:
