@@ -4,8 +4,8 @@
     python tests/bench_algorithms.py --algos gspo grpo --seeds 0 1 -- --lr 2e-4
 
 A run that is in --out already is not done again, so an interrupted benchmark goes on where it
-stopped; delete the file when train.py has changed. --write puts the table into README.md, between
-its bench markers. Printed, too: the curves, and the range that each metric had.
+stopped; delete the file when train.py has changed. --write puts the table into tests/results.md,
+between its bench markers. Printed, too: the curves, and the range that each metric had.
 """
 
 import argparse
@@ -184,8 +184,8 @@ def ranges_table(results: dict) -> str:
 
 
 def write(results: dict) -> None:
-    """Puts the table into README.md, between its markers."""
-    path = ROOT / "README.md"
+    """Puts the table into tests/results.md, between its markers."""
+    path = ROOT / "tests/results.md"
     pattern = r"(<!-- bench table -->\n).*?(<!-- end -->)"
     piece = rf"\1{results_table(results)}\n\2"
     path.write_text(re.sub(pattern, piece, path.read_text(), flags=re.DOTALL))
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--steps", type=int, help="rollout steps; default: train.py's")
     parser.add_argument("--out", type=Path, help="JSONL file of finished runs, read and appended")
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--write", action="store_true", help="put the table into tests/results.md")
     arguments = parser.parse_args(own)
     extra += ["--steps", str(arguments.steps)] if arguments.steps else []
     variants = {name: VARIANTS[name] + extra for name in arguments.algos}

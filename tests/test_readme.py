@@ -27,11 +27,6 @@ EXTENDED = PAGES.pop("extending.md")
 ALL = "\n".join([README, *PAGES.values()])
 
 
-def block(name: str) -> str:
-    """What stands between the markers of a generated piece."""
-    return re.search(rf"<!-- {name} -->\n(.*?)<!-- end -->", README, re.DOTALL)[1].strip()
-
-
 def section(heading: str) -> str:
     return README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
