@@ -1102,7 +1102,7 @@ def own_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Path, typing.Any]
     except BaseException:
         lock.close()
         if folder in made:
-            (folder / "lock").unlink()
+            shutil.rmtree(folder)  # a tracker that does not start finds our first files there
         for empty in made:
             with contextlib.suppress(OSError):
                 empty.rmdir()

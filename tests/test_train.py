@@ -37,6 +37,7 @@ from tools import (
     metrics,
     newest,
     random_policy,
+    refused,
     rows_of,
     same_run,
     spied,
@@ -922,6 +923,22 @@ def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, 
     assert first.get("id", first["name"]).startswith("run-")  # with the time that it began
     assert (first["name"], first.get("id")) == (second["name"], second.get("id"))
     assert second["resume"] == "allow"
+
+
+def test_a_tracker_that_does_not_start_leaves_nothing_behind(monkeypatch, tmp_path):
+    """It is started after the first evaluation, when the run's folder has files."""
+    module = ModuleType("trackio")
+    module.__spec__ = ModuleSpec("trackio", None)
+
+    def init(name, **settings):
+        assert (tmp_path / "runs/run/config.json").exists()
+        raise OSError("no network")
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    error = refused(tmp_path / "runs", f"{BASE} --trackio")
+    assert "--trackio: expected that it starts" in error and "no network" in error
+    assert not (tmp_path / "runs").exists()
 
 
 def test_tensorboard_gets_every_number(tmp_path):
