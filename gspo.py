@@ -8,9 +8,10 @@ have the same three paragraphs, so that a diff of two of them is the difference 
     metrics    0-d, detached, under the same keys in every loss of a policy
 
 N completions in groups of G (rows of one group are contiguous), T tokens, right-padded; pi is the
-policy that learns, pi_old the one that sampled, A an advantage, sg[x] is x without its gradient.
-No log-ratio is clamped, but for GMPO's clip: above 88 a float32 ratio is inf, the metric ratio_mean
-is not finite, and the gradient may be NaN even where the clip stops it: a trainer has to skip such
+policy that learns, pi_old what it was before the updates of the rollout, A an advantage, sg[x] is x
+without its gradient.
+No log-ratio is clamped, but for GMPO's clip. One above 88 makes a float32 ratio infinite, and the
+gradient NaN, even where the clip stops it. The metric ratio_mean tells: a trainer has to skip such
 an update.
 A loss needs nothing but torch: copy its source alone. `ALGOS`, at the end, puts losses and
 advantages together: reading that table is learning how the algorithms differ.
@@ -35,10 +36,11 @@ def gspo_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T), of which a completion gets the mean over its tokens
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of completions whose
@@ -49,7 +51,7 @@ def gspo_loss(
     length = mask.sum(1).clamp(min=1)
     if denom is None:
         denom = len(mask)
-    # 0 for an empty completion, which N counts all the same
+    # an empty completion weighs 0, and still counts in N
     weight = mask.any(1).to(logprobs.dtype) / denom
 
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).sum(1) / length
@@ -61,7 +63,7 @@ def gspo_loss(
     objective = torch.min(unclipped, clipped)  # eq. 5
     loss = -(weight * objective).sum()
 
-    stopped = clipped < unclipped
+    stopped = clipped < unclipped  # the minimum is the clipped branch there, a constant
     metrics = {
         "clip_fraction": (weight * stopped).sum(),
         "clip_fraction_high": (weight * (stopped & (advantages > 0))).sum(),
@@ -81,10 +83,11 @@ def gspo_token_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T)
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -108,7 +111,7 @@ def gspo_token_loss(
     objective = torch.min(unclipped, clipped)  # eq. 13
     loss = -(weight * objective).sum()
 
-    stopped = clipped < unclipped
+    stopped = clipped < unclipped  # the minimum is the clipped branch there, a constant
     metrics = {
         "clip_fraction": (weight * stopped).sum(),
         "clip_fraction_high": (weight * (stopped & (advantages > 0))).sum(),
@@ -129,10 +132,11 @@ def luspo_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T), of which a completion gets the mean over its tokens
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of completions whose
@@ -156,7 +160,7 @@ def luspo_loss(
     objective = torch.min(unclipped, clipped)
     loss = -(weight * objective).sum()
 
-    stopped = clipped < unclipped
+    stopped = clipped < unclipped  # the minimum is the clipped branch there, a constant
     metrics = {
         "clip_fraction": (metric_weight * stopped).sum(),
         "clip_fraction_high": (metric_weight * (stopped & (advantages > 0))).sum(),
@@ -184,12 +188,13 @@ def grpo_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T)
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     ref_logprobs  (N, T) the same of the reference policy; None: no KL term (train.py leaves it None
                   and adds kl_penalty)
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -213,7 +218,7 @@ def grpo_loss(
         objective = objective - kl_coef * (x.exp() - x - 1)  # k3, eq. 4
     loss = -(weight * objective).sum()  # eq. 3
 
-    stopped = clipped < unclipped
+    stopped = clipped < unclipped  # the minimum is the clipped branch there, a constant
     metrics = {
         "clip_fraction": (weight * stopped).sum(),
         "clip_fraction_high": (weight * (stopped & (advantages > 0))).sum(),
@@ -240,11 +245,12 @@ def dr_grpo_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T)
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     max_completion_length  the budget of the sampling, in tokens; never the padded width
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -268,7 +274,7 @@ def dr_grpo_loss(
     length = mask.sum(1, keepdim=True).clamp(min=1)
     # not weight, which makes no mean: ratios of 1 would not have ratio_mean 1
     metric_weight = mask.to(logprobs.dtype) / length / denom
-    stopped = clipped < unclipped
+    stopped = clipped < unclipped  # the minimum is the clipped branch there, a constant
     metrics = {
         "clip_fraction": (metric_weight * stopped).sum(),
         "clip_fraction_high": (metric_weight * (stopped & (advantages > 0))).sum(),
@@ -287,10 +293,11 @@ def dapo_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T)
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
-    denom         completion tokens of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of tokens in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: those of mask. A wrapper that averages gradients
                   over W ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -310,7 +317,7 @@ def dapo_loss(
     objective = torch.min(unclipped, clipped)
     loss = -(weight * objective).sum()  # eq. 8
 
-    stopped = clipped < unclipped
+    stopped = clipped < unclipped  # the minimum is the clipped branch there, a constant
     metrics = {
         "clip_fraction": (weight * stopped).sum(),
         "clip_fraction_high": (weight * (stopped & (advantages > 0))).sum(),
@@ -331,7 +338,7 @@ def cispo_loss(logprobs, old_logprobs, advantages, mask, *, ratio_max=5.0, denom
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     ratio_max     the bound itself; the paper does not say which it used
-    denom         completion tokens of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of tokens in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: those of mask. A wrapper that averages gradients
                   over W ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -384,7 +391,7 @@ def dppo_loss(
                   where it is 0 the other tensors may hold anything
     clip_low, clip_high  how far its probability may fall and rise: a band of pi - pi_old, not of r
     ratio_max     the bound of r
-    denom         completion tokens of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of tokens in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: those of mask. A wrapper that averages gradients
                   over W ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens that are
@@ -425,11 +432,12 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, *, tau_pos=1.0, tau_neg=
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T)
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     tau_pos, tau_neg  tau where A > 0, and elsewhere: the larger, the sooner the gate closes
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction and
@@ -468,7 +476,7 @@ def gmpo_loss(logprobs, old_logprobs, advantages, mask, *, clip_low=0.4, clip_hi
     advantages    (N,) or (N, T), of which a completion gets the mean over its tokens
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
-    denom         completions of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of completions in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: N. A wrapper that averages gradients over W
                   ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -520,11 +528,12 @@ def ppo_loss(
     logprobs      (N, T) log pi of the sampled tokens, float32, with gradient: log-softmax of the
                   logits one position earlier, divided by the temperature of the sampling
     old_logprobs  (N, T) the same from one no-grad forward of the same code before the first update
+                  (where they are more than 88 apart the gradient may be NaN: skip such an update)
     advantages    (N,) or (N, T)
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     dual_clip     c > 1: the objective stays above c A where A < 0 (arXiv 1912.09729); None: off
-    denom         completion tokens of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of tokens in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: those of mask. A wrapper that averages gradients
                   over W ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction of tokens whose
@@ -567,7 +576,7 @@ def value_loss(values, old_values, returns, mask, *, clip=0.2, denom=None):
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     clip          how far a value may move, in units of reward; inf: the squared error alone
-    denom         completion tokens of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of tokens in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: those of mask. A wrapper that averages gradients
                   over W ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics: value_clip_fraction of tokens that the clip holds, value_loss."""
@@ -603,7 +612,7 @@ def reinforce_loss(logprobs, old_logprobs, advantages, mask, *, per="token", den
     mask          (N, T) bool, integers or float32: 1 on completion tokens, to the first end token;
                   where it is 0 the other tensors may hold anything
     per           "token" or "completion": the unit of the mean; else ValueError
-    denom         such units of the whole optimiser step, all micro-batches and ranks, whose
+    denom         number of such units in the whole optimiser step, all micro-batches and ranks:
                   gradients are then summed; None: those of this batch. A wrapper that averages
                   gradients over W ranks (DDP, FSDP) needs the loss times W: give denom / W
     Returns the loss and metrics, which add up as the loss does: clip_fraction and

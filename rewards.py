@@ -151,8 +151,9 @@ def last_box(text: str, default: str) -> str:
 def final_answer(completion: object, marked: bool = False) -> str:
     """The answer that a text ends with, white space collapsed. Gold answers are read by it, too.
 
-    The last `<answer>` after the thinking (or the last box in it), else the last box, else the line
-    after the last `####`, else all the text, or "" if it must be `marked`.
+    The last `<answer>` after the thinking (or the last box in it; one that is not closed is no
+    answer), else the last box, else the line after the last `####`, else all the text, or "" if it
+    must be `marked`.
     """
     if type(completion) not in (str, int, float):  # a bool is no answer
         return ""

@@ -424,8 +424,8 @@ def saved_flags(given: dict) -> tuple[dict, dict]:
 
 
 def fill_defaults(config: Config) -> None:
-    """Replaces each None that stands for "as the model, the task or the algorithm wants it", but
-    for numbers that are the default of a function in gspo.py: they stay there alone."""
+    """Replaces each None that stands for "as the model, the task or the algorithm wants it". The
+    numbers of an objective are the defaults of its functions in gspo.py."""
     algorithm, task = gspo.ALGOS[config.algo], rewards.TASKS[config.task]
     built_in = config.model in BUILT_IN
 
@@ -449,11 +449,22 @@ def fill_defaults(config: Config) -> None:
     default("dynamic_sampling", algorithm.dynamic_sampling)
     default("overlong_cache", config.max_new_tokens // 5 if algorithm.overlong_shaping else 0)
     default("kl_coef", algorithm.kl_coef)
+    settings = [
+        (algorithm.loss, algorithm.loss_flags),
+        (algorithm.advantages, algorithm.advantage_flags),
+    ]
     if config.mismatch_mask == "completion":  # a mean over tokens spreads far less than a token
         default("mismatch_low", 0.99)
         default("mismatch_high", 1.01)
+    elif config.mismatch_mask:
+        settings.append((gspo.mismatch_mask, MISMATCH_FLAGS))
     if algorithm.critic:
         default("critic_lr", 10 * config.lr)
+        settings.append((gspo.value_loss, VALUE_FLAGS))
+    for function, flags in settings:
+        parameters = gspo.keyword_parameters(function)
+        for parameter, name in flags.items():
+            default(name, parameters[parameter])
     completions = config.prompts_per_step * config.group_size
     default(
         "completions_per_update",
@@ -471,7 +482,10 @@ OBJECTIVE_FLAGS = {
     for algorithm in gspo.ALGOS.values()
     for flag in [*algorithm.loss_flags.values(), *algorithm.advantage_flags.values()]
 } - {"max_new_tokens"}
-CRITIC_FLAGS = {"critic_lr", "value_clip"}
+# parameter -> flag, of functions that are no algorithm's own
+VALUE_FLAGS = {"clip": "value_clip"}
+MISMATCH_FLAGS = {"low": "mismatch_low", "high": "mismatch_high"}
+CRITIC_FLAGS = {"critic_lr", *VALUE_FLAGS.values()}
 
 
 def validate(config: Config, given: dict) -> None:
@@ -1182,7 +1196,8 @@ def few_tokens(run: Run) -> int:
 def show_first_prompt(run: Run) -> None:
     """The text that the model sees: templates are easily wrong, and nothing else would tell."""
     ids = run.held_out[0]["ids"]
-    print(f"first prompt, {len(ids)} tokens: {printable(run.tokenizer.decode(ids))!r}", flush=True)
+    text = printable(run.tokenizer.decode(ids))
+    print(f"first held-out prompt, {len(ids)} tokens: {text!r}", flush=True)
 
 
 def check_verifiers(run: Run) -> None:
@@ -1511,7 +1526,7 @@ class Batch:
     updates: list[Update] = dataclasses.field(default_factory=list)
 
     # freeze: constants of the step, (N, T)
-    old_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None  # of the first update's rows: see `losses`
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
 
@@ -1739,8 +1754,8 @@ def costs_of_texts(config: Config, samples: rollout.Rollout) -> list[float]:
 
 
 def plan(run: Run, batch: Batch) -> None:
-    """Which rows are live, by advantages of rewards alone; optimiser steps, of whole groups where
-    they divide, and their micro-batches of live rows."""
+    """Works out advantages where rewards alone decide on them, marks the live rows, and divides the
+    batch into updates (of whole groups where they divide) and micro-batches (of live rows)."""
     config = run.config
     packed = rollout.takes_our_attention(run.policy)
     batch.advantages = advantages_of_rewards(run, batch)
@@ -1762,7 +1777,7 @@ def advantages_of_rewards(run: Run, batch: Batch) -> Tensor | None:
     """Advantages where rewards alone decide on them; None where log-probs or values may, too:
     `compare` makes those."""
     config, algorithm = run.config, run.algorithm
-    settings = given_flags(config, algorithm.advantage_flags)
+    settings = settings_of(config, algorithm.advantage_flags)
     if config.advantage_scale == "terms":
         terms, weights = reward_terms(run, batch)
         advantages = gspo.term_advantages(terms, weights, config.group_size)
@@ -1875,8 +1890,8 @@ def new_routing(run: Run) -> rollout.Routing:
 
 
 def compare(run: Run, batch: Batch) -> None:
-    """Advantages: how much better a completion is than its peers, or than the critic expected; less
-    weight, or none, where the sampler was another policy."""
+    """Advantages that need log-probs or values (the others are there since `plan`); less weight, or
+    none, where the sampler was another policy."""
     config, samples = run.config, batch.samples
     if batch.advantages is None:
         batch.advantages = advantages_of_tokens(run, batch)
@@ -1895,7 +1910,7 @@ def compare(run: Run, batch: Batch) -> None:
             samples.sampler_logprobs,
             batch.mask,
             per=config.mismatch_mask,
-            **given_flags(config, {"low": "mismatch_low", "high": "mismatch_high"}),
+            **settings_of(config, MISMATCH_FLAGS),
         )
         batch.advantages = batch.advantages.view(len(stays), -1) * stays
         batch.mismatched = batch.mask & ~stays
@@ -1904,7 +1919,7 @@ def compare(run: Run, batch: Batch) -> None:
 def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     """(N, T) from rewards that stand at their tokens, log-probs and values."""
     config, algorithm, samples = run.config, run.algorithm, batch.samples
-    settings = given_flags(config, algorithm.advantage_flags)
+    settings = settings_of(config, algorithm.advantage_flags)
     token_rewards, _ = place_rewards(run, batch)
     if algorithm.kl_in == "reward":  # k1, per token
         kl = batch.old_logprobs - batch.ref_logprobs
@@ -1924,12 +1939,10 @@ def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     return advantages
 
 
-def given_flags(config: Config, flags: dict[str, str]) -> dict:
-    """Parameter -> value of the flags that were given: the others leave the paper's default."""
+def settings_of(config: Config, flags: dict[str, str]) -> dict:
+    """Parameter -> the value of the flag that sets it."""
     values = dataclasses.asdict(config)
-    return {
-        parameter: values[name] for parameter, name in flags.items() if values[name] is not None
-    }
+    return {parameter: values[name] for parameter, name in flags.items()}
 
 
 def latest_own(samples: rollout.Rollout) -> Tensor:
@@ -2013,7 +2026,8 @@ def forget_gradients(run: Run) -> None:
 
 
 def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict:
-    """The clipped gradient of one update, summed over its micro-batches; returns its metrics."""
+    """The gradient of one update, summed over its micro-batches, at most --max-grad-norm long;
+    returns the update's metrics."""
     config = run.config
     denom = units(batch.mask[update.rows], run.algorithm.unit)
     live_mask = batch.mask[update.rows[batch.live[update.rows]]]
@@ -2089,7 +2103,7 @@ def losses(
         advantages,
         mask,
         denom=denom,
-        **given_flags(config, algorithm.loss_flags),
+        **settings_of(config, algorithm.loss_flags),
     )
     # the loss is a mean over all completions of the update, its metrics over the live ones
     all_to_live = denom / units(live_mask, algorithm.unit)
@@ -2122,7 +2136,7 @@ def losses(
             batch.returns[rows],
             mask,
             denom=denom,
-            **given_flags(config, {"clip": "value_clip"}),
+            **settings_of(config, VALUE_FLAGS),
         )
         loss = loss + critic_loss
         metrics |= critic_metrics
@@ -2194,8 +2208,8 @@ METRICS = {
     ),
     "clip_fraction": (
         "share of units whose clipped branch is active: completions for GSPO, tokens for most "
-        "others; GSPO's is far above GRPO's (the paper: 0.15 against 0.0013, of tokens); 0 "
-        "with one update a rollout"
+        "others; GSPO's is far above GRPO's (the paper: 0.15 against 0.0013, of tokens). The "
+        "first update of a rollout clips nothing: with four it is 0.75 at most, with one 0"
     ),
     "clip_fraction_q1": (
         "clip_fraction of the shortest quarter of the live completions; as that of the longest, "
@@ -2207,8 +2221,8 @@ METRICS = {
     "clip_fraction_high": "the part of it above the band, where the advantage is positive",
     "ratio_mean": "mean importance ratio, in the algorithm's unit; within 0.003 of 1 for GSPO",
     "approx_kl": (
-        "mean of r − 1 − log r: drift from π_old within the step, in nats; small and steady; "
-        "a rise comes before collapse"
+        "mean of ratio − 1 − log ratio, in the algorithm's unit (GSPO: of s): drift from π_old "
+        "within the step, in nats; small and steady; a rise comes before collapse"
     ),
     "mismatch_masked": (
         "with --mismatch-mask: share of tokens that it leaves out of the loss; near 0"
@@ -2290,8 +2304,8 @@ METRICS = {
     "lr": "learning rate of the policy, after warm-up --lr",
     "seconds_sample": "sampling",
     "seconds_score": "the verifier; a slow one looks like this",
-    "seconds_compare": "advantages",
-    "seconds_freeze": "old and reference log-probs, values",
+    "seconds_compare": "advantages that need log-probs or values; near 0 for GSPO",
+    "seconds_freeze": "reference log-probs, values, and old log-probs but for the first update's",
     "seconds_flips": "scoring once more for expert_flips",
     "seconds_improve": "forward, backward, optimiser",
     "seconds_ranks": "part of all these: waiting for other processes, and sending to them",
@@ -2385,7 +2399,7 @@ def measure_by_length(run: Run, batch: Batch) -> dict:
         return {}
     lengths = batch.mask[live].sum(1).cpu()  # as `live` is
     shortest_first = live[lengths.argsort(stable=True)]
-    flags = given_flags(run.config, run.algorithm.loss_flags)
+    flags = settings_of(run.config, run.algorithm.loss_flags)
     row = {}
     for quarter, rows in enumerate(shortest_first.tensor_split(4), start=1):
         mask = batch.mask[rows]
@@ -3251,16 +3265,17 @@ def train(run: Run) -> None:
         # 1. snapshot: pi_old <- pi_theta, where the sampler is a copy; pi_ref every ref_every steps
         snapshot(run, step)
 
-        # 2. sample G completions for each of P prompts, 3. score them; drop and refill dead groups
+        # 2. sample G completions for each of P prompts, 3. score them; with dynamic sampling drop
+        # and refill dead groups; then `plan`: advantages that rewards decide on, and the updates
         batch = collect(run, step)
 
-        # 4. freeze: old_logprobs, ref_logprobs, values: no grad, before the first update, whose own
-        # forward pass gives its old_logprobs: see losses
+        # 4. freeze: old_logprobs, ref_logprobs, values, without gradients. The first update needs
+        # no pass: the policy still is pi_old, so `losses` keeps what its own forward pass says
         with run.timer("freeze"):
             freeze(run, batch)
 
-        # 5. compare: advantages that need phase 4 (a KL in the reward, a critic), corrections for a
-        # sampler that drifts; advantages of rewards alone are there since collect: see plan
+        # 5. compare: advantages that need phase 4 (those of a critic, or with a KL in the reward),
+        # and corrections for a sampler that drifts; for GSPO by itself there is nothing left to do
         with run.timer("compare"):
             compare(run, batch)
 

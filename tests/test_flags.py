@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import gspo
 import rewards
 import train
-from tools import BASE, ROOT, copied, good, launch, refused, spied
+from tools import BASE, ROOT, copied, good, launch, refused, spied, strict
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -435,13 +435,44 @@ def test_a_flag_reaches_its_function(flag, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("algorithm", gspo.ALGOS)
 def test_without_flags_the_papers_numbers_hold(algorithm, monkeypatch, tmp_path):
-    """They stand in the signatures alone: nothing is given but what the run itself decides."""
+    """They stand in the signatures alone; the run's config.json tells them."""
+    row = gspo.ALGOS[algorithm]
     loss = spied(monkeypatch, algorithm, "loss")
     advantages = spied(monkeypatch, algorithm, "advantages")
-    good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}")
+    config = config_of(good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}").folder)
     of_the_run = {"denom", "max_completion_length", "bootstrap"}
-    for calls in (loss, advantages):
-        assert calls and all(keyword.keys() <= of_the_run for _, keyword, _ in calls)
+    for calls, function, flags in (
+        (loss, row.loss, row.loss_flags),
+        (advantages, row.advantages, row.advantage_flags),
+    ):
+        defaults = gspo.keyword_parameters(function)
+        assert calls
+        for _, keyword, _ in calls:
+            for name in keyword.keys() - of_the_run:
+                assert keyword[name] == defaults[name]
+        for parameter in flags.keys() - of_the_run:
+            assert config[flags[parameter]] == defaults[parameter]
+
+
+def config_of(folder) -> dict:
+    return strict((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "flags, resolved",
+    [
+        ("--algo gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "ratio_max": None, "gamma": None}),
+        ("--algo dapo", {"clip_low": 0.2, "clip_high": 0.28, "advantage_scale": "group"}),
+        ("--algo dr-grpo", {"advantage_scale": "none", "kl_coef": 0.0}),
+        ("--algo ppo", {"gamma": 1.0, "gae_lambda": 0.95, "value_clip": 0.2, "dual_clip": None}),
+        ("--mismatch-mask token", {"mismatch_low": 0.5, "mismatch_high": 5.0}),
+        ("--mismatch-mask completion", {"mismatch_low": 0.99, "mismatch_high": 1.01}),
+        ("", {"mismatch_low": None, "value_clip": None}),
+    ],
+)
+def test_flags_that_were_not_given_are_told_with_their_values(flags, resolved):
+    config = dataclasses.asdict(train.resolve(train.parse_flags(flags.split())))
+    assert {name: config[name] for name in resolved} == resolved
 
 
 @pytest.mark.parametrize(

@@ -430,8 +430,8 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(spoken, seen, tmp_path):
     result = good(tmp_path, f"{BASE} --model models/spoken --steps 1 {flags}")
     first = seen.run.held_out[0]
     text = f"#12;3+{first['prompt']}**="
-    assert f"first prompt, {len(text)} tokens: '{text}'\n" in result.out
-    assert result.out.count("first prompt") == 1
+    assert f"first held-out prompt, {len(text)} tokens: '{text}'\n" in result.out
+    assert result.out.count("first held-out prompt") == 1
 
 
 def test_chat_template_args_that_the_template_does_not_read_are_refused(
@@ -447,7 +447,7 @@ def test_a_line_break_in_a_template_is_two_characters_in_a_shell(models, seen, t
     result = good(tmp_path, f"{BASE} --steps 1", "--prompt-template", r"1\n{prompt}")
     expected = "1\n" + seen.run.held_out[0]["prompt"]
     assert seen.run.held_out[0]["ids"] == seen.run.tokenizer.encode(expected)
-    assert "\\\\n" not in result.out.split("first prompt")[1].splitlines()[0]
+    assert "\\\\n" not in result.out.split("first held-out prompt")[1].splitlines()[0]
 
 
 def test_the_command_to_try_has_the_flags_of_the_prompt(spoken, tmp_path):
