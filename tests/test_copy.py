@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import gspo
 from tools import ROOT, random_policy
 
 
@@ -28,7 +29,8 @@ def blocks(text: str) -> list[str]:
 PAGE = ROOT / "README.md"
 SECTION = f"\n{PAGE.read_text()}".split("\n## Copy the loss\n")[1].split("\n## ")[0]
 SIX_LINES, TRL, VERL, UPDATES = blocks(SECTION)
-[LOOP] = blocks((ROOT / "tests/copying.md").read_text())
+COPYING = (ROOT / "tests/copying.md").read_text()
+[LOOP] = blocks(COPYING)
 
 
 def is_missing(peer: str) -> bool:
@@ -378,6 +380,65 @@ def logprobs_nearby(trainer, inputs, generator):
     return now - change + 1e-4 * torch.randn(now.shape, generator=generator)
 
 
+OF_SEQUENCES = {"importance_sampling_level": "sequence"}
+IN_TRL = {  # the table of copying.md: our loss -> TRL's settings
+    "gspo_loss": {"loss_type": "grpo", **OF_SEQUENCES, "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "luspo_loss": {"loss_type": "luspo", **OF_SEQUENCES, "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+    "grpo_loss": {"loss_type": "grpo", "epsilon": 0.2},
+    "dr_grpo_loss": {"loss_type": "dr_grpo", "epsilon": 0.2},
+    "dapo_loss": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5},
+    "sapo_loss": {"loss_type": "sapo"},
+}
+
+
+@pytest.mark.skipif(is_missing("trl"), reason="TRL is not installed")
+@pytest.mark.parametrize("name", IN_TRL)
+def test_our_losses_have_the_gradients_of_trls(name, models, tmp_path):
+    """Of the model's weights, for ratios within the band and far outside."""
+    import trl
+
+    of_trl = {"importance_sampling_level": "token", "epsilon_high": None, **IN_TRL[name]}
+    trainer = trl_trainer(trl.GRPOTrainer, models / "tiny", tmp_path, **of_trl)
+    model = trainer.model.eval()  # one batch, without accumulation
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]).long()
+    inputs = {
+        "prompt_ids": torch.randint(3, 18, (4, 3), generator=generator),
+        "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.randint(3, 18, (4, 6), generator=generator),
+        "completion_mask": mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]),
+        "num_items_in_batch": mask.sum(),
+    }
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    seen = torch.cat([inputs["prompt_mask"], mask], dim=1)
+    new = trainer._get_per_token_logps_and_entropies(model, tokens, seen, 6)[0]
+    old = new.detach() + 0.3 * torch.randn(new.shape, generator=generator)
+    inputs["old_per_token_logps"] = old
+
+    budget = {"max_completion_length": 12} if name == "dr_grpo_loss" else {}  # that of trl_trainer
+    ours, _ = getattr(gspo, name)(new, old, inputs["advantages"], mask, **budget)
+    gradients = []
+    for loss in (trainer._compute_loss(model, inputs), ours):
+        model.zero_grad()
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert gradients[0].norm() > 1e-3
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-3)
+
+
+def test_the_table_of_other_losses_names_what_is_tested():
+    rows = re.findall(r"(?m)^\| `(\w+_loss)` \| (.*?) \| (.*?) \|$", COPYING)
+    assert {name for name, in_trl, _ in rows if in_trl != "–"} == IN_TRL.keys()
+    assert {name for name, _, in_verl in rows if in_verl != "–"} == IN_VERL.keys()
+    for name, in_trl, in_verl in rows:
+        if name in IN_TRL:
+            assert f"`{IN_TRL[name]['loss_type']}`" in in_trl
+        if name in IN_VERL:
+            assert f"`{IN_VERL[name][0]}`" in in_verl
+
+
 # ---- verl ----------------------------------------------------------------------------------------
 
 VERL_ALONE = """
@@ -432,6 +493,58 @@ def test_verl_loss_has_the_gradients_of_verls_own_gspo(weighted):
     assert (results[0][1] == 0).all(1).tolist() == [True, True, False, False]
     # theirs counts tokens, 7 + 3 of 16, and ours completions, 2 of 4
     assert clip_fractions == pytest.approx([10 / 16, 2 / 4])
+
+
+NO_DUAL_CLIP = 1e9
+IN_VERL = {  # the table of copying.md: our loss -> loss_mode, loss_agg_mode, lower and upper clip
+    "gspo_loss": ("gspo", "seq-mean-token-mean", 3e-4, 4e-4),
+    "grpo_loss": ("vanilla", "seq-mean-token-mean", 0.2, 0.2),
+    "dapo_loss": ("vanilla", "token-mean", 0.2, 0.28),
+    "cispo_loss": ("cispo", "token-mean", 1.0, 4.0),
+    "sapo_loss": ("sapo", "seq-mean-token-mean", 0.2, 0.2),
+    "gmpo_loss": ("geo_mean", "token-mean", 0.4, 0.4),
+}
+
+
+@pytest.mark.skipif(is_missing("verl"), reason="verl is not installed")
+@pytest.mark.parametrize("name", IN_VERL)
+def test_our_losses_have_the_values_and_gradients_of_verls(name):
+    """Of the log-probs, for ratios within the band and far outside."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+    from verl.workers.config import ActorConfig
+
+    mode, mean, low, high = IN_VERL[name]
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=4,
+        clip_ratio=low,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        clip_ratio_c=NO_DUAL_CLIP,
+    )
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
+    old = -torch.rand(4, 7, generator=generator)
+    new = old + 0.3 * torch.randn(4, 7, generator=generator)
+    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
+
+    theirs = new.clone().requires_grad_()
+    expected, _ = get_policy_loss_fn(mode)(
+        old_log_prob=old,
+        log_prob=theirs,
+        advantages=advantages[:, None].expand(4, 7),
+        response_mask=mask,
+        loss_agg_mode=mean,
+        config=config,
+    )
+    expected.backward()
+    ours = new.clone().requires_grad_()
+    loss, _ = getattr(gspo, name)(ours, old, advantages, mask)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
+    assert expected.abs() > 1e-2 and theirs.grad.any()
 
 
 @pytest.mark.skipif(is_missing("verl"), reason="verl is not installed")
