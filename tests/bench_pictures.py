@@ -310,7 +310,7 @@ def fixed_batches(lengths: list[int], size: int) -> int:
 def loop_picture() -> str:
     """The three policies and the numbered phases of train.py."""
     policies = {
-        "old_policy π_old": (1, 60, "samples; a copy", "of π_θ, once a step"),
+        "old_policy π_old": (1, 60, "samples: π_θ as it is", "when a step starts"),
         "ref_policy π_ref": (2, 180, "frozen; only where", "there is a KL term"),
         "policy π_θ": (0, 300, "trained; moves with", "every update"),
     }
