@@ -3034,7 +3034,8 @@ def check_sandbox(name: str) -> None:
 
 
 def read_rows(path: str, flag: str, reward: Reward, text: str = "prompt") -> list[dict]:
-    """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer."""
+    """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer. A
+    prompt may be a conversation, too: a list of messages."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
@@ -3059,9 +3060,42 @@ def read_row(line: bytes, text: str) -> dict:
     if "question" in row:
         row = {"prompt": row["question"]} | row
     need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")
+    if text == "prompt" and isinstance(row[text], list):
+        check_conversation(row[text])
+        return row
     is_text = isinstance(row[text], str)
     need(is_text and (row[text].encode().strip() or text != "prompt"), f"field {text}: no text")
     return row
+
+
+def check_conversation(messages: list) -> None:
+    """UserError for a prompt of messages that no model could answer."""
+    kind = 'expected messages, {"role": ..., "content": ...} with texts'
+    need(messages, f"field prompt: {kind}, found none")
+    for message in messages:
+        is_one = isinstance(message, dict) and all(
+            isinstance(message.get(field), str) for field in ("role", "content")
+        )
+        need(is_one, f"field prompt: {kind}, found {message!r:.80}")
+        message["content"].encode()  # raises for half a surrogate pair, which no tokenizer takes
+    need(
+        messages[-1]["role"] != "assistant",
+        "field prompt: its last message is the assistant's, expected one that asks for an answer",
+    )
+
+
+def text_of(prompt: str | list[dict]) -> str:
+    """A prompt as people read it: of a conversation each message, after its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def messages_of(prompt: str | list[dict]) -> list[dict]:
+    """A prompt as a conversation: a text is what the user says."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt)
 
 
 # ---------------------------------------------------------------------- shaping

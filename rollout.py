@@ -38,7 +38,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import tqdm
 
-from rewards import Tool, UserError, expecting, need, parse_reward, parse_tool, printable
+from rewards import (
+    Tool,
+    UserError,
+    expecting,
+    messages_of,
+    need,
+    parse_reward,
+    parse_tool,
+    printable,
+    text_of,
+)
 
 
 class Rollout(typing.NamedTuple):
@@ -1834,35 +1844,45 @@ def sampler_copy(policy, dtype: torch.dtype):
 
 def encode_prompt(
     tokenizer,
-    text: str,
+    prompt: str | list[dict],
     system: str | None = None,
     template_args: dict | None = None,
     vocabulary: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt, in the tokenizer's chat template where it has one.
 
-    vocabulary: rows of the model's embedding. Raises UserError where the tokenizer does not fit."""
+    prompt: a text, or messages. vocabulary: rows of the model's embedding.
+    Raises UserError where the tokenizer does not fit."""
+    shown = repr(text_of(prompt)[:60])
     if tokenizer.chat_template:
-        ids = in_chat_template(tokenizer, text, system, template_args)
+        ids = in_chat_template(tokenizer, prompt, system, template_args)
     else:
         given = system is not None or template_args
         need(not given, "--system, --chat-template-args: the model has no chat template")
-        ids = tokenizer.encode(text)
-    need(ids, f"prompt {text[:60]!r}: expected at least one token")
+        need(
+            isinstance(prompt, str),
+            f"prompt {shown}: it is a list of messages, and the model has no chat template",
+        )
+        ids = tokenizer.encode(prompt)
+    need(ids, f"prompt {shown}: expected at least one token")
     largest = max(ids)
     need(
         vocabulary is None or largest < vocabulary,
-        f"--model: its tokenizer makes token {largest} of the prompt {text[:60]!r}, and its "
+        f"--model: its tokenizer makes token {largest} of the prompt {shown}, and its "
         f"embedding has {vocabulary} rows; expected a tokenizer that fits the model",
     )
     return ids
 
 
-def in_chat_template(tokenizer, text, system, template_args) -> list[int]:
-    chat = [{"role": "user", "content": text}]
+def in_chat_template(tokenizer, prompt, system, template_args) -> list[int]:
+    chat = messages_of(prompt)
     if system is not None:  # an empty one stands against the template's own
+        need(
+            chat[0]["role"] != "system",
+            f"--system: the prompt {text_of(prompt)[:60]!r} has a system message of its own",
+        )
         chat.insert(0, {"role": "system", "content": system})
-    with expecting("--system, --chat-template-args: expected what the chat template takes"):
+    with expecting("--system, --chat-template-args, messages: expected what the template takes"):
         return tokenizer.apply_chat_template(
             chat,
             tokenize=True,
@@ -1935,7 +1955,7 @@ class RewardModel:
             function_to_apply="none",
         )
 
-    def __call__(self, prompts: list[str], completions: list[str]) -> list[float]:
+    def __call__(self, prompts: list[str | list[dict]], completions: list[str]) -> list[float]:
         texts = [self.text(prompt, said) for prompt, said in zip(prompts, completions)]
         once = list(dict.fromkeys(texts))  # a batch's rounding would tell equal texts apart
         found = self.classifier(
@@ -1947,11 +1967,13 @@ class RewardModel:
         scores = {text: one["score"] for text, one in zip(once, found)}
         return [scores[text] for text in texts]
 
-    def text(self, prompt: str, said: str) -> str:
-        if not self.template:
+    def text(self, prompt: str | list[dict], said: str) -> str:
+        if self.template:
+            chat = [*messages_of(prompt), {"role": "assistant", "content": said}]
+            return self.tokenizer.apply_chat_template(chat, tokenize=False)
+        if isinstance(prompt, str):
             return prompt + said
-        chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": said}]
-        return self.tokenizer.apply_chat_template(chat, tokenize=False)
+        return f"{text_of(prompt)}\n\nassistant: {said}"
 
 
 def reward_model(source: str, device: str) -> RewardModel:

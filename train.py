@@ -580,10 +580,17 @@ class PromptFormat:
 
     def encode(self, row: dict) -> dict:
         """The row with "ids", the tokens of its prompt."""
-        text = self.template.replace("{prompt}", row["prompt"])
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            prompt = self.template.replace("{prompt}", prompt)
+        else:
+            need(
+                self.template == "{prompt}",
+                "--prompt-template: expected prompts that are texts, found a list of messages",
+            )
         ids = rollout.encode_prompt(
             self.tokenizer,
-            text,
+            prompt,
             self.system,
             self.chat_template_args,
             vocabulary=self.vocabulary,
@@ -637,7 +644,12 @@ def check_characters(config: Config, rows: list[dict], source: str) -> None:
     """A built-in policy knows the characters of its task, and no others."""
     alphabet = rewards.TASKS[config.task].alphabet
     template = prompt_template(config)
-    for text in [template.replace("{prompt}", row["prompt"]) for row in rows]:
+    for row in rows:
+        need(
+            isinstance(row["prompt"], str),
+            f"{source}: expected another --model for prompts that are lists of messages",
+        )
+        text = template.replace("{prompt}", row["prompt"])
         strange = "".join(sorted(set(text) - set(alphabet)))
         need(
             not strange,
@@ -1229,14 +1241,14 @@ def split_prompts(
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
     """(rows to train on, held-out rows): one prompt in ten, by its hash, wherever it stands."""
-    prompts = sorted({row["prompt"] for row in rows})
+    prompts = sorted({rewards.text_of(row["prompt"]) for row in rows})
     need(len(prompts) > 1, f"{source}: expected two prompts, as one in ten is held out")
     held_out = {prompt for prompt in prompts if rewards.is_held_out(prompt)}
     if not held_out or len(held_out) == len(prompts):  # a small file
         held_out = {prompts[0]}
     return (
-        [row for row in rows if row["prompt"] not in held_out],
-        [row for row in rows if row["prompt"] in held_out],
+        [row for row in rows if rewards.text_of(row["prompt"]) not in held_out],
+        [row for row in rows if rewards.text_of(row["prompt"]) in held_out],
     )
 
 
@@ -2557,7 +2569,7 @@ def evaluate(run: Run, name: str, step: int, pass_k: bool = False) -> dict:
     run.shown_answers = [
         {
             "step": step,
-            "prompt": row["prompt"],
+            "prompt": rewards.text_of(row["prompt"]),
             "answer": row["answer"],
             "completion": text,
             "reward": score.reward,
@@ -2643,7 +2655,7 @@ def readable_samples(batch: Batch, group_size: int) -> list[dict]:
     return [
         {
             "step": batch.step,
-            "prompt": batch.rows[i]["prompt"],
+            "prompt": rewards.text_of(batch.rows[i]["prompt"]),
             "completion": batch.texts[i],
             "answer": batch.rows[i]["answer"],
             "reward": float(batch.rewards[i]),
@@ -3322,7 +3334,7 @@ def say_how_it_went(run: Run, after: dict, checkpoint: Path) -> None:
         ("--chat-template-args", config.chat_template_args),
         ("--tool", config.tool),
         ("--tool-after", config.tool_after),
-        ("--prompt", run.held_out[0]["prompt"]),
+        ("--prompt", rewards.messages_of(run.held_out[0]["prompt"])[-1]["content"]),
     ):
         if value is not None:
             command += [name, printable(value)]

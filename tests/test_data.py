@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +122,68 @@ def test_chat_template_system_and_prompt_template(flags, expected, chat, seen, t
     ):
         assert prompt == expected.format(row["prompt"][2:])
     assert len(seen.batches[0].rows) == 16
+
+
+def conversation(number: int) -> list[dict]:
+    """A system message, an example with its answer, and a problem."""
+    return [
+        {"role": "system", "content": "1"},
+        {"role": "user", "content": "2+2"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": f"7+{number}"},
+    ]
+
+
+@pytest.fixture
+def conversations(place) -> Path:
+    rows = [{"prompt": conversation(i), "answer": str(7 + i)} for i in range(10)]
+    return write_rows(place / "talks.jsonl", rows)
+
+
+TALKS = "--model models/chat --data talks.jsonl --steps 1"
+
+
+def test_a_prompt_may_be_a_list_of_messages(chat, conversations, seen, tmp_path):
+    """The template reads all of them; samples, evaluations and the last line have their text."""
+    result = good(tmp_path, f"{TALKS} --reward pay.py:even")
+    rows = seen.batches[0].rows[::4]
+    for prompt, row in zip(decoded_prompts(seen.batches[0], seen.run.tokenizer), rows):
+        problem = row["prompt"][-1]["content"]
+        assert prompt == f"#1;2+2;4;{problem}="
+    held_out = {str(row["prompt"]) for row in seen.run.held_out}
+    assert held_out and not held_out & {str(row["prompt"]) for row in rows}
+
+    for name in ("samples", "evaluations"):
+        row = strict((result.folder / f"{name}.jsonl").read_text().splitlines()[0])
+        assert row["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
+    last = seen.run.held_out[0]["prompt"][-1]["content"]
+    assert result.out.endswith(f"--prompt {last}\n")
+
+
+def test_a_reward_gets_the_messages_of_the_prompt(chat, conversations, tmp_path):
+    Path("talk.py").write_text(
+        "def roles(completion, answer, prompt):\n"
+        "    return [m['role'] for m in prompt] == ['system', 'user', 'assistant', 'user']\n"
+    )
+    folder = good(tmp_path, f"{TALKS} --reward talk.py:roles").folder
+    assert metrics(folder)[0]["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (f"{TALKS} --system 3", ["--system", "system message of its own"]),
+        (f"{TALKS} --prompt-template 1+{{prompt}}", ["--prompt-template", "list of messages"]),
+        ("--model models/tiny --data talks.jsonl", ["list of messages", "no chat template"]),
+        ("--model tiny --data talks.jsonl", ["--data talks.jsonl", "another --model", "messages"]),
+    ],
+)
+def test_messages_are_refused_where_they_cannot_be_read(
+    flags, words, chat, conversations, tmp_path
+):
+    sentence = refused(tmp_path / "runs", f"{flags} --reward pay.py:even")
+    assert all(word in sentence for word in words), sentence
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_empty_system_message_is_one(chat, seen, tmp_path):
@@ -296,9 +359,20 @@ def test_a_reward_model_reads_its_own_chat_template(judge, models, tmp_path):
         "{% endfor %}"
     )
     tokenizer.save_pretrained(folder)
-    prompts, completions = ["3+4=", "5*"], ["7", "11111111"]
+    messages = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
+    prompts = ["3+4=", "5*", [*messages, {"role": "user", "content": "5"}]]
+    completions = ["7", "11111111", "6"]
     scores = rollout.reward_model(str(folder), "cpu")(prompts, completions)
-    for prompt, completion, score in zip(prompts, completions, scores):
-        ids = torch.tensor([tokenizer.encode(f"1{prompt}#2{completion}#")])
+    for text, score in zip(("13+4=#27#", "15*#211111111#", "13#24#15#26#"), scores, strict=True):
+        ids = torch.tensor([tokenizer.encode(text)])
         with torch.no_grad():
             assert score == pytest.approx(float(judge(ids).logits[0, 0]), abs=1e-5)
+
+
+def test_a_reward_model_without_a_chat_template_reads_messages_as_text():
+    judge = SimpleNamespace(template=None)
+    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
+    assert rollout.RewardModel.text(judge, "3+4=", "7") == "3+4=7"
+    assert rollout.RewardModel.text(judge, messages, "7") == (
+        "system: 1\n\nuser: 2\n\nassistant: 7"
+    )

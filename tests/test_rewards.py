@@ -3626,6 +3626,25 @@ def test_no_reward_is_beyond_float32(value, tmp_path):
         ("PAR1\0\1", ["line 1"]),
         ("3", ["line 1", "found 3"]),
         ("\n\n", ["empty"]),
+        ('{"prompt": [], "answer": "1"}', ["line 1", "messages", "found none"]),
+        ('{"prompt": ["a"], "answer": "1"}', ["line 1", "role", "found 'a'"]),
+        (
+            '{"prompt": [{"role": "user"}], "answer": "1"}',
+            ["line 1", "content", "{'role': 'user'}"],
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}',
+            ["line 1", "with texts", "['a']"],
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a\\ud800"}], "answer": "1"}',
+            ["line 1", "surrogates"],
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, '
+            '{"role": "assistant", "content": "b"}], "answer": "1"}',
+            ["line 1", "last message is the assistant's"],
+        ),
     ],
 )
 def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
