@@ -3208,8 +3208,10 @@ def owners_of_state(run: Run) -> dict[str, int]:
 
 def trainer_state(run: Run) -> dict[str, Tensor]:
     """What --resume needs beside the policy: "weights NAME" of the critic, the reference and a
-    stale sampler, and "NAME MOMENT" of AdamW, from the process that has it."""
+    stale sampler, "NAME MOMENT" of AdamW, from the process that has it, and "run bad_in_a_row"."""
     state, owners = {}, owners_of_state(run)
+    if run.bad_in_a_row:
+        state["run bad_in_a_row"] = torch.tensor(run.bad_in_a_row)
     stepped = any(run.ranks.gather(len(run.optimizer.state) > 0))
     for name, parameter in parameters_of_state(run).items():
         if not name.startswith("policy.") or (run.config.lora_rank and parameter.requires_grad):
@@ -3252,8 +3254,10 @@ def load_trainer_state(run: Run, path: Path) -> None:
         # --kl-coef is new: the reference is still the model that the run began with
         run.ref_policy.load_state_dict(rollout.load_model(start_model(run.config)).state_dict())
     for key, value in state.items():
-        first, second = key.split()  # "weights NAME", or "NAME MOMENT"
-        if first == "weights" and second in parameters:
+        first, second = key.split()  # "weights NAME", "NAME MOMENT", or "run bad_in_a_row"
+        if first == "run":
+            run.bad_in_a_row = int(value)
+        elif first == "weights" and second in parameters:
             parameters[second].data.copy_(value)
         elif owners.get(first) == run.ranks.rank:
             run.optimizer.state[parameters[first]][second] = value

@@ -1198,6 +1198,16 @@ def test_bad_updates_in_a_row_stop_the_run(losses, tmp_path):
     assert all(torch.isfinite(p).all() for p in weights.parameters())
 
 
+def test_bad_updates_in_a_row_are_counted_on_after_a_resume(losses, tmp_path):
+    """All four of step 2 are bad, and the first of step 3 is the fifth. With an entropy bonus every
+    row is live: none is skipped."""
+    losses("rloo", lambda number, result: (result[0] * (1 if number < 4 else math.nan), result[1]))
+    good(tmp_path, f"{BASE} --algo rloo --entropy-coef 0.01 --steps 2 --max-bad-updates 4")
+    result = launch(tmp_path, "--resume --steps 3 --name run", small=False)
+    assert result.status == 2
+    assert "step 3: 5 bad updates in a row" in result.err
+
+
 def test_logprobs_that_are_not_finite_leave_no_nan_in_the_metrics(monkeypatch, tmp_path):
     scores = rollout.completion_logprobs
     calls = Calls(
