@@ -2013,8 +2013,9 @@ def improve(run: Run, batch: Batch) -> list[dict]:
             )
         else:
             take_step(run)
-            run.bad_in_a_row = 0
             made.append(metrics)
+            if metrics:  # an update without a live row says nothing
+                run.bad_in_a_row = 0
         if batch.first_logprobs is None:
             batch.first_logprobs = batch.new_logprobs.clone()
     forget_gradients(run)  # their memory is for sampling
