@@ -36,7 +36,7 @@ import textwrap
 import time
 import unicodedata
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from math import ceil, factorial, floor, inf, isqrt, nan, tanh
@@ -96,6 +96,12 @@ def expecting(what: str) -> Iterator[None]:
 def printable(text: str) -> str:
     """Text without control characters: a terminal would obey those of a completion."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """What a sentence about an unknown word may end with."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 # ---------------------------------------------------------------------- the registry
@@ -3000,7 +3006,9 @@ def parse_reward(spec: str) -> Reward:
             fits = 0 < terms[name].weight <= LARGEST_REWARD
             need(fits, f"a weight is positive, and at most {LARGEST_REWARD:g}")
         except (Exception, SystemExit) as error:  # a user's file may do anything
-            expected = f"a sum of [weight*]file.py:function or one of {', '.join(VERIFIERS)}"
+            expected = "a sum of [weight*]file.py:function"
+            if ":" not in place:
+                expected += f" or one of {', '.join(VERIFIERS)}"
             message = f"--reward {spec}: {reason(error)}; expected {expected}"
             raise UserError(message) from error
         if place in ("code", "code_strict"):
@@ -3011,6 +3019,7 @@ def parse_reward(spec: str) -> Reward:
 def find_verifier(place: str, kind: str = "verifier") -> Callable:
     """The function of `file.py:function`, or the verifier of ours that has the name."""
     path, _, name = place.rpartition(":")
+    need(path or not name.endswith(".py"), f"of which function? {name}:FUNCTION")
     if path:
         folder = str(Path(path).resolve().parent)
         if folder not in sys.path:  # its neighbours can be imported, now and when it runs
@@ -3064,7 +3073,8 @@ def read_row(line: bytes, text: str) -> dict:
         check_conversation(row[text])
         return row
     is_text = isinstance(row[text], str)
-    need(is_text and (row[text].encode().strip() or text != "prompt"), f"field {text}: no text")
+    need(is_text, f"field {text}: found {row[text]!r:.80}, expected text")
+    need(row[text].encode().strip() or text != "prompt", f"field {text}: no text")
     return row
 
 
@@ -3173,7 +3183,8 @@ def check_tool(place: str, tool: Tool) -> None:
             continue
         is_reply = reply is None or isinstance(reply, str)
         need(is_reply, f"--tool {place}: on {text!r:.80} it returned {reply!r:.80}; {expected}")
-    need(len(errors) < len(texts), f"--tool {place}: it raises on any text: {errors}; {expected}")
+    found = ", ".join(dict.fromkeys(errors))
+    need(len(errors) < len(texts), f"--tool {place}: it raises on any text: {found}; {expected}")
 
 
 # ---------------------------------------------------------------------- built-in tasks

@@ -41,6 +41,7 @@ from transformers.utils.logging import tqdm
 from rewards import (
     Tool,
     UserError,
+    did_you_mean,
     expecting,
     messages_of,
     need,
@@ -1772,8 +1773,12 @@ def need_no_run(source: str | Path):
 
 def read_config(source: str | Path):
     """Configuration and tokenizer; of a folder the headers of its weights are read, too."""
+    parts = Path(source).parts  # the hub, which is asked five times, has at most OWNER/NAME
+    is_path = len(parts) > 2 or str(source).startswith((".", "/", "~"))
+    need(Path(source).exists() or not is_path, "there is no such folder")
     config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with expecting("found no tokenizer there (tokenizer.save_pretrained writes one)"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if Path(source).is_dir():
         files = list(Path(source).glob("*.safetensors"))
         need(files, "found no *.safetensors (pickles can run code)")
@@ -2003,6 +2008,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message.removeprefix("argument "))
 
+    def parse_args(self, arguments=None, namespace=None):
+        given, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(f"unknown flag {unknown[0]}{did_you_mean(unknown[0], flags)}")
+        return given
+
 
 def parse_flags(arguments: list[str] | None) -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -2016,7 +2028,7 @@ def parse_flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--answer", help="print the reward of each completion against it")
-    parser.add_argument("--reward", default="math", help="as train.py's; default math")
+    parser.add_argument("--reward", help="as train.py's, with --answer; default math")
     parser.add_argument("--tool", help="as train.py's")
     parser.add_argument("--tool-after", help="as train.py's")
     parser.add_argument("--seed", type=int, default=0)
@@ -2047,11 +2059,18 @@ def check_flags(flags: argparse.Namespace):
         "mps": torch.backends.mps.is_available(),
     }
     need(here[flags.device], f"--device {flags.device}: expected one that is on this machine")
+    need(
+        flags.answer is not None or flags.reward is None,
+        f"--reward {flags.reward}: needs --answer",
+    )
 
 
 def print_completions(flags: argparse.Namespace):
     check_flags(flags)
-    reward = parse_reward(flags.reward)
+    row = {"prompt": flags.prompt, "answer": flags.answer}
+    reward = parse_reward(flags.reward or "math")
+    if flags.answer is not None:
+        reward.check([row])
     tool = parse_tool(flags.tool, flags.tool_after)
     tokenizer, context, _, vocabulary = inspect_model(flags.model)
     replies = Replies(tool, tokenizer, vocabulary) if tool else None
@@ -2078,7 +2097,6 @@ def print_completions(flags: argparse.Namespace):
     for ids, length in zip(samples.completions, samples.lengths):
         text = tokenizer.decode(ids[:length], skip_special_tokens=True)
         if flags.answer is not None:
-            row = {"prompt": flags.prompt, "answer": flags.answer}
             [judged] = reward.score([text], [row])
             need(not reward.faults, f"--reward {flags.reward}: {reward.fault}")
             print(f"[reward {judged.reward:g}] ", end="")

@@ -21,7 +21,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import difflib
 import hashlib
 import html
 import importlib.util
@@ -49,7 +48,7 @@ from torch import Tensor
 import gspo
 import rewards
 import rollout
-from rewards import UserError, expecting, need, printable
+from rewards import UserError, did_you_mean, expecting, need, printable
 
 # ------------------------------------------------------------------------------ flags
 
@@ -278,16 +277,9 @@ def dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class FlagParser(argparse.ArgumentParser):
-    """Its complaints are sentences, which `main` prints without the usage."""
-
-    def error(self, message):
-        raise UserError(message.removeprefix("argument "))
-
-
 def parse_flags(arguments: list[str] | None = None) -> dict:
     """The flags that were given, name -> value; which were not given matters to `validate`."""
-    parser = FlagParser(
+    parser = rollout.Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -306,11 +298,7 @@ def parse_flags(arguments: list[str] | None = None) -> dict:
         help="write report.html of these folders of runs, beside the first, and train nothing",
     )
 
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        flags = [dashed(field.name) for field in FLAGS]
-        raise UserError(f"unknown flag {unknown[0]}{did_you_mean(unknown[0], flags)}")
-    given = vars(given)
+    given = vars(parser.parse_args(arguments))
     for field in FLAGS:
         if field.name in given:
             check_value(field, given[field.name])
@@ -354,11 +342,6 @@ def value_types(field: dataclasses.Field) -> list[type]:
     """[float] of a field `float | None`."""
     kinds = typing.get_args(field.type) or (field.type,)
     return [kind for kind in kinds if kind is not type(None)]
-
-
-def did_you_mean(word: str, known) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def check_value(field: dataclasses.Field, value) -> None:
@@ -411,7 +394,8 @@ def complete(given: dict) -> Config:
 
 def saved_flags(given: dict) -> tuple[dict, dict]:
     """The resolved flags of the run that --resume goes on with, and those that it was given."""
-    path = Path(given.get("runs", Config.runs), given.get("name", ""), "config.json")
+    need("name" in given, "--resume: needs --name, of the run to go on with")
+    path = Path(given.get("runs", Config.runs), given["name"], "config.json")
     with expecting(f"--resume: expected the --name of a run, with {path}"):
         saved = dict(json.loads(path.read_text()))
         if isinstance(saved.get("routing_replay"), bool):  # it was a switch once
@@ -488,6 +472,12 @@ MISMATCH_FLAGS = {"low": "mismatch_low", "high": "mismatch_high"}
 CRITIC_FLAGS = {"critic_lr", *VALUE_FLAGS.values()}
 
 
+def flags_of(algorithm: gspo.Algorithm) -> set[str]:
+    """Those that its functions read."""
+    reached = {*algorithm.loss_flags.values(), *algorithm.advantage_flags.values()}
+    return reached | CRITIC_FLAGS if algorithm.critic else reached
+
+
 def validate(config: Config, given: dict) -> None:
     """Refuses what cannot be, and flags that were given and would do nothing."""
     values = dataclasses.asdict(config)
@@ -501,15 +491,14 @@ def validate(config: Config, given: dict) -> None:
 
 def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str], None]) -> None:
     """Flags that need another flag, or another algorithm."""
-    algorithm, values = gspo.ALGOS[config.algo], dataclasses.asdict(config)
+    values = dataclasses.asdict(config)
 
-    # flags of one algorithm, given with another
-    reached = {*algorithm.loss_flags.values(), *algorithm.advantage_flags.values()}
-    if algorithm.critic:
-        reached |= CRITIC_FLAGS
+    # flags of some algorithms, given with another
+    reached = flags_of(gspo.ALGOS[config.algo])
     for name in given:
         if name in OBJECTIVE_FLAGS | CRITIC_FLAGS and name not in reached:
-            refuse(name, f"another --algo, {config.algo} has none")
+            those = [algo for algo, row in gspo.ALGOS.items() if name in flags_of(row)]
+            refuse(name, f"--algo {' or '.join(those)}, {config.algo} has none")
 
     # flags that need another one
     if "max_refills" in given and not config.dynamic_sampling:
@@ -1013,6 +1002,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     tool = rewards.parse_tool(config.tool, config.tool_after)
     rows, held_out = read_data(config, reward)
     saved = checkpoint_to_resume(config)
+    if config.resume and ranks.first:
+        print(f"resume: from {saved}" if saved else "resume: no checkpoint yet, from the start")
     if config.model in BUILT_IN:
         # more threads only wait for each other at this size
         torch.set_num_threads(min(2, torch.get_num_threads()))
@@ -1209,7 +1200,7 @@ def show_first_prompt(run: Run) -> None:
     """The text that the model sees: templates are easily wrong, and nothing else would tell."""
     ids = run.held_out[0]["ids"]
     text = printable(run.tokenizer.decode(ids))
-    print(f"first held-out prompt, {len(ids)} tokens: {text!r}", flush=True)
+    print(f"first held-out prompt, {len(ids)} tokens: '{text}'", flush=True)
 
 
 def check_verifiers(run: Run) -> None:
@@ -2627,15 +2618,20 @@ def report(run: Run, batch: Batch, row: dict) -> None:
         tracker.log(row)
 
     if run.reward.fault:
-        run.warn("fault", run.reward.fault)
+        run.warn(
+            "fault",
+            f"{run.reward.fault}: paid 0; what follows is counted in verifier_faults",
+        )
     # what is not finite is not in the row
     taught_nothing = row["truncated"] == 1 or row.get("advantage_abs") == 0
     run.quiet_steps = run.quiet_steps + 1 if taught_nothing else 0
-    if run.quiet_steps == 10:
+    ends = row["step"] == run.config.steps
+    if run.quiet_steps == 10 or (ends and run.quiet_steps == row["step"] - run.done):
         run.warn(
             "quiet",
-            f"10 steps taught little: {row['truncated']:.0%} cut off (if many: --max-new-tokens), "
-            "or all groups of equal reward (other prompts? more --group-size?)",
+            f"none of the last {run.quiet_steps} steps taught much: {row['truncated']:.0%} cut off "
+            "(if many: --max-new-tokens), or all groups of equal reward (another --reward? other "
+            "prompts? more --group-size?)",
         )
 
 
@@ -2757,7 +2753,7 @@ CHARTS = (
     Chart("truncated", "near 0, else raise --max-new-tokens", band=(0, 0.1)),
     Chart("dead groups", "near 1 little is learned", (0, 0.9), ("dead_right", "dead_wrong")),
     Chart("entropy", "nats; falls slowly; near 0 exploration is over"),
-    Chart("clip_fraction", "GSPO 0.03 to 0.5, token ratios near 0.001"),
+    Chart("clip_fraction", "GSPO 0.1 to 0.6, less once all is solved; token ratios below 0.02"),
     Chart("ratio_mean", "GSPO: within 0.003 of 1", band=(0.997, 1.003)),
     Chart("approx_kl", "nats to π_old; a rise comes before collapse"),
     Chart("kl", "nats to π_ref; grows slowly"),
@@ -3445,10 +3441,12 @@ def main(arguments: list[str] | None = None) -> int:
     if run is not None:
         for checkpoint in checkpoints(run.folder)[-1:]:
             message += (
-                f"; to go on from {checkpoint}: --resume --name {config.name} --runs {config.runs}"
+                f"; to go on from {checkpoint}: "
+                f"python train.py --resume --name {config.name} --runs {config.runs}"
             )
     if ranks.fails_first():
-        print("error:", printable(message), file=sys.stderr, flush=True)
+        kind = "" if status == 130 else "error: "
+        print(f"{kind}{printable(message)}", file=sys.stderr, flush=True)
     if ranks.size > 1:
         os._exit(status)  # at once: an orderly end would wait for the others
     return status

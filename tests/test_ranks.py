@@ -130,7 +130,7 @@ class Together:
         return last - (first or last)
 
     def errors(self) -> list[str]:
-        return re.findall("^error: .*", "\n".join(self.texts), re.MULTILINE)
+        return re.findall("^(?:error: |stopped;).*", "\n".join(self.texts), re.MULTILINE)
 
 
 def together(size, runs, flags, **more) -> Together:
@@ -229,7 +229,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(rank, tmp_path):
     assert stopped.statuses == [130, 130], stopped.texts
     assert newest(stopped.folder).name == "step-2"
     [sentence] = stopped.errors()
-    assert sentence.startswith("error: stopped; to go on from")
+    assert sentence.startswith("stopped; to go on from")
     assert "Traceback" not in "".join(stopped.texts)
     resumed = together(2, tmp_path / "stopped", "--resume --name run", small=False)
     whole = together(2, tmp_path / "whole", flags)

@@ -86,10 +86,12 @@ def test_a_signal_saves_and_says_how_to_go_on(number, tmp_path, monkeypatch):
     stopped = interrupted(tmp_path, f"{BASE} --steps 4", monkeypatch, 2, number)
     assert stopped.status == 130
     assert stopped.err.splitlines()[0] == "stopping after this step, with a checkpoint"
-    assert stopped.err.splitlines()[1].startswith("error: stopped") and stopped.err.count("\n") == 2
+    assert stopped.err.count("\n") == 2
+    assert stopped.err.splitlines()[1].startswith("stopped; to go on from")
     assert str(stopped.folder / "checkpoints" / "step-2") in stopped.err
-    command = re.search(r": (--resume .*)", stopped.err)[1]
-    good(tmp_path, command, small=False)  # word for word, wherever the runs are
+    command = re.search(r": python train\.py (--resume .*)", stopped.err)[1]
+    resumed = good(tmp_path, command, small=False)  # word for word, wherever the runs are
+    assert f"resume: from {stopped.folder / 'checkpoints/step-2'}\n" in resumed.out
     assert [row["step"] for row in metrics(stopped.folder)] == [1, 2, 3, 4]
 
 

@@ -3594,12 +3594,15 @@ def test_a_users_file_can_import_its_neighbours(tmp_path):
         ("0*math", "--reward 0*math: a weight is positive"),
         ("math+math", "--reward math+math: a name stands there twice"),
         ("nowhere.py:f", "--reward nowhere.py:f: FileNotFoundError: "),
+        ("mine.py", "--reward mine.py: of which function? mine.py:FUNCTION"),
     ],
 )
 def test_parse_reward_puts_the_reason_first(spec, first):
     with pytest.raises(rewards.UserError) as error:
         rewards.parse_reward(spec)
-    assert str(error.value).startswith(first)
+    message = str(error.value)
+    assert message.startswith(first)
+    assert ("countdown" in message) == (":" not in spec)  # ours are no help for a file's
 
 
 @pytest.mark.parametrize("value", ["1e300", "-1e300", "10 ** 400", "[(1, 1e300), (2, 1.0)]"])
@@ -3626,6 +3629,7 @@ def test_no_reward_is_beyond_float32(value, tmp_path):
         ("PAR1\0\1", ["line 1"]),
         ("3", ["line 1", "found 3"]),
         ("\n\n", ["empty"]),
+        ('{"prompt": 12, "answer": "1"}', ["line 1", "field prompt: found 12, expected text"]),
         ('{"prompt": [], "answer": "1"}', ["line 1", "messages", "found none"]),
         ('{"prompt": ["a"], "answer": "1"}', ["line 1", "role", "found 'a'"]),
         (

@@ -1212,8 +1212,9 @@ def one_sentence(capsys, *arguments) -> str:
             "--prompt: expected fewer tokens than the model's context of 128",
         ),
         ("--system Hi", "--system, --chat-template-args: the model has no chat template"),
-        ("--reward maths", "--reward maths"),
-        ("--samples 3", "unrecognized arguments: --samples 3"),
+        ("--answer 3 --reward maths", "--reward maths"),
+        ("--max-new-token 8", "unknown flag --max-new-token; did you mean --max-new-tokens?"),
+        ("--reward math", "--reward math: needs --answer"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_and_status_2(flags, words, folder, capsys):
@@ -1222,7 +1223,9 @@ def test_a_wrong_flag_is_one_sentence_and_status_2(flags, words, folder, capsys)
 
 
 def test_a_verifier_that_fails_is_one_sentence(folder, capsys, tmp_path):
-    (tmp_path / "mine.py").write_text("def bad(completion, answer):\n    return 1 / 0\n")
+    (tmp_path / "mine.py").write_text(
+        "def bad(completion, answer):\n    return 1 if completion == '' else 1 / 0\n"
+    )
     reward = f"{tmp_path / 'mine.py'}:bad"
     error = one_sentence(
         capsys, "--model", folder, "--prompt", "1+2=", "--answer", "3", "--reward", reward
@@ -1230,9 +1233,28 @@ def test_a_verifier_that_fails_is_one_sentence(folder, capsys, tmp_path):
     assert reward in error and "ZeroDivisionError" in error
 
 
+def test_a_verifier_that_wants_a_field_is_refused_before_the_model_loads(
+    folder, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "mine.py").write_text("def f(completion, answer, hint):\n    return 1\n")
+    monkeypatch.setattr(R, "load_model", None)
+    arguments = ["--model", folder, "--prompt", "1+2=", "--answer", "3"]
+    error = one_sentence(capsys, *arguments, "--reward", f"{tmp_path / 'mine.py'}:f")
+    assert "no field 'hint' in the data" in error
+
+
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+
+
 def test_a_wrong_model_is_one_sentence_and_status_2(folder, tmp_path, capsys):
     missing = one_sentence(capsys, "--model", tmp_path / "none", "--prompt", "1+2=")
     assert "--model" in missing and str(tmp_path / "none") in missing
+    assert "there is no such folder" in missing  # the hub is not asked
+    wordless = tmp_path / "wordless"
+    shutil.copytree(folder, wordless, ignore=lambda *_: TOKENIZER_FILES)
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(wordless)
+    error = one_sentence(capsys, "--model", wordless, "--prompt", "1+2=")
+    assert "found no tokenizer there (tokenizer.save_pretrained writes one)" in error
     built_in = one_sentence(capsys, "--model", "tiny", "--prompt", "1+2=")
     assert "python train.py" in built_in and "checkpoints/step-N" in built_in
     for step in ("step-5", "step-10"):

@@ -1280,6 +1280,12 @@ def test_dead_groups_for_many_steps_are_warned_about_once(reward, tmp_path):
     assert "--group-size" in told[0] or "--temperature" in told[0]
 
 
+def test_a_short_run_that_taught_nothing_says_so_at_its_end(tmp_path):
+    flags = f"{BASE} --reward pay.py:never --prompts-per-step 2 --group-size 2"
+    [told] = [line for line in good(tmp_path, flags).out.splitlines() if "warning" in line]
+    assert "none of the last 2 steps taught much" in told and "another --reward?" in told
+
+
 def test_truncation_of_everything_is_warned_about_once(tmp_path):
     result = good(tmp_path, f"{BASE} --steps 12 --prompts-per-step 1 --max-new-tokens 2 --seed 1")
     told = [line for line in result.out.splitlines() if "warning" in line]
