@@ -1529,7 +1529,7 @@ class Batch:
     updates: list[Update] = dataclasses.field(default_factory=list)
 
     # freeze: constants of the step, (N, T)
-    old_logprobs: Tensor | None = None  # of the first update's rows: see `losses`
+    old_logprobs: Tensor | None = None  # for the first update's rows they come in `losses`
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
 
