@@ -1652,18 +1652,18 @@ def from_all(run: Run, judged: Judged | None, faults: int, prompts: int, group_s
 
 
 def collect(run: Run, step: int) -> Batch:
-    """Sample and score P groups; dynamic sampling goes on until P of them are not dead. Then `plan`
-    what to do with them."""
+    """Sample and score P groups; dynamic sampling goes on until P of them are neither all right nor
+    all wrong, or --max-refills are over. Then `plan` what to do with them."""
     config, size = run.config, run.config.group_size
     run.reward.faults = 0
     if run.replies:
         run.replies.faults = 0
-    rollouts = 1
+    attempts = 1
     if config.dynamic_sampling:
-        rollouts += config.max_refills
+        attempts += config.max_refills
 
     drawn: list[Judged] = []
-    for attempt in range(rollouts):
+    for attempt in range(attempts):
         prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
         seed = f"{step} {attempt}"
         judged = sample(
@@ -1676,7 +1676,7 @@ def collect(run: Run, step: int) -> Batch:
             record_experts=config.routing_replay == "sampler",
         )
         drawn.append(judged)
-        correct = [score.correct for judged in drawn for score in judged.scores]
+        correct = [score.correct for each in drawn for score in each.scores]
         correct = torch.tensor(correct, dtype=torch.float64).view(-1, size)
         groups = kept_groups(correct, config)
         if len(groups) == config.prompts_per_step:
