@@ -316,9 +316,9 @@ def loop_picture() -> str:
     }
     phases = {
         "2  sample": (250, 60, "G completions of", "each of P prompts"),
-        "3  score": (460, 60, "rewards, from", "a verifier"),
+        "3  score, plan": (460, 60, "rewards; advantages", "within a group"),
         "4  freeze": (250, 180, "log-probs under", "π_old and π_ref"),
-        "5  compare": (460, 300, "advantages, within", "a prompt's group"),
+        "5  compare": (460, 300, "advantages that", "need log-probs"),
         "6  improve": (250, 300, "loss and gradient,", "update by update"),
     }
     drawn = []
@@ -345,8 +345,8 @@ def loop_picture() -> str:
     drawn.append(words(134, 282, "every ref_every steps", look="dim small"))
     described = (
         "The policy is copied to old_policy when a step starts. old_policy samples completions, "
-        "a verifier scores them, log-probs under old_policy and ref_policy are frozen, advantages "
-        "compare a group's completions, and the updates improve the policy."
+        "a verifier scores them, advantages compare a group's completions, log-probs under "
+        "old_policy and ref_policy are frozen, and the updates improve the policy."
     )
     return svg("One step of training, three policies", described, 394, drawn)
 
