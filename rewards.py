@@ -3007,7 +3007,7 @@ def parse_reward(spec: str) -> Reward:
             need(fits, f"a weight is positive, and at most {LARGEST_REWARD:g}")
         except (Exception, SystemExit) as error:  # a user's file may do anything
             expected = "a sum of [weight*]file.py:function"
-            if ":" not in place:
+            if ".py:" not in place:
                 expected += f" or one of {', '.join(VERIFIERS)}"
             message = f"--reward {spec}: {reason(error)}; expected {expected}"
             raise UserError(message) from error

@@ -127,7 +127,7 @@ def test_resuming_with_other_flags_says_which(tmp_path):
         tmp_path, "--resume --name run --steps 3 --lr 1e-4 --max-new-tokens 6", small=False
     )
     told = [line for line in result.out.splitlines() if line.startswith("resume:")]
-    assert len(told) == 2  # max_new_tokens is what it was
+    assert len(told) == 3  # max_new_tokens is what it was; the last one names the checkpoint
     assert any("lr" in line and "0.001" in line and "0.0001" in line for line in told)
     assert any("steps" in line and "2" in line and "3" in line for line in told)
     assert metrics(folder)[-1]["lr"] == pytest.approx(1e-4)
