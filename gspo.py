@@ -10,9 +10,9 @@ have the same three paragraphs, so that a diff of two of them is the difference 
 N completions in groups of G (rows of one group are contiguous), T tokens, right-padded; pi is the
 policy that learns, pi_old what it was before the updates of the rollout, A an advantage, sg[x] is x
 without its gradient.
-No log-ratio is clamped, but for GMPO's clip. One above 88 makes a float32 ratio infinite, and the
-gradient NaN, even where the clip stops it. The metric ratio_mean tells: a trainer has to skip such
-an update.
+No log-ratio is clamped, but for GMPO's clip. One above 88 makes a float32 ratio infinite, and may
+make the gradient NaN, even where the clip stops it. The metric ratio_mean tells: a trainer has to
+skip such an update.
 A loss needs nothing but torch: copy its source alone. `ALGOS`, at the end, puts losses and
 advantages together: reading that table is learning how the algorithms differ.
 """

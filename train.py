@@ -433,19 +433,12 @@ def fill_defaults(config: Config) -> None:
     default("dynamic_sampling", algorithm.dynamic_sampling)
     default("overlong_cache", config.max_new_tokens // 5 if algorithm.overlong_shaping else 0)
     default("kl_coef", algorithm.kl_coef)
-    settings = [
-        (algorithm.loss, algorithm.loss_flags),
-        (algorithm.advantages, algorithm.advantage_flags),
-    ]
     if config.mismatch_mask == "completion":  # a mean over tokens spreads far less than a token
         default("mismatch_low", 0.99)
         default("mismatch_high", 1.01)
-    elif config.mismatch_mask:
-        settings.append((gspo.mismatch_mask, MISMATCH_FLAGS))
     if algorithm.critic:
         default("critic_lr", 10 * config.lr)
-        settings.append((gspo.value_loss, VALUE_FLAGS))
-    for function, flags in settings:
+    for function, flags in objective_functions(config):
         parameters = gspo.keyword_parameters(function)
         for parameter, name in flags.items():
             default(name, parameters[parameter])
@@ -456,16 +449,24 @@ def fill_defaults(config: Config) -> None:
     )
 
 
+def objective_functions(config: Config) -> list[tuple[Callable, dict[str, str]]]:
+    """The functions of gspo.py that the run will call, each with parameter -> flag."""
+    algorithm = gspo.ALGOS[config.algo]
+    functions = [
+        (algorithm.loss, algorithm.loss_flags),
+        (algorithm.advantages, algorithm.advantage_flags),
+    ]
+    if algorithm.critic:
+        functions.append((gspo.value_loss, VALUE_FLAGS))
+    if config.mismatch_mask:
+        functions.append((gspo.mismatch_mask, MISMATCH_FLAGS))
+    return functions
+
+
 def smallest_divisor(number: int, at_least: int) -> int:
     return next(k for k in range(at_least, number + 1) if number % k == 0)
 
 
-# flags that only some algorithms have: those that ALGOS does not name for this one do nothing
-OBJECTIVE_FLAGS = {
-    flag
-    for algorithm in gspo.ALGOS.values()
-    for flag in [*algorithm.loss_flags.values(), *algorithm.advantage_flags.values()]
-} - {"max_new_tokens"}
 # parameter -> flag, of functions that are no algorithm's own
 VALUE_FLAGS = {"clip": "value_clip"}
 MISMATCH_FLAGS = {"low": "mismatch_low", "high": "mismatch_high"}
@@ -475,7 +476,15 @@ CRITIC_FLAGS = {"critic_lr", *VALUE_FLAGS.values()}
 def flags_of(algorithm: gspo.Algorithm) -> set[str]:
     """Those that its functions read."""
     reached = {*algorithm.loss_flags.values(), *algorithm.advantage_flags.values()}
-    return reached | CRITIC_FLAGS if algorithm.critic else reached
+    if algorithm.critic:
+        reached |= CRITIC_FLAGS
+    return reached
+
+
+# flags that only some algorithms have: those that ALGOS does not name for this one do nothing
+OBJECTIVE_FLAGS = {flag for algorithm in gspo.ALGOS.values() for flag in flags_of(algorithm)} - {
+    "max_new_tokens"
+}
 
 
 def validate(config: Config, given: dict) -> None:
@@ -496,7 +505,7 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
     # flags of some algorithms, given with another
     reached = flags_of(gspo.ALGOS[config.algo])
     for name in given:
-        if name in OBJECTIVE_FLAGS | CRITIC_FLAGS and name not in reached:
+        if name in OBJECTIVE_FLAGS and name not in reached:
             those = [algo for algo, row in gspo.ALGOS.items() if name in flags_of(row)]
             refuse(name, f"--algo {' or '.join(those)}, {config.algo} has none")
 
@@ -1119,7 +1128,8 @@ def own_folder(config: Config, ranks: Ranks) -> Iterator[tuple[Path, typing.Any]
     except BaseException:
         lock.close()
         if folder in made:
-            shutil.rmtree(folder)  # a tracker that does not start finds our first files there
+            # with all that is in it: trackers, which may not start, come after our first files
+            shutil.rmtree(folder)
         for empty in made:
             with contextlib.suppress(OSError):
                 empty.rmdir()
@@ -1232,14 +1242,15 @@ def split_prompts(
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
     """(rows to train on, held-out rows): one prompt in ten, by its hash, wherever it stands."""
-    prompts = sorted({rewards.text_of(row["prompt"]) for row in rows})
-    need(len(prompts) > 1, f"{source}: expected two prompts, as one in ten is held out")
-    held_out = {prompt for prompt in prompts if rewards.is_held_out(prompt)}
-    if not held_out or len(held_out) == len(prompts):  # a small file
-        held_out = {prompts[0]}
+    prompts = [rewards.text_of(row["prompt"]) for row in rows]
+    different = sorted(set(prompts))
+    need(len(different) > 1, f"{source}: expected two prompts, as one in ten is held out")
+    held_out = {prompt for prompt in different if rewards.is_held_out(prompt)}
+    if not held_out or len(held_out) == len(different):  # a small file
+        held_out = {different[0]}
     return (
-        [row for row in rows if rewards.text_of(row["prompt"]) not in held_out],
-        [row for row in rows if rewards.text_of(row["prompt"]) in held_out],
+        [row for row, prompt in zip(rows, prompts) if prompt not in held_out],
+        [row for row, prompt in zip(rows, prompts) if prompt in held_out],
     )
 
 
@@ -2625,8 +2636,9 @@ def report(run: Run, batch: Batch, row: dict) -> None:
     # what is not finite is not in the row
     taught_nothing = row["truncated"] == 1 or row.get("advantage_abs") == 0
     run.quiet_steps = run.quiet_steps + 1 if taught_nothing else 0
-    ends = row["step"] == run.config.steps
-    if run.quiet_steps == 10 or (ends and run.quiet_steps == row["step"] - run.done):
+    is_last = row["step"] == run.config.steps
+    none_taught = run.quiet_steps == row["step"] - run.done  # of those since the run's start here
+    if run.quiet_steps == 10 or (is_last and none_taught):
         run.warn(
             "quiet",
             f"none of the last {run.quiet_steps} steps taught much: {row['truncated']:.0%} cut off "

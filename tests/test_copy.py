@@ -344,14 +344,7 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, training, models, tmp
         trainer.current_gradient_accumulation_steps = 3
     model = trainer.model.train(training)
     generator = torch.Generator().manual_seed(0)
-    inputs = {
-        "prompt_ids": torch.randint(3, 18, (4, 3), generator=generator),
-        "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]),
-        "completion_ids": torch.randint(3, 18, (4, 6), generator=generator),
-        "completion_mask": (torch.arange(6) < torch.tensor([6, 4, 1, 0])[:, None]).long(),
-        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]),
-        "num_items_in_batch": torch.tensor(11),
-    }
+    inputs = one_batch([6, 4, 1, 0], generator)
     if extra != "nothing":
         inputs["old_per_token_logps"] = logprobs_nearby(trainer, inputs, generator)
     if extra == "tools":
@@ -370,12 +363,29 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, training, models, tmp
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-3)
 
 
-def logprobs_nearby(trainer, inputs, generator):
-    """Such that the first completion, which has A > 0, is clipped, and no other is."""
+def one_batch(lengths, generator) -> dict:
+    """What TRL's trainer hands to its loss, of four completions of up to 6 tokens."""
+    completion_mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+    return {
+        "prompt_ids": torch.randint(3, 18, (4, 3), generator=generator),
+        "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]),
+        "completion_ids": torch.randint(3, 18, (4, 6), generator=generator),
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]),
+        "num_items_in_batch": completion_mask.sum(),
+    }
+
+
+def logprobs_now(trainer, inputs) -> torch.Tensor:
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, tokens, seen, 6)[0]
+
+
+def logprobs_nearby(trainer, inputs, generator):
+    """Such that the first completion, which has A > 0, is clipped, and no other is."""
     with torch.no_grad():
-        now = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, seen, 6)[0]
+        now = logprobs_now(trainer, inputs)
     change = torch.tensor([1e-2, 1e-2, -1e-2, 0.0])[:, None]
     return now - change + 1e-4 * torch.randn(now.shape, generator=generator)
 
@@ -402,23 +412,14 @@ def test_our_losses_have_the_gradients_of_trls(name, models, tmp_path):
     trainer = trl_trainer(trl.GRPOTrainer, models / "tiny", tmp_path, **of_trl)
     model = trainer.model.eval()  # one batch, without accumulation
     generator = torch.Generator().manual_seed(0)
-    mask = (torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]).long()
-    inputs = {
-        "prompt_ids": torch.randint(3, 18, (4, 3), generator=generator),
-        "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]),
-        "completion_ids": torch.randint(3, 18, (4, 6), generator=generator),
-        "completion_mask": mask,
-        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]),
-        "num_items_in_batch": mask.sum(),
-    }
-    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    seen = torch.cat([inputs["prompt_mask"], mask], dim=1)
-    new = trainer._get_per_token_logps_and_entropies(model, tokens, seen, 6)[0]
+    inputs = one_batch([6, 4, 1, 3], generator)
+    new = logprobs_now(trainer, inputs)
     old = new.detach() + 0.3 * torch.randn(new.shape, generator=generator)
     inputs["old_per_token_logps"] = old
 
     budget = {"max_completion_length": 12} if name == "dr_grpo_loss" else {}  # that of trl_trainer
-    ours, _ = getattr(gspo, name)(new, old, inputs["advantages"], mask, **budget)
+    ours_of = getattr(gspo, name)
+    ours, _ = ours_of(new, old, inputs["advantages"], inputs["completion_mask"], **budget)
     gradients = []
     for loss in (trainer._compute_loss(model, inputs), ours):
         model.zero_grad()

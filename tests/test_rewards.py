@@ -3601,8 +3601,7 @@ def test_a_users_file_can_import_its_neighbours(tmp_path):
 def test_parse_reward_puts_the_reason_first(spec, first):
     with pytest.raises(rewards.UserError) as error:
         rewards.parse_reward(spec)
-    message = str(error.value)
-    assert message.startswith(first)
+    assert str(error.value).startswith(first)
 
 
 @pytest.mark.parametrize("value", ["1e300", "-1e300", "10 ** 400", "[(1, 1e300), (2, 1.0)]"])

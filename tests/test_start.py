@@ -445,9 +445,10 @@ def test_chat_template_args_that_the_template_does_not_read_are_refused(
 
 def test_a_line_break_in_a_template_is_two_characters_in_a_shell(models, seen, tmp_path):
     r"""--prompt-template '1\n{prompt}': the model sees a line break, and no backslash."""
-    good(tmp_path, f"{BASE} --steps 1", "--prompt-template", r"1\n{prompt}")
+    result = good(tmp_path, f"{BASE} --steps 1", "--prompt-template", r"1\n{prompt}")
     expected = "1\n" + seen.run.held_out[0]["prompt"]
     assert seen.run.held_out[0]["ids"] == seen.run.tokenizer.encode(expected)
+    assert "\\\\n" not in result.out.split("first held-out prompt")[1].splitlines()[0]
 
 
 def test_a_line_break_of_the_first_prompt_is_escaped_once(capsys):
