@@ -482,9 +482,8 @@ def flags_of(algorithm: gspo.Algorithm) -> set[str]:
 
 
 # flags that only some algorithms have: those that ALGOS does not name for this one do nothing
-OBJECTIVE_FLAGS = {flag for algorithm in gspo.ALGOS.values() for flag in flags_of(algorithm)} - {
-    "max_new_tokens"
-}
+OBJECTIVE_FLAGS = {flag for algorithm in gspo.ALGOS.values() for flag in flags_of(algorithm)}
+OBJECTIVE_FLAGS.remove("max_new_tokens")  # every run has it
 
 
 def validate(config: Config, given: dict) -> None:
