@@ -654,17 +654,71 @@ def will_read(predicting: Tensor, sampled: Tensor | None = None):
 EXPAND_HEADS = {"cuda"}
 
 
+class Prefixes:
+    """The distinct prefixes of some texts, numbered: what texts share is computed once.
+
+        texts        their prefixes, each by its number
+        a b c d      0 1 2 3
+        a b e        0 1 4
+        a b c d      the first text again
+    """
+
+    first_rows: Tensor  # (D,) the first row of each distinct text; texts that begin alike adjoin
+    text: Tensor  # (N,) which of the distinct texts each row is
+    number: Tensor  # (D, T) of the prefix that ends with this token; on padding any
+
+    def __init__(self, tokens: Tensor, sizes: Tensor):
+        """tokens (N, T): texts, padded on the right; sizes (N,): how many tokens each has."""
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        padding = steps >= sizes[:, None]
+        texts, self.text = tokens.masked_fill(padding, -1).unique(dim=0, return_inverse=True)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        self.first_rows = torch.full_like(rows[: len(texts)], len(rows))
+        self.first_rows.scatter_reduce_(0, self.text, rows, "amin")
+
+        # sorted: what does not stand at the beginning of the text before stands nowhere before
+        is_new = torch.ones_like(texts, dtype=torch.bool)
+        is_new[1:] = (texts[1:] != texts[:-1]).cumsum(1) > 0
+        number = is_new.flatten().cumsum(0).view(is_new.shape) - 1
+        newest = torch.where(is_new, rows[: len(texts), None], 0).cummax(0).values
+        self.number = number.gather(0, newest)
+
+
+class Block(typing.NamedTuple):
+    """Rows of tokens that attention sees, padded on the right."""
+
+    tokens: Tensor  # (rows, width)
+    sizes: Tensor  # (rows,) tokens of each row
+    number: Tensor  # (rows, width) tokens with the same number end the same prefix; see Prefixes
+
+    @staticmethod
+    def of_prompts(prompts: Tensor, sizes: Tensor) -> "Block":
+        """prompts (P, S): distinct ones, right-aligned; sizes (P,): how many tokens of each."""
+        width = prompts.shape[1]
+        if width == 0:
+            return Block(prompts, sizes, prompts)
+        steps = torch.arange(width, device=prompts.device)
+        prompts = prompts.gather(1, (steps - sizes[:, None]) % width)
+        prefixes = Prefixes(prompts, sizes)
+        return Block(prompts, sizes, prefixes.number[prefixes.text])
+
+    @property
+    def mask(self) -> Tensor:
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.sizes[:, None]
+
+
 class Packed:
-    """The layout of a scoring pass: distinct prompts, then completions, without padding.
+    """The layout of a scoring pass: every distinct prefix once, without padding.
 
-    The model's matrices see one sequence of M tokens; attention sees two padded blocks, so that a
-    prompt is read once for all completions of its group:
+    The model's matrices see one sequence of M tokens; attention sees two padded blocks. So a prompt
+    is read once for all completions of its group, and what completions, or prompts, begin with in
+    common is read once for all of them:
 
-        ids (1, M)        a a a b b b b | c c d d d e          positions (1, M)
+        ids (1, M)        a a a b b b b | c c c d d e          positions (1, M)
 
-        prompts (P, S)    queries = keys          completions (N, T)  queries   keys (N, S + T)
-                          a a a .                                     c c .     a a a . c c .
-                          b b b b                                     d d d     a a a . d d d
+        prompts (P, S)    queries = keys          completions (D, T)  queries   keys (D, S + T)
+                          a a a .                                     c c c     a a a . c c c
+                          b b b b                                     c d d     a a a . c d d
                                                                       e . .     b b b b e . .
 
     A token is read in order to predict the next one: the last token of a prompt is the first that
@@ -674,33 +728,36 @@ class Packed:
     ids: Tensor  # (1, M)
     positions: Tensor  # (1, M) within prompt and completion
     first: int  # the index of the first completion token among M
-    predicting: Tensor  # (tokens,) those of M that are read to predict the policy's own tokens
-    places: Tensor  # (M,) of the tokens in both blocks, flattened one after the other
-    shapes: list  # (P, S) and (N, T)
-    group_sizes: list[int]  # completions of each prompt
+    places: Tensor  # (M,) where a token stands first in the blocks, flattened one after the other
+    sources: Tensor  # for every place of the blocks the token that stands there; on padding any
+    shapes: list  # (P, S) and (D, T)
+    group_sizes: list[int]  # distinct completions of each prompt
     pairs: list  # positions of queries and keys, for both blocks
     calls: int  # of attend, one a layer
     experts: Tensor | None = None  # (M, C) that the sampler chose for these tokens
 
-    def __init__(self, prompts, prompt_sizes, group_sizes, completions, completion_sizes):
-        """prompts (P, S): tokens to read, right-aligned; prompt_sizes (P,): how many of them.
-        completions (N, T), completion_sizes (N,): the same, left-aligned; group_sizes: P ints."""
-        device = prompts.device
-        prompt_steps = torch.arange(prompts.shape[1], device=device)
-        steps = torch.arange(completions.shape[1], device=device)
-        in_prompt = prompt_steps < prompt_sizes[:, None]
-        in_completion = steps < completion_sizes[:, None]
-
-        prompt_ids = prompts[prompt_steps >= len(prompt_steps) - prompt_sizes[:, None]]
-        self.ids = torch.cat([prompt_ids, completions[in_completion]])[None]
-        self.first = len(prompt_ids)
-        self.predicting = torch.arange(self.first, self.ids.shape[1], device=device)
+    def __init__(self, prompts: Block, completions: Block, group_sizes: list[int]):
+        """Completions of one prompt adjoin; group_sizes: how many each prompt has."""
+        device = prompts.tokens.device
         self.group_sizes = group_sizes
-        self.shapes = [in_prompt.shape, in_completion.shape]
-        self.places = torch.cat([in_prompt.flatten(), in_completion.flatten()]).nonzero()[:, 0]
+        self.shapes = [prompts.tokens.shape, completions.tokens.shape]
+        sizes = [shape.numel() for shape in self.shapes]
 
-        before = prompt_sizes[:, None].repeat_interleave(
-            torch.tensor(group_sizes, device=device), dim=0, output_size=len(completions)
+        # one token a number
+        places = torch.cat([prompts.mask.flatten(), completions.mask.flatten()]).nonzero()[:, 0]
+        number = torch.cat([prompts.number.flatten(), sizes[0] + completions.number.flatten()])
+        distinct, token = number[places].unique(return_inverse=True)
+        self.first = int((distinct < sizes[0]).sum())
+        self.places = torch.full_like(distinct, sum(sizes))
+        self.places.scatter_reduce_(0, token, places, "amin")
+        self.sources = torch.zeros_like(number)
+        self.sources[places] = token
+
+        # causal masks are made of positions
+        prompt_steps = torch.arange(prompts.tokens.shape[1], device=device)
+        steps = torch.arange(completions.tokens.shape[1], device=device)
+        before = prompts.sizes[:, None].repeat_interleave(
+            torch.tensor(group_sizes, device=device), dim=0, output_size=len(completions.tokens)
         )
         queries = before + steps
         prefix = torch.where(prompt_steps < before, prompt_steps, 2**30)  # padding: never seen
@@ -708,37 +765,16 @@ class Packed:
             (prompt_steps[None], prompt_steps[None]),
             (queries, torch.cat([prefix, queries], dim=1)),
         ]
-        self.positions = torch.cat([in_prompt.nonzero()[:, 1], queries[in_completion]])[None]
+
+        of_prompts = prompt_steps.expand(self.shapes[0])
+        self.ids = torch.cat([prompts.tokens.flatten(), completions.tokens.flatten()])
+        self.ids = self.ids[self.places][None]
+        self.positions = torch.cat([of_prompts.flatten(), queries.flatten()])[self.places][None]
         self.expand_heads = device.type in EXPAND_HEADS
         self.calls = 0
 
-    @staticmethod
-    def of(rollout: Rollout) -> "Packed":
-        """All that must be read to predict every completion token that is the policy's own."""
-        prompts, sizes, group_sizes = distinct_prompts(rollout)
-        last = rollout.prompt_width - 1
-        longest = int(rollout.lengths.max())
-        read = rollout.tokens[:, last : last + longest]
-        packed = Packed(prompts, sizes, group_sizes, read, rollout.lengths)
-        if rollout.forced is not None:  # read like the others, but nobody predicts them
-            packed.predicting = packed.predicting[~rollout.forced[rollout.text_mask]]
-        if rollout.experts is not None:
-            packed.experts = rollout.experts[packed.rows(), packed.positions[0]]
-        return packed
-
-    def rows(self) -> Tensor:
-        """(M,) the completion that a token is of; of prompts the first of their group."""
-        (_, prompt_width), (_, width) = self.shapes
-        groups = torch.tensor(self.group_sizes, device=self.ids.device)
-        first_rows = groups.cumsum(0) - groups
-        in_prompts, in_completions = self.places[: self.first], self.places[self.first :]
-        in_completions = in_completions - self.shapes[0].numel()
-        owners = first_rows[in_prompts // max(prompt_width, 1)]
-        return torch.cat([owners, in_completions // width])
-
     def run(self, body) -> Tensor:
-        """Hidden states (tokens, H) that predict the policy's own tokens, row by row."""
-        will_read(self.predicting, self.experts)
+        """Hidden states (M, H) of all tokens."""
         with our_attention(configs_of(body), self), recomputed_layers(body, self):
             output = body(
                 self.ids,
@@ -752,10 +788,7 @@ class Packed:
             f"{body.config.model_type}: expected one attention a layer, found {self.calls} in "
             f"{layers} layers: its keys and values cannot be kept",
         )
-        hidden = output.last_hidden_state[0, self.first :]
-        if len(self.predicting) < len(hidden):  # without holes a view does, in both directions
-            hidden = hidden[self.predicting - self.first]
-        return hidden
+        return output.last_hidden_state[0]
 
     def attend(self, module, query, key, value, masks, **options):
         """query, key and value (1, heads, M, dim); returns (1, M, heads, dim)."""
@@ -777,17 +810,74 @@ class Packed:
         return torch.cat(outputs).index_select(0, self.places)[None], None
 
     def in_blocks(self, packed: Tensor) -> list[Tensor]:
-        """(1, heads, M, dim) -> (P, heads, S, dim) and (N, heads, T, dim), zeros on padding."""
-        sizes = [shape.numel() for shape in self.shapes]
-        rows = packed.new_zeros(sum(sizes), packed.shape[1], packed.shape[3])
-        rows.index_copy_(0, self.places, packed[0].transpose(0, 1))
-        blocks = zip(rows.split(sizes), self.shapes)
+        """(1, heads, M, dim) -> (P, heads, S, dim) and (D, heads, T, dim); on padding any token."""
+        rows = repeated_rows(packed[0].transpose(0, 1), self.sources)
+        blocks = zip(rows.split([shape.numel() for shape in self.shapes]), self.shapes)
         return [block.unflatten(0, shape).transpose(1, 2) for block, shape in blocks]
 
     def for_each_completion(self, prompts: Tensor) -> Tensor:
-        """(P, ...) -> (N, ...); expanded, as the backward pass of indexing is many times slower."""
+        """(P, ...) -> (D, ...); expanded, as the backward pass of indexing is many times slower."""
         each = zip(prompts.split(1), self.group_sizes)
         return torch.cat([prompt.expand(size, -1, -1, -1) for prompt, size in each])
+
+
+class Scored(Packed):
+    """All that must be read to predict every completion token that is the policy's own.
+
+    E distinct tokens are predicted, each after a prefix of its own."""
+
+    predicting: Tensor  # (E,) those of M that are read to predict them
+    targets: Tensor  # (E,) their ids
+    predicted: Tensor  # (tokens,) which of them each of the policy's own tokens is, row by row
+
+    def __init__(self, rollout: Rollout):
+        prompts, sizes, group_sizes = distinct_prompts(rollout)
+        prompt = torch.arange(len(prompts), device=prompts.device).repeat_interleave(
+            torch.tensor(group_sizes, device=prompts.device)
+        )
+        longest = int(rollout.lengths.max())
+        completions = rollout.completions[:, :longest]
+
+        # texts of the tree: a prompt, as one token, and its completion
+        texts = Prefixes(torch.cat([prompt[:, None], completions], dim=1), rollout.lengths + 1)
+        rows = texts.first_rows
+        last = rollout.prompt_width - 1
+        super().__init__(
+            Block.of_prompts(prompts, sizes),
+            Block(
+                rollout.tokens[rows, last : last + longest],
+                rollout.lengths[rows],
+                texts.number[:, :-1],
+            ),
+            prompt[rows].bincount(minlength=len(prompts)).tolist(),
+        )
+
+        own = rollout.completion_mask[:, :longest]
+        distinct, self.predicted = texts.number[texts.text, 1:][own].unique(return_inverse=True)
+        reading = self.sources[self.shapes[0].numel() :].view(self.shapes[1])[texts.text][own]
+        self.predicting = torch.zeros_like(distinct).scatter_(0, self.predicted, reading)
+        self.targets = torch.zeros_like(distinct).scatter_(0, self.predicted, completions[own])
+
+        if rollout.experts is not None:  # rows with the same prefix: the first one's
+            first_rows = torch.searchsorted(prompt, torch.arange(len(prompts)).to(prompt))
+            (_, prompt_width), (_, width) = self.shapes
+            owners = torch.cat(
+                [first_rows.repeat_interleave(prompt_width), rows.repeat_interleave(width)]
+            )
+            self.experts = rollout.experts[owners[self.places], self.positions[0]]
+
+    def run(self, body) -> Tensor:
+        """Hidden states (E, H) that predict the distinct tokens."""
+        will_read(self.predicting[self.predicted], self.experts)
+        return repeated_rows(super().run(body), self.predicting)
+
+
+def repeated_rows(rows: Tensor, which: Tensor) -> Tensor:
+    """rows[which], where rows may come more than once, or never.
+
+    As an embedding: its backward pass adds up in a fixed order, on a GPU, too, and many times
+    faster than that of indexing."""
+    return F.embedding(which, rows.flatten(1)).view(len(which), *rows.shape[1:])
 
 
 def distinct_prompts(rollout: Rollout) -> tuple[Tensor, Tensor, list[int]]:
@@ -857,9 +947,13 @@ def score(body, rollout: Rollout, micro_batch_tokens: int | None, head: Callable
     with dropout_off(body), experts_by(configs_of(body), "grouped_in_autocast"):
         for rows in batches:
             part = rollout[rows]
-            hidden = Packed.of(part).run(body) if packed else padded_states(body, part)
             mask = part.completion_mask
-            values = head(hidden, part.completions[mask])
+            if packed:
+                layout = Scored(part)
+                values = head(layout.run(body), layout.targets)
+                values = values.gather(1, layout.predicted.expand(len(values), -1))
+            else:
+                values = head(padded_states(body, part), part.completions[mask])
             page = values.new_zeros(len(values), *mask.shape)
             scores.append(page.masked_scatter(mask, values))
     in_order = torch.cat(batches).argsort()
@@ -1105,10 +1199,14 @@ class ReadPrompts(Packed):
 
     keys: list[Tensor]  # a layer each: (P, kv_heads, S, dim)
     values: list[Tensor]
+    in_prompts: Tensor  # (P, S) what is no padding
 
     def __init__(self, prompts, sizes):
         """prompts (P, S): tokens, right-aligned; sizes (P,): how many of them."""
-        super().__init__(prompts, sizes, [1] * len(prompts), prompts[:, :0], 0 * sizes)
+        block = Block.of_prompts(prompts, sizes)
+        self.in_prompts = block.mask  # (P, S)
+        nothing = Block(prompts[:, :0], 0 * sizes, prompts[:, :0])
+        super().__init__(block, nothing, [1] * len(prompts))
         self.keys, self.values = [], []
 
     def attend(self, module, query, key, value, masks, **options):
@@ -1193,6 +1291,8 @@ class Slots:
     step: Tensor  # (slots,) tokens sampled so far
     row: Tensor  # (slots,) the sample, as a row of the page
     alive: Tensor  # (slots,) 0 or 1
+    rows: int  # slots that are stepped: the first ones
+    free: list[int]  # slots without a sample, among these or, before the first step, all
     keys: list[Tensor]  # a layer each: (slots, kv_heads, width, dim)
     values: list[Tensor]
     pairs: list  # positions of queries and keys of the step under way, from which masks are made
@@ -1206,29 +1306,49 @@ class Slots:
         self.eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
         self.token, self.position, self.step, self.row, self.alive = self.state.unbind(1)
+        self.rows, self.free = slots, list(range(slots))
         self.keys = [empty_memory(keys, slots, width) for keys in prompts.keys]
         self.values = [empty_memory(values, slots, width) for values in prompts.values]
 
-    def start(self, slots: list[int], samples: list[int], prompts: ReadPrompts, which: list[int]):
-        """Samples take slots, with what was read of their prompts; which: the prompt of each."""
+    def room(self) -> int:
+        """How many samples could start."""
+        return len(self.free)
+
+    def start(self, samples: list[int], prompts: ReadPrompts, which: list[int]):
+        """Samples take free slots, with what was read of their prompts; which: each one's."""
+        slots, self.free = self.free[: len(samples)], self.free[len(samples) :]
+        self.begin(slots, samples, prompts, which)
+        self.row[slots] = torch.tensor(samples, device=self.row.device)
+
+    def begin(self, slots: list[int], samples: list[int], prompts: ReadPrompts, which: list[int]):
+        """Slots hold what the samples begin with: all of their prompt but its last token."""
         copy_memory(self.keys, slots, prompts.keys, which)
         copy_memory(self.values, slots, prompts.values, which)
         self.token[slots] = self.page.prompts[samples, -1]
         self.position[slots] = self.page.prompt_sizes[samples] - 1
         self.step[slots] = 0
-        self.row[slots] = torch.tensor(samples, device=self.row.device)
         self.alive[slots] = 1
 
-    def compact(self, rows: int, free: list[int]) -> int:
-        """Moves the last live slots into the free ones among rows; returns how many are live."""
-        live = rows - len(free)
-        moving = sorted(set(range(live, rows)) - set(free))
-        holes = [slot for slot in free if slot < live]
-        copy_memory(self.keys, holes, self.keys, moving)
-        copy_memory(self.values, holes, self.values, moving)
-        self.state[holes] = self.state[moving]
+    def close_ranks(self):
+        """The last live slots move into the free ones, so that fewer are stepped."""
+        live = self.rows - len(self.free)
+        moving = sorted(set(range(live, self.rows)) - set(self.free))
+        holes = [slot for slot in self.free if slot < live]
+        self.move(moving, holes)
         self.state[live:] = 0  # they may be stepped along
-        return live
+        self.rows, self.free = live, []
+
+    def move(self, slots: list[int], places: list[int]):
+        copy_memory(self.keys, places, self.keys, slots)
+        copy_memory(self.values, places, self.values, slots)
+        self.state[places] = self.state[slots]
+
+    def release(self) -> int:
+        """What has ended gives its slot back; returns how many samples have."""
+        self.free = (self.alive[: self.rows] == 0).nonzero()[:, 0].tolist()
+        if self.page.replies is not None and self.free:
+            self.free = reply_to(self, self.free)
+        return len(self.free)
 
     def attend(self, module, query, key, value, masks, **options):
         """query, key and value (rows, heads, 1, dim) of one new token a row."""
@@ -1247,17 +1367,18 @@ class Slots:
     @torch.inference_mode()
     def decode_one_token(self, rows: int, span: int):
         """Sample one token in the first rows, all at positions below span; no host sync."""
-        token, position, step, row, alive = self.state[:rows].unbind(1)
-        ids = token[:, None]
-        self.pairs = [(position[:, None], self.range[None, :span])]
+        ids, position = self.token[:rows, None], self.position[:rows, None]
+        self.pairs = [(position, self.range[None, :span])]
         output = self.model(
-            ids,
-            position_ids=position[:, None],
-            attention_mask=torch.ones_like(ids),
-            use_cache=False,
+            ids, position_ids=position, attention_mask=torch.ones_like(ids), use_cache=False
         )
+        self.draw(output.logits[:, 0])
+
+    def draw(self, logits: Tensor):
+        """A token after each of the first slots, from logits (rows, V)."""
+        token, position, step, row, alive = self.state[: len(logits)].unbind(1)
         uniforms = self.page.uniforms[row, step]
-        chosen, logprobs = sample(output.logits[:, 0], uniforms, self.temperature)
+        chosen, logprobs = sample(logits, uniforms, self.temperature)
 
         nowhere = len(self.page.tokens) - 1
         row = torch.where(alive > 0, row, nowhere)
@@ -1296,6 +1417,88 @@ class Slots:
         return torch.where(is_given, step < last, goes_on & ~self.page.asks[chosen])
 
 
+class SharedSlots(Slots):
+    """Slots of samples that have drawn the same so far are one, which is stepped once for all.
+
+        slot 0    7 * 6 = 4 2 ; ...      samples 0, 1, 3, 4, 6, 7
+        slot 1    7 * 6 = 4 8 ; ...      samples 2, 5
+
+    Where samples of a slot draw different tokens, they part: the first token's stay, the others
+    get slots with copies of its keys and values. As the host must see what was drawn, this is for
+    a CPU. There are never more slots in use than samples under way, so one is always free."""
+
+    sample: Tensor  # (samples under way,) rows of the page, in the order of their slots
+    slot: Tensor  # (samples under way,) each one's; all that share one have taken as many steps
+    ended: int  # samples that have ended in the last step
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.sample, self.slot = self.range[:0], self.range[:0]
+        self.rows, self.ended = 0, 0
+
+    def room(self) -> int:
+        return len(self.state) - len(self.sample)
+
+    def start(self, samples: list[int], prompts: ReadPrompts, which: list[int]):
+        """A slot for each prompt; which: each sample's, where equal ones adjoin."""
+        which, slot = torch.tensor(which).unique_consecutive(return_inverse=True)
+        first = torch.searchsorted(slot, torch.arange(len(which))).tolist()
+        slots = list(range(self.rows, self.rows + len(which)))
+        self.begin(slots, [samples[i] for i in first], prompts, which.tolist())
+        self.sample = torch.cat([self.sample, torch.tensor(samples)])
+        self.slot = torch.cat([self.slot, self.rows + slot])
+        self.rows += len(which)
+
+    def close_ranks(self):
+        """They are closed: see `part`."""
+
+    def release(self) -> int:
+        return self.ended
+
+    def draw(self, logits: Tensor):
+        """A token for each sample, from the logits (rows, V) of its slot."""
+        step = self.step[self.slot]
+        each = logits if len(logits) == len(self.slot) else logits[self.slot]
+        uniforms = self.page.uniforms[self.sample, step]
+        chosen, logprobs = sample(each, uniforms, self.temperature)
+        self.page.tokens[self.sample, step] = chosen
+        self.page.logprobs[self.sample, step] = logprobs
+        recorder = self.page.recorder
+        if recorder is not None:
+            recorder.experts[self.sample, self.position[self.slot]] = recorder.take()[self.slot]
+
+        last = self.page.tokens.shape[1] - 2
+        goes_on = (chosen[:, None] != self.eos_ids).all(1) & (step < last)
+        self.ended = len(goes_on) - int(goes_on.sum())
+        self.sample, slot = self.sample[goes_on], self.slot[goes_on]
+        self.part(slot, chosen[goes_on], len(logits), logits.shape[1])
+
+    def part(self, slot: Tensor, chosen: Tensor, rows: int, vocabulary: int):
+        """Samples that had a slot together, and did not draw the same, get slots of their own.
+
+        slot, chosen (samples,): where each was, and the token that it drew."""
+        distinct, which = (slot * vocabulary + chosen).unique(return_inverse=True)
+        before, token = distinct // vocabulary, distinct % vocabulary
+        self.rows = len(distinct)
+
+        # the first token drawn in a slot keeps the slot; what is left over takes what is left free
+        stays = torch.ones_like(before, dtype=torch.bool)
+        stays[1:] = before[1:] != before[:-1]
+        stays &= before < self.rows
+        is_free = torch.ones_like(before, dtype=torch.bool)
+        is_free[before[stays]] = False
+        place = before.clone()
+        place[~stays] = is_free.nonzero()[:, 0]
+
+        if not stays.all():
+            self.move(before[~stays], place[~stays])
+        self.token[place] = token
+        self.position[: self.rows] += 1
+        self.step[: self.rows] += 1
+        self.slot, order = place[which].sort()
+        self.sample = self.sample[order]
+
+
 def empty_memory(prompts: Tensor, slots: int, width: int) -> Tensor:
     """(P, kv_heads, S, dim) -> (slots, kv_heads, width, dim).
 
@@ -1303,7 +1506,8 @@ def empty_memory(prompts: Tensor, slots: int, width: int) -> Tensor:
     return prompts.new_zeros(slots, prompts.shape[1], width, prompts.shape[3])
 
 
-def copy_memory(mine: list[Tensor], slots: list[int], theirs: list[Tensor], rows: list[int]):
+def copy_memory(mine: list[Tensor], slots, theirs: list[Tensor], rows):
+    """slots, rows: lists or LongTensors of indices."""
     for to, source in zip(mine, theirs):
         to[slots, :, : source.shape[2]] = source[rows]
 
@@ -1350,13 +1554,14 @@ class Pace(typing.NamedTuple):
     steps: int  # decode steps between looks, each of which waits for the device
     rows: int  # the stepped slots are a multiple of this
     graphs: bool  # steps are captured and replayed
+    shares: bool = False  # samples share a slot until they differ: the host must see each step
 
 
 # a GPU wants few shapes and few waits; a CPU wants no wasted row
 PACE = {
     "cuda": Pace(span=256, steps=8, rows=32, graphs=True),
     "mps": Pace(span=64, steps=4, rows=8, graphs=False),
-    "cpu": Pace(span=32, steps=1, rows=1, graphs=False),
+    "cpu": Pace(span=32, steps=1, rows=1, graphs=False, shares=True),
 }
 
 
@@ -1449,35 +1654,36 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
     prompts = Prompts(model, page)
     probe = prompts.read_one_token()  # of its keys and values come sizes and shapes
     rows, prompts.at_once = share_memory(page, width, probe.nbytes(), max_slots, cache_gb)
-    slots = Slots(model, rows, width, probe, page, eos_ids, temperature)
+    shares = pace.shares and page.replies is None  # what a tool says is a sample's own matter
+    slots = (SharedSlots if shares else Slots)(
+        model, rows, width, probe, page, eos_ids, temperature
+    )
     del probe
 
     step = DecodeStep(slots, pace.graphs)
     configs, experts = configs_of(model), "grouped_mm"
     if pace.graphs and grouped_product_waits(page.tokens.device):
         experts = "every_expert"
-    free = list(range(rows))  # slots without a sample; live ones are 0 .. rows - 1
     span = 0
     with our_attention(configs, slots):
         while True:
             # 1. samples that wait take the free slots
-            while free and prompts.waiting():
-                samples, chunk, which = prompts.take(len(free))
-                slots.start(free[: len(samples)], samples, chunk, which)
-                free = free[len(samples) :]
+            while slots.room() and prompts.waiting():
+                samples, chunk, which = prompts.take(slots.room())
+                slots.start(samples, chunk, which)
                 del chunk  # the last of its samples may have started: nobody holds it then
 
             # 2. none waits: the last live slots move into the free ones, fewer rows are left
-            if free:
-                rows = slots.compact(rows, free)
-            if rows == 0:
+            if slots.room():
+                slots.close_ranks()
+            if slots.rows == 0:
                 break
 
             # 3. some tokens for every row, in one of few shapes, so that a graph can be replayed
-            longest = int(slots.position[:rows].max()) + pace.steps
+            longest = int(slots.position[: slots.rows].max()) + pace.steps
             span = max(span, longest) if prompts.waiting() else longest
             shape = (
-                min(round_up(rows, pace.rows), len(slots.state)),
+                min(round_up(slots.rows, pace.rows), len(slots.state)),
                 min(round_up(span, pace.span), width),
             )
             with experts_by(configs, experts):
@@ -1485,10 +1691,7 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
                     step(shape)
 
             # 4. what has ended gives its slot back
-            free = (slots.alive[:rows] == 0).nonzero()[:, 0].tolist()
-            if page.replies is not None and free:
-                free = reply_to(slots, free)
-            bar.update(len(free))
+            bar.update(slots.release())
 
 
 PROMPT_TOKENS = 2**14  # read at once, padding included: attention needs their square, a prompt each
@@ -1578,6 +1781,7 @@ class Prompts:
         """The choices for the tokens of a chunk's prompts, at every sample that starts with it."""
         chosen = self.recorder.take()
         blocks = chunk.in_blocks(chosen[None, None])[0][:, 0]  # (P, S, C)
+        blocks = torch.where(chunk.in_prompts[..., None], blocks, 0)
         which = [owner - self.first for owner in self.owner[self.next : self.end]]
         self.recorder.experts[self.next : self.end, : blocks.shape[1]] = blocks[which]
 
