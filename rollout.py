@@ -246,14 +246,14 @@ def attention(module, query, key, value, mask, scaling=None, expand_heads=False,
 @contextlib.contextmanager
 def dropout_off(model):
     """Every module in evaluation mode, and afterwards in the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
         module.training = False
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 @contextlib.contextmanager
@@ -1307,8 +1307,14 @@ class Slots:
         self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
         self.token, self.position, self.step, self.row, self.alive = self.state.unbind(1)
         self.rows, self.free = slots, list(range(slots))
-        self.keys = [empty_memory(keys, slots, width) for keys in prompts.keys]
-        self.values = [empty_memory(values, slots, width) for values in prompts.values]
+        self.keys = [self.new_memory(keys, slots, width) for keys in prompts.keys]
+        self.values = [self.new_memory(values, slots, width) for values in prompts.values]
+
+    def new_memory(self, prompts: Tensor, slots: int, width: int) -> Tensor:
+        """(P, kv_heads, S, dim) -> (slots, kv_heads, width, dim).
+
+        Zeros: what nobody wrote is masked, but 0 * nan is nan."""
+        return prompts.new_zeros(slots, prompts.shape[1], width, prompts.shape[3])
 
     def room(self) -> int:
         """How many samples could start."""
@@ -1436,6 +1442,15 @@ class SharedSlots(Slots):
         self.sample, self.slot = self.range[:0], self.range[:0]
         self.rows, self.ended = 0, 0
 
+    def new_memory(self, prompts: Tensor, slots: int, width: int) -> Tensor:
+        """Most of it is never used, nor even touched: `begin` makes zeros of what is."""
+        return prompts.new_empty(slots, prompts.shape[1], width, prompts.shape[3])
+
+    def begin(self, slots: list[int], samples: list[int], prompts: ReadPrompts, which: list[int]):
+        for memory in self.keys + self.values:
+            memory[slots] = 0
+        super().begin(slots, samples, prompts, which)
+
     def room(self) -> int:
         return len(self.state) - len(self.sample)
 
@@ -1497,13 +1512,6 @@ class SharedSlots(Slots):
         self.step[: self.rows] += 1
         self.slot, order = place[which].sort()
         self.sample = self.sample[order]
-
-
-def empty_memory(prompts: Tensor, slots: int, width: int) -> Tensor:
-    """(P, kv_heads, S, dim) -> (slots, kv_heads, width, dim).
-
-    Zeros: what nobody wrote is masked, but 0 * nan is nan."""
-    return prompts.new_zeros(slots, prompts.shape[1], width, prompts.shape[3])
 
 
 def copy_memory(mine: list[Tensor], slots, theirs: list[Tensor], rows):

@@ -133,7 +133,12 @@ class Config:
         "GB for the sampler's keys and values; default: most of a free GPU, half of a CPU's memory",
         above=0,
     )
-    old_logprobs: str = flag("trainer", "who scores pi_old", choices=("trainer", "sampler"))
+    old_logprobs: str = flag(
+        "auto",
+        "who scores pi_old: the trainer; its sampler, which has, while it drew; or auto: the "
+        "sampler where that is the policy itself, in float32",
+        choices=("auto", "trainer", "sampler"),
+    )
     stale_steps: int = flag(
         1, "between refreshes of the sampler; --tis-cap corrects for it", at_least=1
     )
@@ -528,9 +533,9 @@ def refuse_inert_flags(config: Config, given: dict, refuse: Callable[[str, str],
         if name in given and not config.mismatch_mask:
             refuse(name, "--mismatch-mask")
     for name in ("tis_cap", "mismatch_mask"):
-        if values[name] and config.old_logprobs != "trainer":
+        if values[name] and config.old_logprobs == "sampler":
             refuse(name, "--old-logprobs trainer")
-    if config.routing_replay == "policy" and config.old_logprobs != "trainer":
+    if config.routing_replay == "policy" and config.old_logprobs == "sampler":
         refuse("routing_replay", "--old-logprobs trainer")
 
 
@@ -1836,17 +1841,18 @@ def freeze(run: Run, batch: Batch) -> None:
     In the micro-batches of the updates, so that the first ratio is exactly 1. The first update
     itself is where the policy still is pi_old: its own forward pass says what pi_old says."""
     batch.old_logprobs = torch.zeros_like(batch.samples.sampler_logprobs)
-    if run.config.old_logprobs == "sampler":
+    scorer = scores_pi_old(run)
+    if scorer == "sampler":
         batch.old_logprobs = batch.samples.sampler_logprobs.clone()
     batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
     batch.values = torch.zeros_like(batch.old_logprobs)
     for update in batch.updates:
         for micro_batch in update.micro_batches:
-            if run.config.old_logprobs == "trainer":
-                if update is batch.updates[0] and not old_logprobs_are_read_before(run):
-                    micro_batch.unscored = True
-                else:
-                    score_old(run, batch, micro_batch)
+            known = scorer == "sampler" or not old_logprobs_are_read_before(run)
+            if update is batch.updates[0] and known and run.config.old_logprobs != "sampler":
+                micro_batch.unscored = True
+            elif scorer == "trainer":
+                score_old(run, batch, micro_batch)
             rows = micro_batch.rows
             if run.ref_policy is not None:
                 with adapters_off(run.ref_policy):
@@ -1855,6 +1861,17 @@ def freeze(run: Run, batch: Batch) -> None:
                 batch.values[rows] = run.values(batch.samples[rows])
     for scored in (batch.old_logprobs, batch.ref_logprobs, batch.values):
         know_all_rows(run, batch, scored)
+
+
+def scores_pi_old(run: Run) -> str:
+    """trainer or sampler. What the policy itself has drawn in float32 it has scored, to rounding,
+    unless other experts were chosen, or a correction is asked for that compares the two."""
+    config = run.config
+    if config.old_logprobs != "auto":
+        return config.old_logprobs
+    same = run.old_policy is run.policy and rollout.takes_our_attention(run.policy)
+    compared = config.tis_cap or config.mismatch_mask
+    return "sampler" if same and not compared and not run.records_experts else "trainer"
 
 
 def know_all_rows(run: Run, batch: Batch, values: Tensor) -> None:
@@ -1954,8 +1971,7 @@ def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
 
 def settings_of(config: Config, flags: dict[str, str]) -> dict:
     """Parameter -> the value of the flag that sets it."""
-    values = dataclasses.asdict(config)
-    return {parameter: values[name] for parameter, name in flags.items()}
+    return {parameter: getattr(config, name) for parameter, name in flags.items()}
 
 
 def latest_own(samples: rollout.Rollout) -> Tensor:
@@ -2249,7 +2265,7 @@ METRICS = {
         "experts; small and steady"
     ),
     "sampler_flips": (
-        "with --routing-replay sampler and --old-logprobs trainer: share of (completion token, "
+        "with --routing-replay sampler, not --old-logprobs sampler: share of (completion token, "
         "layer) where the trainer's π_old would choose another set of experts than the sampler "
         "did; 0 up to ties in float32; bfloat16, --stale-steps: what the replay hides"
     ),
@@ -2297,7 +2313,7 @@ METRICS = {
     ),
     "sampler_token_std": "spread of that log-ratio by token; below 1e-4 in float32",
     "sampler_sequence_std": (
-        "spread by sequence; below 1e-5 in float32, else keep --old-logprobs trainer"
+        "spread by sequence; below 1e-5 in float32, else no --old-logprobs sampler"
     ),
     "sampler_ratio_mean": "mean sequence ratio; 1",
     "sampler_ratio_min": "smallest; 1",
