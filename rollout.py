@@ -657,10 +657,10 @@ EXPAND_HEADS = {"cuda"}
 class Prefixes:
     """The distinct prefixes of some texts, numbered: what texts share is computed once.
 
-        texts        their prefixes, each by its number
-        a b c d      0 1 2 3
-        a b e        0 1 4
-        a b c d      the first text again
+    texts        their prefixes, each by its number
+    a b c d      0 1 2 3
+    a b e        0 1 4
+    a b c d      the first text again
     """
 
     first_rows: Tensor  # (D,) the first row of each distinct text; texts that begin alike adjoin
@@ -821,7 +821,7 @@ class Packed:
         return torch.cat([prompt.expand(size, -1, -1, -1) for prompt, size in each])
 
 
-class Scored(Packed):
+class ReadTexts(Packed):
     """All that must be read to predict every completion token that is the policy's own.
 
     E distinct tokens are predicted, each after a prefix of its own."""
@@ -835,28 +835,23 @@ class Scored(Packed):
         prompt = torch.arange(len(prompts), device=prompts.device).repeat_interleave(
             torch.tensor(group_sizes, device=prompts.device)
         )
-        longest = int(rollout.lengths.max())
-        completions = rollout.completions[:, :longest]
+        last, longest = rollout.prompt_width - 1, int(rollout.lengths.max())
+        tokens = rollout.tokens[:, last : last + longest + 1]
 
-        # texts of the tree: a prompt, as one token, and its completion
-        texts = Prefixes(torch.cat([prompt[:, None], completions], dim=1), rollout.lengths + 1)
-        rows = texts.first_rows
-        last = rollout.prompt_width - 1
+        # texts: all of a prompt but its last token, as one, then that one, and the completion
+        texts = Prefixes(torch.cat([prompt[:, None], tokens], dim=1), rollout.lengths + 2)
+        rows, number = texts.first_rows, texts.number[:, 1:]
         super().__init__(
             Block.of_prompts(prompts, sizes),
-            Block(
-                rollout.tokens[rows, last : last + longest],
-                rollout.lengths[rows],
-                texts.number[:, :-1],
-            ),
+            Block(tokens[rows, :-1], rollout.lengths[rows], number[:, :-1]),
             prompt[rows].bincount(minlength=len(prompts)).tolist(),
         )
 
         own = rollout.completion_mask[:, :longest]
-        distinct, self.predicted = texts.number[texts.text, 1:][own].unique(return_inverse=True)
+        distinct, self.predicted = number[texts.text, 1:][own].unique(return_inverse=True)
         reading = self.sources[self.shapes[0].numel() :].view(self.shapes[1])[texts.text][own]
         self.predicting = torch.zeros_like(distinct).scatter_(0, self.predicted, reading)
-        self.targets = torch.zeros_like(distinct).scatter_(0, self.predicted, completions[own])
+        self.targets = torch.zeros_like(distinct).scatter_(0, self.predicted, tokens[:, 1:][own])
 
         if rollout.experts is not None:  # rows with the same prefix: the first one's
             first_rows = torch.searchsorted(prompt, torch.arange(len(prompts)).to(prompt))
@@ -875,7 +870,7 @@ class Scored(Packed):
 def repeated_rows(rows: Tensor, which: Tensor) -> Tensor:
     """rows[which], where rows may come more than once, or never.
 
-    As an embedding: its backward pass adds up in a fixed order, on a GPU, too, and many times
+    As an embedding: its backward pass adds up in a fixed order on every device, and is many times
     faster than that of indexing."""
     return F.embedding(which, rows.flatten(1)).view(len(which), *rows.shape[1:])
 
@@ -949,7 +944,7 @@ def score(body, rollout: Rollout, micro_batch_tokens: int | None, head: Callable
             part = rollout[rows]
             mask = part.completion_mask
             if packed:
-                layout = Scored(part)
+                layout = ReadTexts(part)
                 values = head(layout.run(body), layout.targets)
                 values = values.gather(1, layout.predicted.expand(len(values), -1))
             else:

@@ -268,8 +268,11 @@ def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
 
 @contextlib.contextmanager
 def watched_slots() -> Iterator[list[dict[int, int]]]:
-    """A list that gets, for every decode step within, slot -> the sample that is alive in it."""
+    """A list that gets, for every decode step within, slot -> the sample that is alive in it.
+
+    Each sample has a slot of its own, as on a GPU."""
     steps = []
+    pace = rollout.PACE["cpu"]
     decode = rollout.Slots.decode_one_token
 
     def watch(slots, rows, span):
@@ -278,10 +281,12 @@ def watched_slots() -> Iterator[list[dict[int, int]]]:
         decode(slots, rows, span)
 
     rollout.Slots.decode_one_token = watch
+    rollout.PACE["cpu"] = pace._replace(shares=False)
     try:
         yield steps
     finally:
         rollout.Slots.decode_one_token = decode
+        rollout.PACE["cpu"] = pace
 
 
 def stays(steps: list[dict[int, int]]) -> list[Stay]:

@@ -181,7 +181,8 @@ def test_rows_of_dead_groups_are_not_scored(everything_is_live, monkeypatch, see
         chosen = zip(rows, with_gradients)
         return sum(number for number, has in chosen if has == gradients)
 
-    good(tmp_path / "live", MIXED)
+    flags = f"{MIXED} --old-logprobs trainer"
+    good(tmp_path / "live", flags)
     live = sum(int(batch.live.sum()) for batch in seen.batches)
     first = sum(int(batch.live[batch.updates[0].rows].sum()) for batch in seen.batches)
     check = 4  # rows of the check that the model can be scored, before the run
@@ -190,7 +191,7 @@ def test_rows_of_dead_groups_are_not_scored(everything_is_live, monkeypatch, see
 
     calls.clear()
     everything_is_live()
-    good(tmp_path / "all", MIXED)
+    good(tmp_path / "all", flags)
     assert scored(gradients=True) == 3 * 24
     assert scored(gradients=False) == 3 * 16 + check
 
@@ -239,12 +240,14 @@ def test_old_logprobs_of_the_first_update_are_those_of_a_pass_without_gradients(
 
 
 @pytest.mark.parametrize("flags", ["--tis-cap 2", "--algo reinforce++ --kl-coef 0.1"])
-def test_old_logprobs_that_advantages_need_are_scored_before(flags, monkeypatch, tmp_path):
+@pytest.mark.parametrize("who", ["auto", "trainer"])
+def test_old_logprobs_that_advantages_need_are_known_before(flags, who, monkeypatch, tmp_path):
     improve = train.improve
 
     @functools.wraps(improve)
     def watched(run, batch):
-        assert not any(part.unscored for part in batch.own_micro_batches())
+        if who == "trainer":
+            assert not any(part.unscored for part in batch.own_micro_batches())
         for part in batch.own_micro_batches():
             lengths = batch.samples.lengths[part.rows]
             first = batch.old_logprobs[part.rows][:, 0]
@@ -252,7 +255,7 @@ def test_old_logprobs_that_advantages_need_are_scored_before(flags, monkeypatch,
         return improve(run, batch)
 
     monkeypatch.setattr(train, "improve", watched)
-    good(tmp_path, f"{MIXED} {flags} --steps 1")
+    good(tmp_path, f"{MIXED} {flags} --old-logprobs {who} --steps 1")
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo"])
@@ -283,10 +286,10 @@ def test_entropies_that_no_loss_reads_have_no_gradient(monkeypatch, tmp_path):
 
     monkeypatch.setattr(rollout, "completion_logprobs", scored)
     one = good(tmp_path / "without", f"{MIXED} --steps 2").folder
-    assert asked.count(False) > 4
+    assert asked.count(False) > 2
     asked.clear()
     good(tmp_path / "bonus", f"{MIXED} --steps 1 --entropy-coef 0.01")
-    assert False not in asked and len(asked) > 4
+    assert False not in asked and len(asked) > 2
     monkeypatch.setattr(rollout, "completion_logprobs", always)
     other = good(tmp_path / "with", f"{MIXED} --steps 2").folder
     weights = [load_file(newest(folder) / "model.safetensors") for folder in (one, other)]

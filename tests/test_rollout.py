@@ -89,6 +89,7 @@ CONFIGS = {
 }
 WITHOUT_SLOTS = {"falcon", "bloom", "mamba"}
 EAGER = R.PACE["cpu"]
+ALONE = EAGER._replace(shares=False)  # a slot for every sample, as on a GPU
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17], [18, 19, 20, 21, 22]]
 
 
@@ -439,8 +440,21 @@ def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_
     assert all(len(set(row.tolist())) > 3 for row in firsts) and not torch.equal(*firsts)
 
 
-def test_row_steps_and_prompt_tokens_are_the_useful_ones(monkeypatch):
-    """A prompt is prefilled once for its group, and every row of every step is alive."""
+def distinct_prefixes(out):
+    """Of a prompt and what was written after it: those after which some row has another token."""
+    return {
+        (tuple(row[out.prompt_width - size : out.prompt_width + step].tolist()), size)
+        for row, size, length in zip(out.tokens, out.prompt_lengths.tolist(), out.lengths.tolist())
+        for step in range(length)
+    }
+
+
+@pytest.mark.parametrize("pace", [EAGER, ALONE], ids=["shared slots", "alone"])
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_row_steps_and_prompt_tokens_are_the_useful_ones(pace, temperature, monkeypatch):
+    """A prompt is prefilled once for its group, and every row of every step is alive; where slots
+    are shared, every distinct prefix is stepped once."""
+    monkeypatch.setitem(R.PACE, "cpu", pace)
     model, prompt_tokens, row_steps = tiny(), [], []
     monkeypatch.setattr(model.model, "forward", counted(model.model.forward, prompt_tokens))
     one = R.Slots.decode_one_token
@@ -451,8 +465,18 @@ def test_row_steps_and_prompt_tokens_are_the_useful_ones(monkeypatch):
     )
     for slots in (None, 5):
         del prompt_tokens[:], row_steps[:]
-        out = sampled(model, max_new_tokens=40, group_size=8, max_slots=slots)
-        assert sum(row_steps) == out.lengths.sum() and max(row_steps) <= (slots or 32)
+        out = sampled(
+            model, max_new_tokens=40, group_size=8, max_slots=slots, temperature=temperature
+        )
+        tokens, prefixes = int(out.lengths.sum()), len(distinct_prefixes(out))
+        assert prefixes < tokens * (0.7 if temperature < 1 else 1)
+        if pace is ALONE:
+            assert sum(row_steps) == tokens
+        elif slots is None:
+            assert sum(row_steps) == prefixes
+        else:  # a sample that starts later shares no slot with those that have started
+            assert prefixes < sum(row_steps) < tokens
+        assert max(row_steps) <= (slots or 32)
         assert prompt_tokens[:2] == [1, sum(map(len, PROMPTS))]  # how large a token is, and all
         assert sum(prompt_tokens[2:]) == sum(row_steps)
 
@@ -855,13 +879,103 @@ def test_micro_batches_are_whole_groups_by_length_under_the_budget():
             torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
-def test_scoring_runs_no_padding_and_each_prompt_once(monkeypatch):
-    """Tokens of the forward: a prompt without its last token once for its rows, and the lengths."""
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_scoring_runs_no_padding_and_each_prefix_once(temperature, monkeypatch):
+    """Tokens of the forward: a prompt without its last token once for its rows, what completions
+    begin with once for all that do, and what prompts begin with."""
     model, tokens = tiny(), []
-    out = sampled(model, group_size=8, max_new_tokens=30)
+    out = sampled(model, group_size=8, max_new_tokens=30, temperature=temperature)
+    assert len(distinct_prefixes(out)) < out.lengths.sum()
     monkeypatch.setattr(model.model, "forward", counted(model.model.forward, tokens))
     R.completion_logprobs(model, out, temperature=1.0)
-    assert tokens == [sum(map(len, PROMPTS)) - 4 + out.lengths.sum()]
+    assert tokens == [sum(map(len, PROMPTS)) - 4 + len(distinct_prefixes(out))]
+
+    tokens.clear()
+    prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6], [5, 6, 7, 8, 9, 11, 12]]
+    out = sampled(model, prompts, group_size=8)
+    tokens.clear()
+    R.completion_logprobs(model, out, temperature=1.0)
+    assert tokens == [6 + len(distinct_prefixes(out))]  # 5, 5 6, ..., 5 6 7 8 9 11
+
+
+def by_hand(completions, forced=None, prompts=([5, 6, 7], [5, 6])):
+    """A rollout of the first prompt's completions, the second's, ..., lists of tokens."""
+    rows = [(prompt, row) for prompt, group in zip(prompts, completions) for row in group]
+    width, longest = max(map(len, prompts)), max(len(row) for _, row in rows)
+    lengths = torch.tensor([len(row) for _, row in rows])
+    tokens = torch.full((len(rows), width + longest), 2)
+    for line, (prompt, row) in zip(tokens, rows):
+        line[width - len(prompt) : width + len(row)] = torch.tensor(prompt + row)
+    return R.Rollout(
+        tokens=tokens,
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in rows]),
+        lengths=lengths,
+        sampler_logprobs=torch.zeros(len(rows), longest),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        forced=forced,
+    )
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("with_forced", [False, True])
+def test_rows_that_share_what_they_begin_with_keep_their_values_and_gradients(kind, with_forced):
+    """Equal rows, apart and adjacent; one that ends where another goes on; the same tokens written
+    once by the policy and once by a tool; the same completion of two prompts."""
+    model = tiny(kind)
+    first = [[8, 9, 10], [8, 9], [11], [8, 9, 10], [8, 9, 10, 12, 13], [8, 14, 10], [8, 14, 10]]
+    out = by_hand([first, [[8, 9, 10], [8, 9]], [[8, 9, 10]]], prompts=([5, 6, 7], [5, 6], [5, 4]))
+    if with_forced:
+        forced = torch.zeros_like(out.sampler_logprobs, dtype=torch.bool)
+        forced[3, 1:2] = forced[5, :2] = forced[8, 1] = True
+        out = out._replace(forced=forced)
+    mask = out.completion_mask
+    scored, entropy = R.completion_logprobs(model, out, temperature=0.7)
+    weights = torch.linspace(0.5, 1.5, scored.numel()).view_as(scored)
+    (weights * (scored + 0.3 * entropy)).sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert not scored[~mask].any() and not entropy[~mask].any()
+
+    model.zero_grad()
+    for i, (logprobs, entropies) in enumerate(own_logprobs(model, out, 0.7)):
+        n, own = len(logprobs), mask[i, : len(logprobs)]
+        torch.testing.assert_close(scored[i, :n][own], logprobs[own], atol=1e-5, rtol=0)
+        torch.testing.assert_close(entropy[i, :n][own], entropies[own], atol=1e-5, rtol=0)
+        (own * weights[i, :n] * (logprobs + 0.3 * entropies)).sum().backward()
+    own = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(own) == len(gradients)
+    for mine, expected in zip(gradients, own):
+        torch.testing.assert_close(mine, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+
+
+def test_prefixes_are_numbered_as_in_a_dictionary():
+    """Random texts of few letters: rows have the same number where they have begun alike."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        tokens = torch.randint(0, 2, (9, 6), generator=generator)
+        sizes = torch.randint(1, 7, (9,), generator=generator)
+        prefixes = R.Prefixes(tokens, sizes)
+        texts = [tuple(row[:size]) for row, size in zip(tokens.tolist(), sizes.tolist())]
+        assert [texts[i] for i in prefixes.first_rows] == sorted(set(texts))
+        assert all(texts.index(texts[i]) == i for i in prefixes.first_rows)
+        found = {}
+        for text, numbers in zip(texts, prefixes.number[prefixes.text].tolist()):
+            for end, number in enumerate(numbers[: len(text)]):
+                assert found.setdefault(number, text[: end + 1]) == text[: end + 1]
+        assert len(found) == len({text[: i + 1] for text in texts for i in range(len(text))})
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("options", [dict(temperature=0.3), dict(max_slots=5), {}], ids=str)
+def test_samples_in_shared_slots_are_those_in_slots_of_their_own(kind, options, monkeypatch):
+    model = tiny(kind)
+    options = dict(group_size=7, max_new_tokens=24) | options
+    shared = sampled(model, **options)
+    monkeypatch.setitem(R.PACE, "cpu", ALONE)
+    alone = sampled(model, **options)
+    assert len(set(shared.lengths.tolist())) > 3
+    assert torch.equal(shared.tokens, alone.tokens)
+    assert torch.equal(shared.truncated, alone.truncated)
+    torch.testing.assert_close(shared.sampler_logprobs, alone.sampler_logprobs, atol=2e-5, rtol=0)
 
 
 # ---- scoring
@@ -977,7 +1091,8 @@ def test_under_autocast_the_log_softmax_comes_from_float32_logits():
         with torch.no_grad():
             assert torch.equal(logprobs, R.completion_logprobs(model, out, temperature=1.0)[0])
     assert logprobs.dtype == torch.float32
-    hidden = seen[0][0, -int(out.lengths.sum()) :].float()
+    layout = R.ReadTexts(out)
+    hidden = seen[0][0, layout.predicting[layout.predicted]].float()
     logp = (hidden @ model.lm_head.weight.T).log_softmax(-1)
     expected = logp.gather(1, out.completions[out.completion_mask][:, None])[:, 0]
     torch.testing.assert_close(logprobs[out.completion_mask], expected, atol=1e-6, rtol=0)

@@ -139,8 +139,46 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, nothing_moves, t
     """What `freeze` scored without gradients, for all updates but the first, and the log-probs of
     the updates themselves are the same bits, row for row, as long as nothing moves."""
     calls = losses(algorithm)
-    good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 {flags}")
+    flags = f"{flags} --old-logprobs trainer --micro-batch-tokens 24"
+    good(tmp_path, f"{BASE} --algo {algorithm} {flags}")
     assert ratios_are_1(calls) > 2 * 4  # two steps of four updates, of several micro-batches
+
+
+@pytest.mark.parametrize(
+    "algorithm, flags, who",
+    [
+        ("gspo", "", "sampler"),
+        ("dapo", "--temperature 0.7", "sampler"),
+        ("reinforce++", "--kl-coef 0.1", "sampler"),
+        ("gspo", "--tis-cap 2", "trainer"),  # it compares the two
+        ("gspo", "--mismatch-mask token", "trainer"),
+        ("gspo", "--stale-steps 2", "trainer"),
+        ("gspo", "--dtype bfloat16", "trainer"),
+        ("gspo", "--lora-rank 2", "trainer"),
+        ("gspo", "--model models/moe", "trainer"),  # nearly tied experts: rounding chooses
+        ("gspo", "--model models/mamba", "trainer"),  # its state is computed in two ways
+    ],
+)
+def test_a_sampler_that_is_the_policy_has_scored_pi_old(
+    algorithm, flags, who, architectures, losses, nothing_moves, monkeypatch, tmp_path
+):
+    """To rounding; the first ratio of a step is exactly 1 all the same."""
+    calls, scored = losses(algorithm), []
+    score_old = train.score_old
+
+    @functools.wraps(score_old)
+    def watched(*arguments):
+        scored.append(True)
+        score_old(*arguments)
+
+    monkeypatch.setattr(train, "score_old", watched)
+    good(tmp_path, f"{BASE} --algo {algorithm} --steps 1 {flags}")
+    assert len(calls) >= 3 and ratios_are_1(calls[:1])
+    assert bool(scored) == (who == "trainer")
+    for (logprobs, old_logprobs, _, mask), _, _ in calls:
+        torch.testing.assert_close(logprobs[mask], old_logprobs[mask], atol=1e-5, rtol=0)
+    if who == "sampler":  # or these are no other numbers
+        assert not all(torch.equal(new[mask], old[mask]) for (new, old, _, mask), _, _ in calls)
 
 
 @pytest.mark.parametrize("flags", ["", "--gradient-checkpointing"])
@@ -150,7 +188,8 @@ def test_the_first_ratio_is_exactly_1_in_every_architecture(
 ):
     """Dropout is off wherever a model scores, where layers are computed twice as well."""
     calls = losses("grpo")
-    good(tmp_path, f"{BASE} --model models/{model} --algo grpo --steps 1 {flags}")
+    flags = f"--old-logprobs trainer --steps 1 {flags}"
+    good(tmp_path, f"{BASE} --model models/{model} --algo grpo {flags}")
     assert ratios_are_1(calls) == 4
 
 
