@@ -897,6 +897,9 @@ def micro_batches(
     packed: the prompt of a group is read once, and counts once; else each row reads its own.
     Groups stay together, but for those at borders.
     Returns LongTensors of rows, in rising order."""
+    if micro_batch_tokens is None:
+        return [torch.arange(len(rollout.lengths))]
+
     _, _, group_sizes = distinct_prompts(rollout)
     groups = torch.arange(len(rollout.lengths)).split(group_sizes)
     longest_first = sorted(groups, key=lambda rows: -int(rollout.lengths[rows].max()))
@@ -907,8 +910,7 @@ def micro_batches(
         costs = rollout.lengths[rows] + rollout.prompt_lengths[rows] / readers
         for row, cost in zip(rows.tolist(), costs.tolist()):
             tokens += cost
-            over = micro_batch_tokens is not None and tokens > micro_batch_tokens
-            if over and parts[-1]:
+            if tokens > micro_batch_tokens and parts[-1]:
                 parts.append([])
                 tokens = cost
             parts[-1].append(row)
