@@ -4,7 +4,9 @@
     python tests/bench_rollout.py --models 3m,80m,80m-151k --rows 64,256 --repeats 5
 
 The same model, prompts and lengths for all: lengths are forced, from a seeded long-tailed draw.
-Contestants take turns, and the ratios are medians over the turns. On a GPU:
+Contestants take turns, and the ratios are medians over the turns. What models of random weights
+sample has nothing in common; what it gains to compute common prefixes once is the last table, of
+the built-in policy. On a GPU:
 
     python tests/bench_rollout.py --models qwen3-0.6b,qwen3-1.7b,qwen3-4b --rows 64,256,512 \
         --longest 1024 --only sampling,decoding,scoring
@@ -24,7 +26,9 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, Stoppi
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import rewards  # noqa: E402
 import rollout as R  # noqa: E402
+import train  # noqa: E402
 
 GROUP, PROMPT = 8, 24
 COPIED = {"cuda": 2**28, "cpu": 2**26}  # numbers of a copy that tells the memory's speed
@@ -135,7 +139,8 @@ class Counted:
 
 @contextlib.contextmanager
 def forced(lengths, steps):
-    """So does ours; the rows of each of its steps, replayed or not, are appended to steps."""
+    """So does ours; the rows of each of its steps, replayed or not, are appended to steps. Samples
+    have slots of their own."""
     one, capture = R.Slots.decode_one_token, R.capture
 
     def step(slots, live, span):
@@ -150,8 +155,17 @@ def forced(lengths, steps):
         return graph and Counted(graph, shape[0], steps)
 
     R.Slots.decode_one_token, R.capture = step, captured
-    yield
+    with slots_of_their_own():
+        yield
     R.Slots.decode_one_token, R.capture = one, capture
+
+
+@contextlib.contextmanager
+def slots_of_their_own():
+    pace = R.PACE["cpu"]
+    R.PACE["cpu"] = pace._replace(shares=False)
+    yield
+    R.PACE["cpu"] = pace
 
 
 def sampling(name, rows, kind, longest, repeats, batch):
@@ -426,6 +440,61 @@ def rollout_step(repeats):
     )
 
 
+class Apart(R.Prefixes):
+    """Every row is a text of its own: nothing is shared but prompts."""
+
+    def __init__(self, tokens, sizes):
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        super().__init__(torch.cat([rows, tokens], dim=1), sizes + 1)
+        self.number = self.number[:, 1:]
+
+
+def sharing(repeats):
+    """32 groups of 8 completions of the built-in policy, and a pass with gradients over a quarter:
+    what they begin with in common is computed once, or for each of them."""
+    model = R.load_model(train.built_in_policy(rewards.TASKS["arithmetic"], "tiny"), device="cpu")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.config.name_or_path)
+    problems = rewards.problems(rewards.TASKS["arithmetic"], seed=0, held_out=False)
+    prompts = [tokenizer(next(problems)["prompt"])["input_ids"] for _ in range(32)]
+
+    def sampled():
+        return R.generate(
+            model,
+            prompts,
+            group_size=8,
+            max_new_tokens=64,
+            eos_ids=[model.config.eos_token_id],
+            pad_id=model.config.pad_token_id,
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def alone():
+        with slots_of_their_own():
+            return sampled()
+
+    out = sampled()
+    part = out[torch.arange(64)]
+
+    def scored():
+        logprobs, _ = R.completion_logprobs(model, part, temperature=1.0)
+        logprobs.sum().backward()
+        model.zero_grad()
+
+    def apart():
+        once, R.Prefixes = R.Prefixes, Apart
+        scored()
+        R.Prefixes = once
+
+    samplings = turns(model.device, {"ours": sampled, "alone": alone}, repeats)
+    scorings = turns(model.device, {"ours": scored, "alone": apart}, repeats)
+    prefixes = len(R.ReadTexts(out).ids[0]) - sum(len(prompt) - 1 for prompt in prompts)
+    print(
+        f"| {int(out.lengths.sum())} | {prefixes} | **{ratio(samplings, 'ours', 'alone')}** "
+        f"| **{ratio(scorings, 'ours', 'alone')}** |",
+        flush=True,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="3m", help=", ".join(SHAPES))
@@ -433,7 +502,9 @@ def main():
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest completion")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batch", action="store_true", help="generate_batch takes part (slow)")
-    parser.add_argument("--only", default="sampling,draw,scoring,memory,step", help="and decoding")
+    parser.add_argument(
+        "--only", default="sampling,draw,scoring,memory,step,sharing", help="and decoding"
+    )
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     models, parts = args.models.split(","), args.only.split(",")
@@ -489,6 +560,12 @@ def main():
             + "|"
         )
         rollout_step(args.repeats)
+    if "sharing" in parts:
+        print(
+            "\n| tokens sampled by the built-in policy | distinct prefixes | sampling, times as "
+            "fast | forward and backward of 64 |\n" + "|---" * 4 + "|"
+        )
+        sharing(args.repeats)
 
 
 if __name__ == "__main__":
