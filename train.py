@@ -1840,16 +1840,16 @@ def freeze(run: Run, batch: Batch) -> None:
 
     In the micro-batches of the updates, so that the first ratio is exactly 1. The first update
     itself is where the policy still is pi_old: its own forward pass says what pi_old says."""
-    batch.old_logprobs = torch.zeros_like(batch.samples.sampler_logprobs)
+    first_says = run.config.old_logprobs != "sampler" and not old_logprobs_are_read_before(run)
     scorer = scores_pi_old(run)
+    batch.old_logprobs = torch.zeros_like(batch.samples.sampler_logprobs)
     if scorer == "sampler":
         batch.old_logprobs = batch.samples.sampler_logprobs.clone()
     batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
     batch.values = torch.zeros_like(batch.old_logprobs)
     for update in batch.updates:
         for micro_batch in update.micro_batches:
-            known = scorer == "sampler" or not old_logprobs_are_read_before(run)
-            if update is batch.updates[0] and known and run.config.old_logprobs != "sampler":
+            if first_says and update is batch.updates[0]:
                 micro_batch.unscored = True
             elif scorer == "trainer":
                 score_old(run, batch, micro_batch)
@@ -1864,14 +1864,15 @@ def freeze(run: Run, batch: Batch) -> None:
 
 
 def scores_pi_old(run: Run) -> str:
-    """trainer or sampler. What the policy itself has drawn in float32 it has scored, to rounding,
-    unless other experts were chosen, or a correction is asked for that compares the two."""
-    config = run.config
-    if config.old_logprobs != "auto":
-        return config.old_logprobs
+    """trainer or sampler: the policy itself has scored in float32 what it has drawn.
+
+    To rounding alone, so not where rounding may choose another expert, nor where advantages come of
+    it: a KL to a reference that is still the policy has to be exactly 0."""
+    if run.config.old_logprobs != "auto":
+        return run.config.old_logprobs
     same = run.old_policy is run.policy and rollout.takes_our_attention(run.policy)
-    compared = config.tis_cap or config.mismatch_mask
-    return "sampler" if same and not compared and not run.records_experts else "trainer"
+    rounding_matters = run.records_experts or old_logprobs_are_read_before(run)
+    return "sampler" if same and not rounding_matters else "trainer"
 
 
 def know_all_rows(run: Run, batch: Batch, values: Tensor) -> None:

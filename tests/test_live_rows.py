@@ -240,14 +240,12 @@ def test_old_logprobs_of_the_first_update_are_those_of_a_pass_without_gradients(
 
 
 @pytest.mark.parametrize("flags", ["--tis-cap 2", "--algo reinforce++ --kl-coef 0.1"])
-@pytest.mark.parametrize("who", ["auto", "trainer"])
-def test_old_logprobs_that_advantages_need_are_known_before(flags, who, monkeypatch, tmp_path):
+def test_old_logprobs_that_advantages_need_are_scored_before(flags, monkeypatch, tmp_path):
     improve = train.improve
 
     @functools.wraps(improve)
     def watched(run, batch):
-        if who == "trainer":
-            assert not any(part.unscored for part in batch.own_micro_batches())
+        assert not any(part.unscored for part in batch.own_micro_batches())
         for part in batch.own_micro_batches():
             lengths = batch.samples.lengths[part.rows]
             first = batch.old_logprobs[part.rows][:, 0]
@@ -255,7 +253,7 @@ def test_old_logprobs_that_advantages_need_are_known_before(flags, who, monkeypa
         return improve(run, batch)
 
     monkeypatch.setattr(train, "improve", watched)
-    good(tmp_path, f"{MIXED} {flags} --old-logprobs {who} --steps 1")
+    good(tmp_path, f"{MIXED} {flags} --steps 1")
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "grpo", "dapo"])

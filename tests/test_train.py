@@ -149,7 +149,8 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, nothing_moves, t
     [
         ("gspo", "", "sampler"),
         ("dapo", "--temperature 0.7", "sampler"),
-        ("reinforce++", "--kl-coef 0.1", "sampler"),
+        ("gspo", "--kl-coef 0.1", "sampler"),
+        ("reinforce++", "--kl-coef 0.1", "trainer"),  # in the reward: exactly 0 at the start
         ("gspo", "--tis-cap 2", "trainer"),  # it compares the two
         ("gspo", "--mismatch-mask token", "trainer"),
         ("gspo", "--stale-steps 2", "trainer"),
