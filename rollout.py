@@ -3,7 +3,8 @@
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
 Read `generate` (sampling), then `completion_logprobs` (scoring). Both run the model's own layers
-with our attention, over a layout that knows where each token lies: `Slots` and `Packed`.
+with our attention, over a layout that knows where each token lies: `Slots` and `Packed`. What texts
+begin with in common is computed once: `Prefixes`, `SharedSlots`.
 """
 
 import argparse
@@ -676,12 +677,13 @@ class Prefixes:
         self.first_rows = torch.full_like(rows[: len(texts)], len(rows))
         self.first_rows.scatter_reduce_(0, self.text, rows, "amin")
 
-        # sorted: what does not stand at the beginning of the text before stands nowhere before
+        # texts are sorted: a prefix that the text above does not begin with is in no text above
         is_new = torch.ones_like(texts, dtype=torch.bool)
         is_new[1:] = (texts[1:] != texts[:-1]).cumsum(1) > 0
         number = is_new.flatten().cumsum(0).view(is_new.shape) - 1
-        newest = torch.where(is_new, rows[: len(texts), None], 0).cummax(0).values
-        self.number = number.gather(0, newest)
+        # a prefix that is not new has the number of the last text above where it was
+        owner = torch.where(is_new, rows[: len(texts), None], 0).cummax(0).values
+        self.number = number.gather(0, owner)
 
 
 class Block(typing.NamedTuple):
@@ -689,15 +691,17 @@ class Block(typing.NamedTuple):
 
     tokens: Tensor  # (rows, width)
     sizes: Tensor  # (rows,) tokens of each row
-    number: Tensor  # (rows, width) tokens with the same number end the same prefix; see Prefixes
+    # (rows, width) of the prefix that ends with a token, below rows x width; see Prefixes
+    number: Tensor
 
     @staticmethod
     def of_prompts(prompts: Tensor, sizes: Tensor) -> "Block":
-        """prompts (P, S): distinct ones, right-aligned; sizes (P,): how many tokens of each."""
+        """prompts (P, S): right-aligned; sizes (P,): how many tokens of each."""
         width = prompts.shape[1]
         if width == 0:
             return Block(prompts, sizes, prompts)
         steps = torch.arange(width, device=prompts.device)
+        # moved to the left; what comes round is padding
         prompts = prompts.gather(1, (steps - sizes[:, None]) % width)
         prefixes = Prefixes(prompts, sizes)
         return Block(prompts, sizes, prefixes.number[prefixes.text])
@@ -708,11 +712,12 @@ class Block(typing.NamedTuple):
 
 
 class Packed:
-    """The layout of a scoring pass: every distinct prefix once, without padding.
+    """The layout of a pass over whole texts: every distinct prefix once, without padding.
 
     The model's matrices see one sequence of M tokens; attention sees two padded blocks. So a prompt
     is read once for all completions of its group, and what completions, or prompts, begin with in
-    common is read once for all of them:
+    common is read once for all of them. Below a token has the letter of the text that brought it
+    first; the second completion of prompt a begins as the first does:
 
         ids (1, M)        a a a b b b b | c c c d d e          positions (1, M)
 
@@ -727,9 +732,8 @@ class Packed:
 
     ids: Tensor  # (1, M)
     positions: Tensor  # (1, M) within prompt and completion
-    first: int  # the index of the first completion token among M
     places: Tensor  # (M,) where a token stands first in the blocks, flattened one after the other
-    sources: Tensor  # for every place of the blocks the token that stands there; on padding any
+    sources: Tensor  # for every place of the blocks the index of its token among M; on padding any
     shapes: list  # (P, S) and (D, T)
     group_sizes: list[int]  # distinct completions of each prompt
     pairs: list  # positions of queries and keys, for both blocks
@@ -743,15 +747,14 @@ class Packed:
         self.shapes = [prompts.tokens.shape, completions.tokens.shape]
         sizes = [shape.numel() for shape in self.shapes]
 
-        # one token a number
+        # places with the same number have the same token of the M
         places = torch.cat([prompts.mask.flatten(), completions.mask.flatten()]).nonzero()[:, 0]
         number = torch.cat([prompts.number.flatten(), sizes[0] + completions.number.flatten()])
-        distinct, token = number[places].unique(return_inverse=True)
-        self.first = int((distinct < sizes[0]).sum())
+        distinct, which = number[places].unique(return_inverse=True)
         self.places = torch.full_like(distinct, sum(sizes))
-        self.places.scatter_reduce_(0, token, places, "amin")
+        self.places.scatter_reduce_(0, which, places, "amin")
         self.sources = torch.zeros_like(number)
-        self.sources[places] = token
+        self.sources[places] = which
 
         # causal masks are made of positions
         prompt_steps = torch.arange(prompts.tokens.shape[1], device=device)
@@ -821,10 +824,10 @@ class Packed:
         return torch.cat([prompt.expand(size, -1, -1, -1) for prompt, size in each])
 
 
-class ReadTexts(Packed):
+class PackedTexts(Packed):
     """All that must be read to predict every completion token that is the policy's own.
 
-    E distinct tokens are predicted, each after a prefix of its own."""
+    E tokens are predicted: one for each distinct prefix that ends with such a token."""
 
     predicting: Tensor  # (E,) those of M that are read to predict them
     targets: Tensor  # (E,) their ids
@@ -832,29 +835,32 @@ class ReadTexts(Packed):
 
     def __init__(self, rollout: Rollout):
         prompts, sizes, group_sizes = distinct_prompts(rollout)
-        prompt = torch.arange(len(prompts), device=prompts.device).repeat_interleave(
-            torch.tensor(group_sizes, device=prompts.device)
+        indices = torch.arange(len(prompts), device=prompts.device)
+        prompt_of_row = indices.repeat_interleave(
+            torch.tensor(group_sizes, device=prompts.device), output_size=len(rollout.lengths)
         )
         last, longest = rollout.prompt_width - 1, int(rollout.lengths.max())
         tokens = rollout.tokens[:, last : last + longest + 1]
 
-        # texts: all of a prompt but its last token, as one, then that one, and the completion
-        texts = Prefixes(torch.cat([prompt[:, None], tokens], dim=1), rollout.lengths + 2)
+        # a text here: the index of its prompt, in place of all prompt tokens but the last; that
+        # one; the completion. So texts of one prompt adjoin when sorted
+        texts = Prefixes(torch.cat([prompt_of_row[:, None], tokens], dim=1), rollout.lengths + 2)
         rows, number = texts.first_rows, texts.number[:, 1:]
         super().__init__(
             Block.of_prompts(prompts, sizes),
             Block(tokens[rows, :-1], rollout.lengths[rows], number[:, :-1]),
-            prompt[rows].bincount(minlength=len(prompts)).tolist(),
+            prompt_of_row[rows].bincount(minlength=len(prompts)).tolist(),
         )
 
         own = rollout.completion_mask[:, :longest]
         distinct, self.predicted = number[texts.text, 1:][own].unique(return_inverse=True)
         reading = self.sources[self.shapes[0].numel() :].view(self.shapes[1])[texts.text][own]
         self.predicting = torch.zeros_like(distinct).scatter_(0, self.predicted, reading)
-        self.targets = torch.zeros_like(distinct).scatter_(0, self.predicted, tokens[:, 1:][own])
+        self.targets = tokens.new_zeros(len(distinct))
+        self.targets.scatter_(0, self.predicted, tokens[:, 1:][own])
 
         if rollout.experts is not None:  # rows with the same prefix: the first one's
-            first_rows = torch.searchsorted(prompt, torch.arange(len(prompts)).to(prompt))
+            first_rows = torch.searchsorted(prompt_of_row, indices)
             (_, prompt_width), (_, width) = self.shapes
             owners = torch.cat(
                 [first_rows.repeat_interleave(prompt_width), rows.repeat_interleave(width)]
@@ -894,7 +900,8 @@ def micro_batches(
     """Partition the rows, by length, under a budget of tokens (None: one part); a row that is
     longer than that is a part of its own.
 
-    packed: the prompt of a group is read once, and counts once; else each row reads its own.
+    packed: the prompt of a group is read once, and counts once; else each row reads its own. What
+    completions begin with in common is not deducted: a part may take less.
     Groups stay together, but for those at borders.
     Returns LongTensors of rows, in rising order."""
     if micro_batch_tokens is None:
@@ -918,7 +925,8 @@ def micro_batches(
 
 
 def padded_states(body, rollout: Rollout) -> Tensor:
-    """What Packed.run returns, of any causal model: rows padded on the right, which none sees."""
+    """Hidden states (tokens, H) that predict the policy's own tokens, row by row, of any causal
+    model: rows padded on the right, which none sees."""
     start = rollout.prompt_width
     texts = [
         row[start - before : start + length]
@@ -946,9 +954,9 @@ def score(body, rollout: Rollout, micro_batch_tokens: int | None, head: Callable
             part = rollout[rows]
             mask = part.completion_mask
             if packed:
-                layout = ReadTexts(part)
+                layout = PackedTexts(part)
                 values = head(layout.run(body), layout.targets)
-                values = values.gather(1, layout.predicted.expand(len(values), -1))
+                values = repeated_rows(values.T, layout.predicted).T  # of every row's tokens again
             else:
                 values = head(padded_states(body, part), part.completions[mask])
             page = values.new_zeros(len(values), *mask.shape)
@@ -1191,7 +1199,7 @@ class Page:
         )
 
 
-class ReadPrompts(Packed):
+class PackedPrompts(Packed):
     """Prompts alone, whose keys and values are kept for the samples to start with."""
 
     keys: list[Tensor]  # a layer each: (P, kv_heads, S, dim)
@@ -1288,14 +1296,21 @@ class Slots:
     step: Tensor  # (slots,) tokens sampled so far
     row: Tensor  # (slots,) the sample, as a row of the page
     alive: Tensor  # (slots,) 0 or 1
-    rows: int  # slots that are stepped: the first ones
-    free: list[int]  # slots without a sample, among these or, before the first step, all
+    stepped: int  # how many slots are stepped: the first ones
+    free: list[int]  # slots without a sample: before the first step all, later some of the stepped
     keys: list[Tensor]  # a layer each: (slots, kv_heads, width, dim)
     values: list[Tensor]
     pairs: list  # positions of queries and keys of the step under way, from which masks are made
 
     def __init__(
-        self, model, slots: int, width: int, prompts: ReadPrompts, page: Page, eos_ids, temperature
+        self,
+        model,
+        slots: int,
+        width: int,
+        prompts: PackedPrompts,
+        page: Page,
+        eos_ids,
+        temperature,
     ):
         self.model, self.page, self.temperature = model, page, temperature
         device = page.tokens.device
@@ -1303,27 +1318,21 @@ class Slots:
         self.eos_ids = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self.state = torch.zeros(slots, 5, dtype=torch.long, device=device)
         self.token, self.position, self.step, self.row, self.alive = self.state.unbind(1)
-        self.rows, self.free = slots, list(range(slots))
-        self.keys = [self.new_memory(keys, slots, width) for keys in prompts.keys]
-        self.values = [self.new_memory(values, slots, width) for values in prompts.values]
-
-    def new_memory(self, prompts: Tensor, slots: int, width: int) -> Tensor:
-        """(P, kv_heads, S, dim) -> (slots, kv_heads, width, dim).
-
-        Zeros: what nobody wrote is masked, but 0 * nan is nan."""
-        return prompts.new_zeros(slots, prompts.shape[1], width, prompts.shape[3])
+        self.stepped, self.free = slots, list(range(slots))
+        self.keys = [empty_memory(keys, slots, width) for keys in prompts.keys]
+        self.values = [empty_memory(values, slots, width) for values in prompts.values]
 
     def room(self) -> int:
         """How many samples could start."""
         return len(self.free)
 
-    def start(self, samples: list[int], prompts: ReadPrompts, which: list[int]):
+    def start(self, samples: list[int], prompts: PackedPrompts, which: list[int]):
         """Samples take free slots, with what was read of their prompts; which: each one's."""
         slots, self.free = self.free[: len(samples)], self.free[len(samples) :]
         self.begin(slots, samples, prompts, which)
         self.row[slots] = torch.tensor(samples, device=self.row.device)
 
-    def begin(self, slots: list[int], samples: list[int], prompts: ReadPrompts, which: list[int]):
+    def begin(self, slots: list[int], samples: list[int], prompts: PackedPrompts, which: list[int]):
         """Slots hold what the samples begin with: all of their prompt but its last token."""
         copy_memory(self.keys, slots, prompts.keys, which)
         copy_memory(self.values, slots, prompts.values, which)
@@ -1334,21 +1343,24 @@ class Slots:
 
     def close_ranks(self):
         """The last live slots move into the free ones, so that fewer are stepped."""
-        live = self.rows - len(self.free)
-        moving = sorted(set(range(live, self.rows)) - set(self.free))
+        live = self.stepped - len(self.free)
+        moving = sorted(set(range(live, self.stepped)) - set(self.free))
         holes = [slot for slot in self.free if slot < live]
         self.move(moving, holes)
         self.state[live:] = 0  # they may be stepped along
-        self.rows, self.free = live, []
+        self.stepped, self.free = live, []
 
-    def move(self, slots: list[int], places: list[int]):
-        copy_memory(self.keys, places, self.keys, slots)
-        copy_memory(self.values, places, self.values, slots)
+    def move(self, slots: list[int] | Tensor, places: list[int] | Tensor):
+        """Places get what slots have: their state, and the keys and values written so far."""
+        if len(slots):
+            written = int(self.position[slots].max()) + 1
+            for memory in self.keys + self.values:
+                memory[places, :, :written] = memory[:, :, :written][slots]
         self.state[places] = self.state[slots]
 
     def release(self) -> int:
         """What has ended gives its slot back; returns how many samples have."""
-        self.free = (self.alive[: self.rows] == 0).nonzero()[:, 0].tolist()
+        self.free = (self.alive[: self.stepped] == 0).nonzero()[:, 0].tolist()
         if self.page.replies is not None and self.free:
             self.free = reply_to(self, self.free)
         return len(self.free)
@@ -1426,9 +1438,11 @@ class SharedSlots(Slots):
         slot 0    7 * 6 = 4 2 ; ...      samples 0, 1, 3, 4, 6, 7
         slot 1    7 * 6 = 4 8 ; ...      samples 2, 5
 
-    Where samples of a slot draw different tokens, they part: the first token's stay, the others
-    get slots with copies of its keys and values. As the host must see what was drawn, this is for
-    a CPU. There are never more slots in use than samples under way, so one is always free."""
+    Where samples of a slot draw different tokens, they part: those of one token keep the slot, the
+    others get slots with copies of its keys and values. As the host must see what was drawn, this
+    is for a CPU. There are never more slots in use than samples under way, so one is always free.
+
+    `sample` and `slot` say who is where; `row`, `alive` and `free` of a slot are not used."""
 
     sample: Tensor  # (samples under way,) rows of the page, in the order of their slots
     slot: Tensor  # (samples under way,) each one's; all that share one have taken as many steps
@@ -1437,29 +1451,20 @@ class SharedSlots(Slots):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.sample, self.slot = self.range[:0], self.range[:0]
-        self.rows, self.ended = 0, 0
-
-    def new_memory(self, prompts: Tensor, slots: int, width: int) -> Tensor:
-        """Most of it is never used, nor even touched: `begin` makes zeros of what is."""
-        return prompts.new_empty(slots, prompts.shape[1], width, prompts.shape[3])
-
-    def begin(self, slots: list[int], samples: list[int], prompts: ReadPrompts, which: list[int]):
-        for memory in self.keys + self.values:
-            memory[slots] = 0
-        super().begin(slots, samples, prompts, which)
+        self.stepped, self.ended = 0, 0
 
     def room(self) -> int:
         return len(self.state) - len(self.sample)
 
-    def start(self, samples: list[int], prompts: ReadPrompts, which: list[int]):
+    def start(self, samples: list[int], prompts: PackedPrompts, which: list[int]):
         """A slot for each prompt; which: each sample's, where equal ones adjoin."""
         which, slot = torch.tensor(which).unique_consecutive(return_inverse=True)
         first = torch.searchsorted(slot, torch.arange(len(which))).tolist()
-        slots = list(range(self.rows, self.rows + len(which)))
+        slots = list(range(self.stepped, self.stepped + len(which)))
         self.begin(slots, [samples[i] for i in first], prompts, which.tolist())
         self.sample = torch.cat([self.sample, torch.tensor(samples)])
-        self.slot = torch.cat([self.slot, self.rows + slot])
-        self.rows += len(which)
+        self.slot = torch.cat([self.slot, self.stepped + slot])
+        self.stepped += len(which)
 
     def close_ranks(self):
         """They are closed: see `part`."""
@@ -1470,9 +1475,11 @@ class SharedSlots(Slots):
     def draw(self, logits: Tensor):
         """A token for each sample, from the logits (rows, V) of its slot."""
         step = self.step[self.slot]
-        each = logits if len(logits) == len(self.slot) else logits[self.slot]
+        shared = len(logits) < len(self.slot)  # else each sample has its own slot, in order
         uniforms = self.page.uniforms[self.sample, step]
-        chosen, logprobs = sample(each, uniforms, self.temperature)
+        chosen, logprobs = sample(
+            logits[self.slot] if shared else logits, uniforms, self.temperature
+        )
         self.page.tokens[self.sample, step] = chosen
         self.page.logprobs[self.sample, step] = logprobs
         recorder = self.page.recorder
@@ -1483,36 +1490,41 @@ class SharedSlots(Slots):
         goes_on = (chosen[:, None] != self.eos_ids).all(1) & (step < last)
         self.ended = len(goes_on) - int(goes_on.sum())
         self.sample, slot = self.sample[goes_on], self.slot[goes_on]
-        self.part(slot, chosen[goes_on], len(logits), logits.shape[1])
+        self.part(slot, chosen[goes_on], logits.shape[1])
 
-    def part(self, slot: Tensor, chosen: Tensor, rows: int, vocabulary: int):
+    def part(self, slot: Tensor, chosen: Tensor, vocabulary: int):
         """Samples that had a slot together, and did not draw the same, get slots of their own.
 
         slot, chosen (samples,): where each was, and the token that it drew."""
         distinct, which = (slot * vocabulary + chosen).unique(return_inverse=True)
         before, token = distinct // vocabulary, distinct % vocabulary
-        self.rows = len(distinct)
+        self.stepped = len(distinct)
 
         # the first token drawn in a slot keeps the slot; what is left over takes what is left free
         stays = torch.ones_like(before, dtype=torch.bool)
         stays[1:] = before[1:] != before[:-1]
-        stays &= before < self.rows
+        stays &= before < self.stepped
         is_free = torch.ones_like(before, dtype=torch.bool)
         is_free[before[stays]] = False
         place = before.clone()
         place[~stays] = is_free.nonzero()[:, 0]
 
-        if not stays.all():
-            self.move(before[~stays], place[~stays])
+        self.move(before[~stays], place[~stays])
         self.token[place] = token
-        self.position[: self.rows] += 1
-        self.step[: self.rows] += 1
+        self.position[: self.stepped] += 1
+        self.step[: self.stepped] += 1
         self.slot, order = place[which].sort()
         self.sample = self.sample[order]
 
 
-def copy_memory(mine: list[Tensor], slots, theirs: list[Tensor], rows):
-    """slots, rows: lists or LongTensors of indices."""
+def empty_memory(prompts: Tensor, slots: int, width: int) -> Tensor:
+    """(P, kv_heads, S, dim) -> (slots, kv_heads, width, dim).
+
+    Zeros: what nobody wrote is masked, but 0 * nan is nan."""
+    return prompts.new_zeros(slots, prompts.shape[1], width, prompts.shape[3])
+
+
+def copy_memory(mine: list[Tensor], slots: list[int], theirs: list[Tensor], rows: list[int]):
     for to, source in zip(mine, theirs):
         to[slots, :, : source.shape[2]] = source[rows]
 
@@ -1594,7 +1606,8 @@ def generate(
     """Sample group_size completions of each prompt (token ids), or of a share of the prompts.
 
     A Page is the paper that completions are written on, Prompts reads prompts, Slots are writers at
-    work, and `fill_page` is the loop. A model whose attention we cannot replace is sampled by
+    work (on a CPU one writes for all samples that have drawn the same so far: SharedSlots), and
+    `fill_page` is the loop. A model whose attention we cannot replace is sampled by
     transformers' own `generate`.
 
     temperature: 0 is greedy, with log-probs of temperature 1.
@@ -1659,7 +1672,8 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
     prompts = Prompts(model, page)
     probe = prompts.read_one_token()  # of its keys and values come sizes and shapes
     rows, prompts.at_once = share_memory(page, width, probe.nbytes(), max_slots, cache_gb)
-    shares = pace.shares and page.replies is None  # what a tool says is a sample's own matter
+    # what a tool says is a sample's own matter; other devices may have the pace of a CPU
+    shares = pace.shares and page.replies is None and page.tokens.device.type == "cpu"
     slots = (SharedSlots if shares else Slots)(
         model, rows, width, probe, page, eos_ids, temperature
     )
@@ -1681,14 +1695,14 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
             # 2. none waits: the last live slots move into the free ones, fewer rows are left
             if slots.room():
                 slots.close_ranks()
-            if slots.rows == 0:
+            if slots.stepped == 0:
                 break
 
             # 3. some tokens for every row, in one of few shapes, so that a graph can be replayed
-            longest = int(slots.position[: slots.rows].max()) + pace.steps
+            longest = int(slots.position[: slots.stepped].max()) + pace.steps
             span = max(span, longest) if prompts.waiting() else longest
             shape = (
-                min(round_up(slots.rows, pace.rows), len(slots.state)),
+                min(round_up(slots.stepped, pace.rows), len(slots.state)),
                 min(round_up(span, pace.span), width),
             )
             with experts_by(configs, experts):
@@ -1750,14 +1764,14 @@ class Prompts:
         self.owner = owner.tolist()
         self.recorder = page.recorder
         self.next = 0  # the first sample that has not started
-        self.chunk: ReadPrompts | None = None
+        self.chunk: PackedPrompts | None = None
         self.first = 0  # the chunk's first prompt
         self.end = 0  # the sample after the chunk's last
 
     def waiting(self) -> bool:
         return self.next < len(self.owner)
 
-    def take(self, count: int) -> tuple[list[int], ReadPrompts, list[int]]:
+    def take(self, count: int) -> tuple[list[int], PackedPrompts, list[int]]:
         """Up to count samples, prompts that were read, and which of these are the samples'."""
         if self.next == self.end:
             self.read_chunk()
@@ -1782,7 +1796,7 @@ class Prompts:
         if self.recorder is not None:
             self.record_experts(self.chunk)
 
-    def record_experts(self, chunk: ReadPrompts):
+    def record_experts(self, chunk: PackedPrompts):
         """The choices for the tokens of a chunk's prompts, at every sample that starts with it."""
         chosen = self.recorder.take()
         blocks = chunk.in_blocks(chosen[None, None])[0][:, 0]  # (P, S, C)
@@ -1790,15 +1804,15 @@ class Prompts:
         which = [owner - self.first for owner in self.owner[self.next : self.end]]
         self.recorder.experts[self.next : self.end, : blocks.shape[1]] = blocks[which]
 
-    def read_one_token(self) -> ReadPrompts:
+    def read_one_token(self) -> PackedPrompts:
         """To learn the shapes of keys and values."""
         token = self.read(self.tokens[:1, -1:], self.sizes[:1].clamp(max=1))
         if self.recorder is not None:
             self.recorder.choices.clear()
         return token
 
-    def read(self, tokens: Tensor, sizes: Tensor) -> ReadPrompts:
-        prompts = ReadPrompts(tokens, sizes)
+    def read(self, tokens: Tensor, sizes: Tensor) -> PackedPrompts:
+        prompts = PackedPrompts(tokens, sizes)
         prompts.run(body_of(self.model))
         return prompts
 

@@ -135,8 +135,9 @@ class Config:
     )
     old_logprobs: str = flag(
         "auto",
-        "who scores pi_old: the trainer; its sampler, which has, while it drew; or auto: the "
-        "sampler where that is the policy itself, in float32",
+        "whose log-probs are pi_old's: the trainer's, of a pass before the updates; the sampler's, "
+        "of when it drew; auto: the sampler's where it is the policy itself, in float32, and "
+        "rounding decides on no advantage or expert",
         choices=("auto", "trainer", "sampler"),
     )
     stale_steps: int = flag(
@@ -1840,7 +1841,9 @@ def freeze(run: Run, batch: Batch) -> None:
 
     In the micro-batches of the updates, so that the first ratio is exactly 1. The first update
     itself is where the policy still is pi_old: its own forward pass says what pi_old says."""
-    first_says = run.config.old_logprobs != "sampler" and not old_logprobs_are_read_before(run)
+    first_update_tells = run.config.old_logprobs != "sampler" and not old_logprobs_are_read_before(
+        run
+    )
     scorer = scores_pi_old(run)
     batch.old_logprobs = torch.zeros_like(batch.samples.sampler_logprobs)
     if scorer == "sampler":
@@ -1849,7 +1852,7 @@ def freeze(run: Run, batch: Batch) -> None:
     batch.values = torch.zeros_like(batch.old_logprobs)
     for update in batch.updates:
         for micro_batch in update.micro_batches:
-            if first_says and update is batch.updates[0]:
+            if first_update_tells and update is batch.updates[0]:
                 micro_batch.unscored = True
             elif scorer == "trainer":
                 score_old(run, batch, micro_batch)
@@ -2314,7 +2317,7 @@ METRICS = {
     ),
     "sampler_token_std": "spread of that log-ratio by token; below 1e-4 in float32",
     "sampler_sequence_std": (
-        "spread by sequence; below 1e-5 in float32, else no --old-logprobs sampler"
+        "spread by sequence; below 1e-5 in float32, else --old-logprobs trainer"
     ),
     "sampler_ratio_mean": "mean sequence ratio; 1",
     "sampler_ratio_min": "smallest; 1",
@@ -2336,7 +2339,10 @@ METRICS = {
     "seconds_sample": "sampling",
     "seconds_score": "the verifier; a slow one looks like this",
     "seconds_compare": "advantages that need log-probs or values; near 0 for GSPO",
-    "seconds_freeze": "reference log-probs, values, and old log-probs but for the first update's",
+    "seconds_freeze": (
+        "reference log-probs, values, and old log-probs where the trainer scores them, but for "
+        "the first update's"
+    ),
     "seconds_flips": "scoring once more for expert_flips",
     "seconds_improve": "forward, backward, optimiser",
     "seconds_ranks": "part of all these: waiting for other processes, and sending to them",
@@ -3310,8 +3316,9 @@ def train(run: Run) -> None:
         # and refill dead groups; then `plan`: advantages that rewards decide on, and the updates
         batch = collect(run, step)
 
-        # 4. freeze: old_logprobs, ref_logprobs, values, without gradients. The first update needs
-        # no pass: the policy still is pi_old, so `losses` keeps what its own forward pass says
+        # 4. freeze: old_logprobs, ref_logprobs, values, without gradients. pi_old needs no pass
+        # where its sampler has scored it (`scores_pi_old`), nor for the first update: the policy
+        # still is pi_old, so `losses` keeps what its own forward pass says
         with run.timer("freeze"):
             freeze(run, batch)
 

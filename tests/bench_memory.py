@@ -181,8 +181,10 @@ def one_update(run: train.Run) -> train.Batch:
     length = min(LONGEST, (run.config.micro_batch_tokens - PROMPT) // size)
     rows = torch.arange(2 * size)
     prompts = 5 + rows[:, None] // size  # groups differ in it
+    tokens = prompts.repeat(1, PROMPT + length)
+    tokens[:, PROMPT] = 2 + rows % size  # completions differ from their first token on
     samples = rollout.Rollout(
-        tokens=prompts.expand(-1, PROMPT + length).contiguous(),
+        tokens=tokens,
         prompt_lengths=torch.full_like(rows, PROMPT),
         lengths=torch.full_like(rows, length),
         sampler_logprobs=torch.zeros(len(rows), length),
@@ -216,7 +218,7 @@ def sample(run: train.Run) -> None:
     makes no difference to the memory of slots, and all prompts are read."""
     rollout.generate(
         run.old_policy,
-        [[2 + i % 8] * (PROMPT - 1) + [2 + i // 8] for i in range(MANY)],  # no two are equal
+        [[2 + i % 8, 2 + i // 8] + [2] * (PROMPT - 2) for i in range(MANY)],  # no two begin alike
         group_size=1,
         max_new_tokens=LONGEST,
         eos_ids=[0],

@@ -446,7 +446,7 @@ class Apart(R.Prefixes):
     def __init__(self, tokens, sizes):
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         super().__init__(torch.cat([rows, tokens], dim=1), sizes + 1)
-        self.number = self.number[:, 1:]
+        self.number = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
 
 
 def sharing(repeats):
@@ -487,7 +487,7 @@ def sharing(repeats):
 
     samplings = turns(model.device, {"ours": sampled, "alone": alone}, repeats)
     scorings = turns(model.device, {"ours": scored, "alone": apart}, repeats)
-    prefixes = len(R.ReadTexts(out).ids[0]) - sum(len(prompt) - 1 for prompt in prompts)
+    prefixes = len(R.PackedTexts(out).ids[0]) - sum(len(prompt) - 1 for prompt in prompts)
     print(
         f"| {int(out.lengths.sum())} | {prefixes} | **{ratio(samplings, 'ours', 'alone')}** "
         f"| **{ratio(scorings, 'ours', 'alone')}** |",

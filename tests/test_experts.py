@@ -104,7 +104,7 @@ def test_routing_replay_uses_the_experts_of_pi_old(monkeypatch, tmp_path):
 
 def reading(samples):
     """(completion tokens,) the place, among all that a scoring pass reads, of the token before."""
-    layout = rollout.ReadTexts(samples)
+    layout = rollout.PackedTexts(samples)
     return layout.predicting[layout.predicted]
 
 

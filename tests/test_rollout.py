@@ -372,7 +372,7 @@ def test_cache_gb_bounds_the_keys_and_values_of_prompts_and_samples(tokens, monk
     """2 layers x 2 x 2 heads x 8 x 4 bytes = 256 a token; 9 of the longest prompt, 24 more of a
     sample. Whatever is held, while prompts are read and at each step, stays under the limit."""
     held, prompts, slots_of = [], weakref.WeakSet(), []
-    read, start, one = R.ReadPrompts.run, R.Slots.__init__, R.Slots.decode_one_token
+    read, start, one = R.PackedPrompts.run, R.Slots.__init__, R.Slots.decode_one_token
 
     def measure():
         slots = sum(m.nbytes for slots in slots_of for m in slots.keys + slots.values)
@@ -383,7 +383,7 @@ def test_cache_gb_bounds_the_keys_and_values_of_prompts_and_samples(tokens, monk
         read(self, body)
         measure()
 
-    monkeypatch.setattr(R.ReadPrompts, "run", reading)
+    monkeypatch.setattr(R.PackedPrompts, "run", reading)
     monkeypatch.setattr(
         R.Slots, "__init__", lambda self, *args: start(self, *args) or slots_of.append(self)
     )
@@ -404,13 +404,13 @@ def test_a_cache_without_room_for_one_completion_is_refused():
 
 def test_prompts_are_read_in_chunks_each_once(monkeypatch):
     """40 prompts of 1 to 9 tokens, a third of them twice, 60 tokens at once with their padding."""
-    model, chunks, run = tiny(), [], R.ReadPrompts.run
+    model, chunks, run = tiny(), [], R.PackedPrompts.run
     sizes = [1 + i % 9 for i in range(30)]
     prompts = [list(range(5, 5 + size)) for size in sizes for _ in range(1 + (size % 3 == 0))]
     whole = sampled(model, prompts)
     monkeypatch.setattr(R, "PROMPT_TOKENS", 60)
     monkeypatch.setattr(
-        R.ReadPrompts, "run", lambda self, body: chunks.append(self.shapes[0]) or run(self, body)
+        R.PackedPrompts, "run", lambda self, body: chunks.append(self.shapes[0]) or run(self, body)
     )
     for slots in (None, 7):
         chunks.clear()
@@ -1091,7 +1091,7 @@ def test_under_autocast_the_log_softmax_comes_from_float32_logits():
         with torch.no_grad():
             assert torch.equal(logprobs, R.completion_logprobs(model, out, temperature=1.0)[0])
     assert logprobs.dtype == torch.float32
-    layout = R.ReadTexts(out)
+    layout = R.PackedTexts(out)
     hidden = seen[0][0, layout.predicting[layout.predicted]].float()
     logp = (hidden @ model.lm_head.weight.T).log_softmax(-1)
     expected = logp.gather(1, out.completions[out.completion_mask][:, None])[:, 0]
