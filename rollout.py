@@ -691,7 +691,8 @@ class Block(typing.NamedTuple):
 
     tokens: Tensor  # (rows, width)
     sizes: Tensor  # (rows,) tokens of each row
-    # (rows, width) of the prefix that ends with a token, below rows x width; see Prefixes
+    # (rows, width) of the prefix that ends with a token; see Prefixes. Those of prompts are below
+    # rows x width
     number: Tensor
 
     @staticmethod
