@@ -141,8 +141,8 @@ TRANSFERS = {  # text that stands once in the file -> the same without its devic
     "random numbers": ("rollout.py", "uniforms[own].to(device)", "uniforms[own]"),
     "positions": (
         "rollout.py",
-        "steps = torch.arange(completions.shape[1], device=device)",
-        "steps = torch.arange(completions.shape[1])",
+        "steps = torch.arange(completions.tokens.shape[1], device=device)",
+        "steps = torch.arange(completions.tokens.shape[1])",
     ),
 }
 
