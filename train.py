@@ -1841,10 +1841,9 @@ def freeze(run: Run, batch: Batch) -> None:
 
     In the micro-batches of the updates, so that the first ratio is exactly 1. The first update
     itself is where the policy still is pi_old: its own forward pass says what pi_old says."""
-    first_update_tells = run.config.old_logprobs != "sampler" and not old_logprobs_are_read_before(
-        run
-    )
     scorer = scores_pi_old(run)
+    sampler_alone = run.config.old_logprobs == "sampler"  # asked for: of the first update, too
+    first_update_tells = not sampler_alone and not old_logprobs_are_read_before(run)
     batch.old_logprobs = torch.zeros_like(batch.samples.sampler_logprobs)
     if scorer == "sampler":
         batch.old_logprobs = batch.samples.sampler_logprobs.clone()
