@@ -673,17 +673,22 @@ class Prefixes:
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         padding = steps >= sizes[:, None]
         texts, self.text = tokens.masked_fill(padding, -1).unique(dim=0, return_inverse=True)
-        rows = torch.arange(len(tokens), device=tokens.device)
-        self.first_rows = torch.full_like(rows[: len(texts)], len(rows))
-        self.first_rows.scatter_reduce_(0, self.text, rows, "amin")
+        self.first_rows = first_of_each(self.text, len(texts))
 
         # texts are sorted: a prefix that the text above does not begin with is in no text above
         is_new = torch.ones_like(texts, dtype=torch.bool)
         is_new[1:] = (texts[1:] != texts[:-1]).cumsum(1) > 0
         number = is_new.flatten().cumsum(0).view(is_new.shape) - 1
         # a prefix that is not new has the number of the last text above where it was
-        owner = torch.where(is_new, rows[: len(texts), None], 0).cummax(0).values
+        rows = torch.arange(len(texts), device=tokens.device)
+        owner = torch.where(is_new, rows[:, None], 0).cummax(0).values
         self.number = number.gather(0, owner)
+
+
+def first_of_each(which: Tensor, count: int) -> Tensor:
+    """(count,) where each of 0, ..., count - 1 stands first in which (n,), which has them all."""
+    places = torch.arange(len(which), device=which.device)
+    return torch.full_like(places[:count], len(which)).scatter_reduce_(0, which, places, "amin")
 
 
 class Block(typing.NamedTuple):
@@ -752,8 +757,7 @@ class Packed:
         places = torch.cat([prompts.mask.flatten(), completions.mask.flatten()]).nonzero()[:, 0]
         number = torch.cat([prompts.number.flatten(), sizes[0] + completions.number.flatten()])
         distinct, which = number[places].unique(return_inverse=True)
-        self.places = torch.full_like(distinct, sum(sizes))
-        self.places.scatter_reduce_(0, which, places, "amin")
+        self.places = places[first_of_each(which, len(distinct))]
         self.sources = torch.zeros_like(number)
         self.sources[places] = which
 
@@ -836,8 +840,7 @@ class PackedTexts(Packed):
 
     def __init__(self, rollout: Rollout):
         prompts, sizes, group_sizes = distinct_prompts(rollout)
-        indices = torch.arange(len(prompts), device=prompts.device)
-        prompt_of_row = indices.repeat_interleave(
+        prompt_of_row = torch.arange(len(prompts), device=prompts.device).repeat_interleave(
             torch.tensor(group_sizes, device=prompts.device), output_size=len(rollout.lengths)
         )
         last, longest = rollout.prompt_width - 1, int(rollout.lengths.max())
@@ -856,12 +859,12 @@ class PackedTexts(Packed):
         own = rollout.completion_mask[:, :longest]
         distinct, self.predicted = number[texts.text, 1:][own].unique(return_inverse=True)
         reading = self.sources[self.shapes[0].numel() :].view(self.shapes[1])[texts.text][own]
-        self.predicting = torch.zeros_like(distinct).scatter_(0, self.predicted, reading)
-        self.targets = tokens.new_zeros(len(distinct))
-        self.targets.scatter_(0, self.predicted, tokens[:, 1:][own])
+        first = first_of_each(self.predicted, len(distinct))
+        self.predicting = reading[first]
+        self.targets = tokens[:, 1:][own][first]
 
         if rollout.experts is not None:  # rows with the same prefix: the first one's
-            first_rows = torch.searchsorted(prompt_of_row, indices)
+            first_rows = first_of_each(prompt_of_row, len(prompts))
             (_, prompt_width), (_, width) = self.shapes
             owners = torch.cat(
                 [first_rows.repeat_interleave(prompt_width), rows.repeat_interleave(width)]
@@ -1460,7 +1463,7 @@ class SharedSlots(Slots):
     def start(self, samples: list[int], prompts: PackedPrompts, which: list[int]):
         """A slot for each prompt; which: each sample's, where equal ones adjoin."""
         which, slot = torch.tensor(which).unique_consecutive(return_inverse=True)
-        first = torch.searchsorted(slot, torch.arange(len(which))).tolist()
+        first = first_of_each(slot, len(which)).tolist()
         slots = list(range(self.stepped, self.stepped + len(which)))
         self.begin(slots, [samples[i] for i in first], prompts, which.tolist())
         self.sample = torch.cat([self.sample, torch.tensor(samples)])
@@ -1675,9 +1678,8 @@ def fill_page(model, page: Page, eos_ids, temperature, max_slots, cache_gb, bar)
     rows, prompts.at_once = share_memory(page, width, probe.nbytes(), max_slots, cache_gb)
     # what a tool says is a sample's own matter; other devices may have the pace of a CPU
     shares = pace.shares and page.replies is None and page.tokens.device.type == "cpu"
-    slots = (SharedSlots if shares else Slots)(
-        model, rows, width, probe, page, eos_ids, temperature
-    )
+    kind = SharedSlots if shares else Slots
+    slots = kind(model, rows, width, probe, page, eos_ids, temperature)
     del probe
 
     step = DecodeStep(slots, pace.graphs)

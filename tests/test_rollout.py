@@ -890,7 +890,6 @@ def test_scoring_runs_no_padding_and_each_prefix_once(temperature, monkeypatch):
     R.completion_logprobs(model, out, temperature=1.0)
     assert tokens == [sum(map(len, PROMPTS)) - 4 + len(distinct_prefixes(out))]
 
-    tokens.clear()
     prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6], [5, 6, 7, 8, 9, 11, 12]]
     out = sampled(model, prompts, group_size=8)
     tokens.clear()
