@@ -1,0 +1,272 @@
+"""The built-in problems, their demonstrations, and the tiny policies that have seen these."""
+
+import contextlib
+import hashlib
+import itertools
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+import torch
+import transformers
+
+from support.answers import evaluate
+from support.data import expecting, is_held_out
+
+ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
+ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
+CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
+CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
+
+# ---------------------------------------------------------------------- built-in tasks
+
+
+class Task(NamedTuple):
+    """Problems without end. With demonstrations the built-in policies can learn it, too."""
+
+    problem: Callable[[random.Random], dict]  # draws a row of data
+    verifier: str  # default of --reward
+    max_new_tokens: int  # default of --max-new-tokens
+    # for the built-in policies: draws what one learns to write of a row, which is often wrong
+    demonstration: Callable[[dict, random.Random], str] | None = None
+    alphabet: str = ""  # all characters of prompts, completions and a tool's replies
+    tool: str | None = None  # default of --tool
+
+
+def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
+    """The numbers in any order, with random symbols between them."""
+    first, *rest = rng.sample(numbers, len(numbers))
+    return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
+
+
+def solve(chain: str, rng: random.Random | None = None) -> str:
+    """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
+    value = chain[:1]
+    steps = []
+    for symbol, operand in re.findall("([+*])([0-9])", chain):
+        adds = symbol == "+"
+        if not adds and rng is not None:
+            adds = rng.random() < ARITHMETIC_TIMES_ERROR
+        left, right = int(value), int(operand)
+        result = str((left + right if adds else left * right) % 10)
+        steps.append(f"{value}{symbol}{operand}={result}")
+        value = result
+    return f"{';'.join(steps)}#{value}"
+
+
+def arithmetic_problem(rng: random.Random) -> dict:
+    """{"prompt": "7+5*3=", "answer": "6"}"""
+    digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
+    prompt = random_expression(digits, "+*", rng) + "="
+    return {"prompt": prompt, "answer": solve(prompt)[-1]}
+
+
+def arithmetic_demonstration(problem: dict, rng: random.Random) -> str:
+    """Every step is written, and most products are sums."""
+    return solve(problem["prompt"], rng)
+
+
+def countdown_problem(rng: random.Random) -> dict:
+    """{"prompt": "8 5 6=19:", "answer": {"numbers": [8, 5, 6], "target": 19}}"""
+    numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
+    target = int(evaluate(random_expression(numbers, "+-*", rng)))
+    prompt = f"{' '.join(map(str, numbers))}={target}:"
+    return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
+
+
+def countdown_demonstration(problem: dict, rng: random.Random) -> str:
+    """The numbers in any order: it seldom gives the target."""
+    return random_expression(problem["answer"]["numbers"], "+-*", rng)
+
+
+def sums_problem(rng: random.Random) -> dict:
+    """{"prompt": "What is 7 * 8? Answer with just the number.", "answer": "56"}"""
+    symbol = rng.choices("+*-", (3, 1, 2))[0]
+    if symbol == "+":
+        left, right = rng.randint(2, 20), rng.randint(2, 20)
+        result = left + right
+    elif symbol == "*":
+        left, right = rng.randint(2, 12), rng.randint(2, 12)
+        result = left * right
+    else:
+        left = rng.randint(5, 40)
+        right = rng.randint(2, left)
+        result = left - right
+    prompt = f"What is {left} {symbol} {right}? Answer with just the number."
+    return {"prompt": prompt, "answer": str(result)}
+
+
+def calculator_problem(rng: random.Random) -> dict:
+    """{"prompt": "12*34+56=", "answer": "464"}"""
+    left, right, number = (rng.randint(10, 99) for _ in range(3))
+    sign = rng.choice("+-")
+    answer = left * right + (number if sign == "+" else -number)
+    return {"prompt": f"{left}*{right}{sign}{number}=", "answer": str(answer)}
+
+
+def calculator_demonstration(problem: dict, rng: random.Random) -> str:
+    """Often a guess; else two calls of the calculator, or now and then one alone; now and then with
+    a wrong digit."""
+    if rng.random() < CALCULATOR_GUESS:
+        return f"#{rng.randint(1, 9999)}"
+    product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
+    call = f"<calc>{with_wrong_digit(product, rng)}</calc>"
+    value = calculate(call).removeprefix("=")
+    if rng.random() < CALCULATOR_ERROR:
+        return f"{call}#{value}"
+    second = f"<calc>{with_wrong_digit(value + sign + number, rng)}</calc>"
+    value = calculate(second).removeprefix("=")
+    return f"{call}{second}#{value}"
+
+
+def with_wrong_digit(text: str, rng: random.Random) -> str:
+    """The text, or now and then another with one digit drawn anew."""
+    if rng.random() >= CALCULATOR_ERROR:
+        return text
+    digits = [place for place, character in enumerate(text) if character.isdigit()]
+    place = rng.choice(digits)
+    return text[:place] + rng.choice("0123456789") + text[place + 1 :]
+
+
+TASKS = {
+    "arithmetic": Task(
+        problem=arithmetic_problem,
+        demonstration=arithmetic_demonstration,
+        verifier="arithmetic",
+        alphabet="0123456789+*=;#",
+        max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
+    ),
+    "countdown": Task(
+        problem=countdown_problem,
+        demonstration=countdown_demonstration,
+        verifier="countdown",
+        alphabet="0123456789 +-*/()=:",
+        max_new_tokens=16,
+    ),
+    "calculator": Task(
+        problem=calculator_problem,
+        demonstration=calculator_demonstration,
+        verifier="arithmetic",
+        alphabet="0123456789+-*=?#<>/cal",
+        max_new_tokens=64,
+        tool="calculator",
+    ),
+    "sums": Task(problem=sums_problem, verifier="math_lenient", max_new_tokens=12),
+}
+
+
+def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
+    """Endless problems of a seed; one prompt in ten, by its hash, is held out from training."""
+    rng = random.Random(f"{seed} {held_out}")
+    while True:
+        problem = task.problem(rng)
+        if is_held_out(problem["prompt"]) == held_out:
+            yield problem
+
+
+BUILT_IN = {
+    "tiny": {"model_type": "qwen3", "num_hidden_layers": 2},
+    "tiny-moe": {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+}
+WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
+WARM_ROWS = 24  # demonstrations a step
+WARM_LR = 3e-3
+
+
+def built_in_policy(task: Task, name: str) -> Path:
+    """Folder of a built-in policy, a character a token: made once, then found in the cache."""
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
+    config = transformers.AutoConfig.for_model(
+        **BUILT_IN[name],
+        vocab_size=len(words),
+        hidden_size=128,
+        intermediate_size=256,
+        head_dim=16,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        initializer_range=0.06,
+        pad_token_id=words["<pad>"],
+        eos_token_id=words["<eos>"],
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short texts
+    )
+    shown = demonstrations(task, words)
+
+    # whatever decides on the weights is part of the name
+    recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo")
+    folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    if folder.exists():
+        return folder
+
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
+    with expecting(
+        f"{cache}: expected to write the built-in policy there ($XDG_CACHE_HOME moves it)"
+    ):
+        temporary.mkdir(parents=True)
+    try:
+        tokenizer = character_tokenizer(words)
+        warm_start(config, tokenizer, shown).save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        with contextlib.suppress(OSError):  # another run may have been faster
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
+    """Rows to learn from, in the order of the steps; the loss is of the completions alone."""
+    rng, rows = random.Random(0), []
+    for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
+        prompt = [words[character] for character in row["prompt"]]
+        completion = [words[character] for character in task.demonstration(row, rng)]
+        completion.append(words["<eos>"])
+        labels = [-100] * len(prompt) + completion
+        rows.append({"input_ids": prompt + completion, "labels": labels})
+
+    # rows of like length stand together, within windows of four steps: little padding
+    window = 4 * WARM_ROWS
+    order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
+    return [rows[i] for i in order]
+
+
+def character_tokenizer(words: dict[str, int]) -> transformers.PreTrainedTokenizerFast:
+    characters = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[], unk_token="<unk>"))
+    characters.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def warm_start(config, tokenizer, shown: list[dict]):
+    """Supervised learning: a policy that has the form of an answer, and gets many wrong."""
+    torch.manual_seed(0)
+    policy = transformers.AutoModelForCausalLM.from_config(config)
+    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    pad = transformers.DataCollatorForSeq2Seq(tokenizer)
+    steps = transformers.utils.logging.tqdm(
+        range(WARM_STEPS), "warm start", disable=None, leave=False
+    )
+    for step in steps:
+        batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
+        rising = (step + 1) / 20  # in 20 steps
+        falling = 2 - 2 * step / WARM_STEPS  # from the middle on, to 0
+        adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
+        adam.zero_grad()
+        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
+        adam.step()
+    return policy
