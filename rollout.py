@@ -35,7 +35,8 @@ class Rollout(typing.NamedTuple):
     tokens: Tensor  # (N, S + T)
     prompt_lengths: Tensor  # (N,) tokens
     lengths: Tensor  # (N,) completion tokens, the first end token included
-    sampler_logprobs: Tensor  # (N, T) float32, 0 on padding
+    completion_mask: Tensor  # (N, T) the policy's own tokens: no padding, nor what a tool wrote
+    sampler_logprobs: Tensor  # (N, T) float32, 0 elsewhere
     truncated: Tensor  # (N,) no end token within max_new_tokens
 
     def to(self, device) -> "Rollout":
@@ -48,12 +49,6 @@ class Rollout(typing.NamedTuple):
     @property
     def completions(self) -> Tensor:  # (N, T)
         return self.tokens[:, self.prompt_width :]
-
-    @property
-    def completion_mask(self) -> Tensor:  # (N, T)
-        # from positions: comparing ids with the pad id loses the end token when pad == eos
-        steps = torch.arange(self.completions.shape[1], device=self.tokens.device)
-        return steps < self.lengths[:, None]
 
     def texts(self) -> list[list[int]]:
         """Prompt and completion of each row, without padding."""
@@ -77,8 +72,10 @@ class Rollout(typing.NamedTuple):
             left = widest_prompt - rollout.prompt_width
             right = widest_completion - rollout.completions.shape[1]
             tokens = F.pad(rollout.tokens, (left, right), value=pad_id)
+            mask = F.pad(rollout.completion_mask, (0, right))
             logprobs = F.pad(rollout.sampler_logprobs, (0, right))
-            padded.append(rollout._replace(tokens=tokens, sampler_logprobs=logprobs))
+            wider = {"tokens": tokens, "completion_mask": mask, "sampler_logprobs": logprobs}
+            padded.append(rollout._replace(**wider))
         return Rollout(*map(torch.cat, zip(*padded)))
 
 
@@ -226,6 +223,8 @@ class Page(typing.NamedTuple):
         first_end = ends.int().argmax(1)
         lengths = torch.where(ended, first_end + 1, self.max_new_tokens)
         longest = int(lengths.max())
+        # from positions: comparing ids with the pad id loses the end token when pad == eos
+        steps = torch.arange(longest, device=tokens.device)
 
         sizes = [len(prompt) for prompt in self.prompts]
         left = {"padding_side": "left", "padding_value": pad_id}
@@ -234,6 +233,7 @@ class Page(typing.NamedTuple):
             tokens=torch.cat([prompts, tokens[:, :longest]], dim=1),
             prompt_lengths=tokens.new_tensor(sizes),
             lengths=lengths,
+            completion_mask=steps < lengths[:, None],
             sampler_logprobs=self.logprobs[:-1, :longest],
             truncated=~ended,
         )
@@ -512,7 +512,7 @@ def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
 
 
 def score(model, rollout: Rollout, head) -> Tensor:
-    """What head makes of the hidden state before each completion token, (k, N, T), 0 on padding.
+    """What head makes of the hidden state before each own token, (k, N, T), 0 elsewhere.
 
     head: hidden (tokens, H) and the tokens (tokens,) that they predict -> (k, tokens) float32."""
     mask = rollout.completion_mask
