@@ -508,7 +508,7 @@ def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
         if parts[-1] and len(rows) * lengths[rows[0]] > tokens:
             parts.append([])
         parts[-1].append(row)
-    return [torch.tensor(sorted(part)) for part in parts]
+    return [torch.tensor(sorted(part)) for part in parts if part]
 
 
 def score(model, rollout: Rollout, head) -> Tensor:

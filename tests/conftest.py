@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models so small wait for a seco
 import transformers  # noqa: E402
 
 import train  # noqa: E402
+from support import tasks  # noqa: E402
 from tools import EXPERTS, SHAPE, furnish, random_policy, spied  # noqa: E402
 
 
@@ -53,7 +54,7 @@ def place(models, tmp_path, monkeypatch):
     furnish(here, models)
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(models / "cache"))
-    monkeypatch.setattr(train, "WARM_STEPS", 8)
+    monkeypatch.setattr(tasks, "WARM_STEPS", 8)
     return here
 
 

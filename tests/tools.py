@@ -269,7 +269,7 @@ def gradients():
 def rows_of(update) -> torch.Tensor:
     """Indices into the batch of the completions that an update learns from, in the order of its
     micro-batches."""
-    return torch.cat([micro_batch.rows for micro_batch in update.micro_batches])
+    return torch.cat(update.parts)
 
 
 # ------------------------------------------------------------------------------ advantages by hand
