@@ -1,22 +1,19 @@
-"""The report of runs: one page, well formed, loads nothing, and shows hostile text as text."""
+"""The page of runs: well formed, loads nothing, shows hostile text as text; curves lie where their
+values are; and the sentences about what is not healthy."""
 
-import html
 import html.parser
 import json
-import math
 import re
-import shutil
-import subprocess
 
 import pytest
 
-from train import MOST_CHARACTERS, MOST_EVALUATIONS, MOST_POINTS, tag, write_report
+from support import report
+from support.data import UserError
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-VOID = {"meta", "br"}  # elements without an end tag
+VOID = {"meta"}  # elements without an end tag
 ELEMENTS = VOID | {"html", "head", "title", "style", "body", "h1", "h2", "p", "div", "span", "b"}
 ELEMENTS |= {"pre", "details", "summary", "figure", "figcaption", "table", "tr", "th", "td"}
-ELEMENTS |= {"svg", "path", "rect", "circle", "text"}
+ELEMENTS |= {"svg", "path", "rect", "circle", "text", "ul", "li"}
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
     "<img src=x onerror=\"document.title='owned'\">",
@@ -26,6 +23,9 @@ HOSTILE = [
     "<!-- <![CDATA[ ]]> &amp;lt; &#60;b&#62; {} %s",
 ]
 HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
+FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
+FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
+FLAGS |= {"clip_low": 3e-4, "warmup_steps": 0}
 
 
 class Page(html.parser.HTMLParser):
@@ -51,83 +51,75 @@ class Page(html.parser.HTMLParser):
         for number in self.open:  # the text of an element is that of all elements in it
             self.texts[number] += data
 
-    def of_class(self, name: str) -> list[tuple[dict, str]]:
-        """Attributes and text of the elements of a class."""
-        pairs = zip(self.elements, self.texts)
-        return [
-            (attributes, text)
-            for (_, attributes), text in pairs
-            if name in (attributes.get("class") or "").split()
-        ]
+    def of_class(self, name: str) -> list[tuple[set[str], str]]:
+        """Classes and text of the elements of a class."""
+        looks = [set(attributes.get("class", "").split()) for _, attributes in self.elements]
+        return [(look, text) for look, text in zip(looks, self.texts) if name in look]
 
-    def figure(self, title: str) -> list[dict]:
-        """Attributes of what is drawn in the picture of this name."""
+    def curves(self, title: str) -> list[list[tuple[float, float]]]:
+        """Places of the points of each curve in the picture of this name."""
         names = [attributes.get("aria-label") for _, attributes in self.elements]
-        start = names.index(title)
-        drawn = []
-        for name, attributes in self.elements[start + 1 :]:
+        found = []
+        for name, attributes in self.elements[names.index(title) + 1 :]:
             if name == "figcaption":
-                return drawn
-            drawn.append(attributes)
+                return found
+            if "curve" in attributes.get("class", ""):
+                places = re.findall(r"([\d.]+) ([\d.]+)", attributes["d"])
+                found.append([(float(x), float(y)) for x, y in places])
+
+
+def step_row(step: int, **more) -> dict:
+    row = {"step": step, "reward": 0.5, "reward_std": 0.5, "solved": 0.5, "truncated": 0.0}
+    row |= {"dead_right": 0.2, "dead_wrong": 0.1, "verifier_faults": 0, "bad_updates": 0}
+    row |= {"lr": FLAGS["lr"], "clip_fraction": 0.3, "entropy": 0.4}
+    return row | more
+
+
+def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
+    row = {"step": step, "prompt": prompt, "answer": "4", "completion": completion}
+    return row | {"reward": 1.0, "correct": 1.0} | more
 
 
 def write_run(folder, rows=(), evaluations=(), flags=None):
     folder.mkdir(parents=True)
-    for name, lines in (("metrics.jsonl", rows), ("evaluations.jsonl", evaluations)):
+    starts = [{"date": "2026-11-23", "command": "python train.py --algo gspo"}]
+    files = {"starts": starts, "metrics": rows, "evaluations": evaluations}
+    for name, lines in files.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / name).write_text(text)
-    (folder / "config.json").write_text(json.dumps(flags or {"algo": "gspo", "lr": 1e-6}))
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "config.json").write_text(json.dumps(FLAGS | (flags or {})))
     return folder
 
 
 def page_of(*folders) -> tuple[str, Page]:
     path = folders[0].parent / "report.html"
-    write_report(list(folders), path)
+    report.write_report(list(folders), path)
     text = path.read_bytes().decode("utf-8")  # newlines as they are
-    assert not path.with_name("report.html.new").exists()
     return text, Page(text)
-
-
-def step_row(step: int, **more) -> dict:
-    row = {"step": step, "reward": step / 10, "truncated": 0.0, "dead_right": 0.2}
-    row |= {"dead_wrong": 0.1, "seconds_sample": 1.0, "seconds_improve": 3.0}
-    return row | more
-
-
-def evaluation(step: int, prompt: str, completion, reward=1.0, **more) -> dict:
-    row = {"step": step, "prompt": prompt, "answer": "4", "completion": completion}
-    return row | {"reward": reward} | more
-
-
-def path_points(path: str) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path)]
-
-
-def curves(page: Page, title: str) -> list[str]:
-    return [one["d"] for one in page.figure(title) if "curve" in one.get("class", "")]
 
 
 def assert_self_contained(text: str, page: Page):
     assert {tag for tag, _ in page.elements} <= ELEMENTS
     for _, attributes in page.elements:
-        names = set(attributes)
-        assert not names & {"src", "href", "srcset", "style", "action"}
-        assert not [name for name in names if name.startswith("on")]
+        assert not set(attributes) & {"src", "href", "srcset", "style", "action"}
+        assert not [name for name in attributes if name.startswith("on")]
     style = page.texts[[tag for tag, _ in page.elements].index("style")]
     assert not re.search(r"url\(|@import|https?:|//", style)
     assert "default-src 'none'" in text
 
 
-def test_report_is_well_formed_and_loads_nothing(tmp_path):
-    rows = [step_row(step) for step in range(1, 6)]
-    evaluations = [evaluation(0, "2+2=", "5", rendered="<|user|>2+2="), evaluation(5, "2+2=", "4")]
-    first = write_run(tmp_path / "first", rows, evaluations)
-    second = write_run(tmp_path / "second", rows[:3], evaluations[:1], {"algo": "grpo"})
+def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path):
+    rows = [{"step": 0, "eval_solved": 0.289}]
+    rows += [step_row(step, eval_solved=0.2 * step) for step in range(1, 6)]
+    first = write_run(tmp_path / "first", rows, [evaluation(0, "2+2=", "5")])
+    second = write_run(tmp_path / "second", rows[:3], [], {"algo": "grpo"})
     text, page = page_of(first, second)
     assert_self_contained(text, page)
-    assert len(curves(page, "reward")) == 2
-    assert "<|user|>2+2=" in [body for _, body in zip(page.elements, page.texts)]
-    assert [body for _, body in page.of_class("differs")] == ["algogspogrpo", "lr1e-06null"]
+    assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
+    assert [len(curve) for curve in page.curves("reward")] == [5, 2]  # there is none at step 0
+    assert [body for _, body in page.of_class("differs")] == ["algogspogrpo"]
+    for fact in ("28.9% (step 0) → 100.0% (step 5)", "2026-11-23: python train.py --algo gspo"):
+        assert fact in text
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
@@ -135,7 +127,7 @@ def test_hostile_text_changes_no_element_of_the_page(tmp_path):
     pages = []
     for name, words in (("hostile", HOSTILE), ("harmless", ["word"] * len(HOSTILE))):
         evaluations = [
-            evaluation(step, f"prompt {i} {word}", f"{step} {word}", word, rendered=word)
+            evaluation(step, f"prompt {i} {word}", f"{step} {word}", answer=word)
             for step in (0, 5)
             for i, word in enumerate(words)
         ]
@@ -145,7 +137,7 @@ def test_hostile_text_changes_no_element_of_the_page(tmp_path):
     (text, hostile), (_, harmless) = pages
     assert hostile.elements == harmless.elements
     assert_self_contained(text, hostile)
-    shown = [body for _, body in hostile.of_class("turn")]
+    shown = [body for _, body in hostile.of_class("card")]
     for step in (0, 5):
         for word in HOSTILE:  # to the letter
             assert any(body.endswith(f"{step} {word}") for body in shown)
@@ -153,86 +145,54 @@ def test_hostile_text_changes_no_element_of_the_page(tmp_path):
 
 def test_what_hides_or_reorders_text_is_shown_as_its_code(tmp_path):
     lone = "\ud800"  # half of a surrogate pair, which no encoding takes
-    row = evaluation(0, HIDDEN, f"a{HIDDEN}b{lone}\tc\nשלום é 東", rendered=HIDDEN)
-    run = write_run(tmp_path / "run", [], [row], {"data": HIDDEN})
-    text, page = page_of(run)
+    row = evaluation(0, HIDDEN, f"a{HIDDEN}b{lone}\tc\nשלום é 東")
+    text, page = page_of(write_run(tmp_path / "run", [], [row], {"data": HIDDEN}))
     for character in HIDDEN + lone:
         assert character not in text
     codes = "".join(f"[U+{ord(character):04X}]" for character in HIDDEN)
-    [(_, shown)] = page.of_class("turn")
+    [(_, shown)] = page.of_class("card")
     assert shown.endswith(f"a{codes}b[U+D800]\tc\nשלום é 東")
 
 
-def test_torn_missing_and_strange_rows_do_not_break_the_page(tmp_path):
-    run = write_run(tmp_path / "run")
-    strange = [step_row(2, kl=None, entropy="x", grad_norm=10**400, clip_fraction=True)]
-    strange += [{}, {"step": "one"}, {"step": math.nan, "reward": 1}, step_row(3, reward=math.nan)]
-    rows = [json.dumps(row) for row in [step_row(1), *strange, [1], None, step_row(4)]]
-    (run / "metrics.jsonl").write_bytes("\n".join(rows).encode() + b'\n\n{"step": 5, "rew\xc3')
-    (run / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 1, "prompt": ["a"]}\n{"st')
-    (run / "config.json").write_text('{"algo"')
-    text, page = page_of(run, tmp_path / "nowhere")
-    assert_self_contained(text, page)
-    reward, nowhere = curves(page, "reward")
-    assert nowhere == ""
-    assert len(path_points(reward)) == 3  # steps 1, 2 and 4
-    assert reward.count("M") == 2  # and a gap where step 3 is not finite
-    labels = [attributes.get("aria-label") for _, attributes in page.elements]
-    assert "kl" not in labels and "grad_norm" not in labels
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run", [step_row(1), step_row(2)])
+    with open(run / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 3, "rew\xc3')
+    _, page = page_of(run)
+    assert len(page.curves("reward")[0]) == 2
 
 
 def test_a_curve_lies_where_its_values_are(tmp_path):
-    """Rewards 0, 1, 3 at steps 1, 2, 5: x from 52 to 314, y from 132 (0) to 6 (3 and a margin)."""
+    """Rewards 0, 1, 3 at steps 1, 2, 5: x from 46 (step 0) to 312, y from 130 (0) to 6 (3.15)."""
     rows = [step_row(step, reward=reward) for step, reward in ((1, 0), (2, 1), (5, 3))]
     _, page = page_of(write_run(tmp_path / "run", rows))
-    [curve] = curves(page, "reward")
-    expected = [(52.0, 132.0), (52 + 262 / 4, 132 - 126 / 3.15), (314.0, 132 - 126 * 3 / 3.15)]
-    for found, wanted in zip(path_points(curve), expected, strict=True):
+    expected = [(46 + 266 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
+    for found, wanted in zip(page.curves("reward")[0], expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.06)
-    [dead] = curves(page, "dead groups")  # 0.2 + 0.1, flat: in the middle of 0.27 to 0.33
-    assert {y for _, y in path_points(dead)} == {69.0}
+    [dead] = page.curves("dead groups")  # 0.2 + 0.1, flat: in the middle of 0.27 to 0.33
+    assert {y for _, y in dead} == {68.0}
 
 
 @pytest.mark.parametrize(
-    "values",
-    [(0, 0), (5, 5), (-3, -3), (1e-320, 2e-320), (0, -1e-310), (1e299, -1e299), (1, 1 + 1e-15)]
-    + [(0.3, 0.1 + 0.2), (10**299, 1), (7, 123.4), (1e-8, 3e-8)],
+    "values", [(0, 0), (5, 5), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1e-8, 3e-8)]
 )
 def test_any_two_values_have_a_place_and_labels(tmp_path, values):
-    rows = [step_row(1, reward=values[0]), step_row(2, reward=values[1], seconds_sample=1e-320)]
-    text, page = page_of(write_run(tmp_path / "run", rows))
-    [(_, first), (_, second)] = path_points(curves(page, "reward")[0])
-    assert all(6 <= y <= 132 for y in (first, second))
-    if abs(values[0] - values[1]) > 1e-9 * max(map(abs, values)) > 1e-100:
-        assert (first > second) == (values[0] < values[1])
-    labels = [one for one in page.figure("reward") if one.get("text-anchor") == "end"]
-    assert 3 <= len(labels) <= 7  # two to six of the values, and one of the steps
-
-
-def test_a_curve_of_several_metrics_is_their_sum(tmp_path):
-    rows = [step_row(step, dead_right=0.25 * step, dead_wrong=0.5) for step in (0, 1)]
-    text, _ = page_of(write_run(tmp_path / "run", rows))
-    assert "step 0: 0.5<" in text and "step 1: 0.75<" in text
-
-
-def test_the_healthy_band_is_cut_off_at_the_axes(tmp_path):
-    """Truncated from 0 to 0.2, an axis from 0 to 0.21: the band from 0 to 0.1 is 126 * 10/21."""
-    rows = [step_row(step, truncated=0.1 * step, ratio_mean=1 + step / 1e3) for step in range(3)]
+    rows = [step_row(1, reward=values[0]), step_row(2, reward=values[1])]
     _, page = page_of(write_run(tmp_path / "run", rows))
-    [band] = [one for one in page.figure("truncated") if one.get("class") == "band"]
-    assert float(band["height"]) == pytest.approx(60, abs=0.1)
-    assert float(band["y"]) == pytest.approx(72, abs=0.1)
-    [band] = [one for one in page.figure("ratio_mean") if one.get("class") == "band"]
-    assert (band["y"], band["height"]) == ("6.0", "126.0")  # it is wider than the axis
+    [[(_, first), (_, second)]] = page.curves("reward")
+    assert 6 <= min(first, second) <= max(first, second) <= 130
+    rises = values[1] - values[0] > 1e-9 * max(map(abs, values))
+    assert (first > second) == rises or values[0] > values[1]
+    assert 2 <= len(report.round_ticks(*report.value_range(values))) <= 6
 
 
-def test_phases_are_stacked_to_the_seconds_of_the_step(tmp_path):
-    """1 s of sampling under 3 s of updates: areas that end at 1 and at 4 of 4."""
-    _, page = page_of(write_run(tmp_path / "run", [step_row(step) for step in (1, 2)]))
-    areas = [one for one in page.figure("seconds by phase") if "area" in one.get("class", "")]
-    tops = [{y for _, y in path_points(one["d"])} for one in areas]
-    assert tops == [{6.0}, {100.5}]  # painted from the highest to the lowest
-    assert all(one["d"].endswith("V132.0H52.0Z") for one in areas)
+def test_rounding_noise_is_no_curve(tmp_path):
+    for name, size in (("noise", 1e-12), ("real", 1e-3)):
+        rows = [step_row(step, sampler_kl=size * step) for step in (1, 2)]
+        text, page = page_of(write_run(tmp_path / name, rows))
+        drawn = "sampler_kl" in [attributes.get("aria-label") for _, attributes in page.elements]
+        assert drawn == (name == "real")
+        assert "<b>sampler_kl</b>" in text  # its last value
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
@@ -244,22 +204,22 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     ]
     text, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert len(text) < 250_000
-    points = path_points(curves(page, "reward")[0])
-    assert 200 < len(points) <= MOST_POINTS
-    cards = page.of_class("turn")
-    assert len(cards) <= 4 * MOST_EVALUATIONS
-    assert cards[0][1].startswith("step 0,")
-    assert cards[-1][1].startswith("step 10000,")
-    assert f"{10_002 - MOST_CHARACTERS} more characters" in cards[0][1]
+    assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
+    cards = page.of_class("card")
+    assert len(cards) <= 4 * report.MOST_EVALUATIONS
+    assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 10000:")
+    assert f"{10_002 - report.MOST_CHARACTERS} more characters" in cards[0][1]
 
 
-def test_a_changed_answer_is_marked(tmp_path):
+def test_cards_tell_right_from_wrong_and_new_from_old(tmp_path):
     texts = ["5", "5", "4", "4", "5"]
-    evaluations = [evaluation(step, "2+2=", text) for step, text in enumerate(texts)]
-    again = evaluation(3, "2+2=", "4")  # a resumed run evaluates a step twice
-    _, page = page_of(write_run(tmp_path / "run", [], [*evaluations, again]))
-    marks = [attributes["class"] for attributes, _ in page.of_class("turn")]
-    assert marks == ["turn new", "turn", "turn new", "turn", "turn new"]
+    evaluations = [
+        evaluation(step, "2+2=", text, correct=float(text == "4"))
+        for step, text in enumerate(texts)
+    ]
+    _, page = page_of(write_run(tmp_path / "run", [], evaluations))
+    looks = [look - {"card"} for look, _ in page.of_class("card")]
+    assert looks == [{"wrong", "new"}, {"wrong"}, {"right", "new"}, {"right"}, {"wrong", "new"}]
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
@@ -270,53 +230,64 @@ def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
             file.write(json.dumps(step_row(2)) + "\n")
         after, _ = page_of(run)
         assert reader.read() == before != after
+    assert not (tmp_path / "report.html.new").exists()
+
+
+def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
+    first = write_run(tmp_path / "first", [step_row(1, truncated=0.5)])
+    second = write_run(tmp_path / "second", [step_row(1)])
+    report.main([str(first), str(second)])
+    said = capsys.readouterr().out
+    assert "first: 50% of completions are cut off" in said
+    assert "second: nothing unhealthy" in said
+    page = Page((tmp_path / "report.html").read_text())
+    assert len(page.curves("truncated")) == 2
+    report.main([str(first)])
+    assert (first / "report.html").exists()
+    with pytest.raises(UserError, match="expected the folder of a run"):
+        report.main([str(tmp_path / "nowhere")])
+
+
+# a row that is not healthy, or flags; and a word of what is said of it
+ILL = [
+    ({"dead_right": 0.95}, {}, "harder prompts"),
+    ({"dead_wrong": 1.0}, {}, "easier prompts"),
+    ({"reward_std": 0.0}, {}, "all rewards are equal"),
+    ({"truncated": 0.4}, {}, "--max-new-tokens"),
+    ({"verifier_faults": 3}, {}, "verifier fails"),
+    ({}, {"completions_per_update": 256}, "one update a rollout"),
+    ({"clip_fraction": 0.0}, {}, "nothing is clipped"),
+    ({"clip_fraction": 0.74}, {}, "almost all is clipped"),
+    ({"lr": 1e-5}, {}, "warms up"),
+    ({"bad_updates": 1}, {}, "not finite"),
+    ({"entropy": 0.001}, {}, "exploration is over"),
+]
+
+
+@pytest.mark.parametrize("row, flags, word", ILL)
+def test_health_names_what_is_wrong_and_that_alone(row, flags, word):
+    [sentence] = report.health([step_row(1, **row)], FLAGS | flags)
+    assert word in sentence
+
+
+def test_health_is_silent_where_nothing_is_wrong():
+    assert report.health([{"step": 0, "eval_solved": 0.1}, step_row(1)], FLAGS) == []
+    solved = step_row(1, entropy=0.001, solved=0.97)  # all is solved: it may be sure
+    assert report.health([solved], FLAGS) == []
+    without_clip = FLAGS | {"clip_low": None}
+    assert report.health([step_row(1, clip_fraction=0.0)], without_clip) == []
+    epochs = FLAGS | {"completions_per_update": 256, "epochs": 2}
+    assert report.health([step_row(1, clip_fraction=0.2)], epochs) == []
+
+
+def test_health_sees_a_collapse_and_no_slow_beginning():
+    levels = [0.1] * 10 + [0.8] * 20 + [0.3] * 10
+    rows = [step_row(step, reward=level) for step, level in enumerate(levels, 1)]
+    [sentence] = report.health(rows, FLAGS)
+    assert "fell from 0.80 to 0.30" in sentence
+    assert report.health(rows[:30], FLAGS) == []
 
 
 def test_an_attribute_cannot_be_left():
-    assert tag("i", "text", title='"><b>', class_="x") == (
-        '<i title="&quot;&gt;&lt;b&gt;" class="x">text</i>'
-    )
-
-
-# ---------------------------------------------------------------- in a browser
-
-
-def in_chromium(page: str, width: int, tmp_path) -> dict:
-    """What Chromium made of the page, in a frame of this width: measured by a page around it."""
-    measured = (
-        "{title: page.title, width: page.documentElement.scrollWidth,"
-        " elements: page.querySelectorAll('*').length,"
-        " tall: [...page.querySelectorAll('svg')].every(x => x.clientHeight > 100)}"
-    )
-    around = tmp_path / f"around-{width}.html"
-    around.write_text(
-        f'<iframe id="frame" width="{width}" height="900" srcdoc="{html.escape(page)}"></iframe>'
-        "<output></output><script>frame.onload = () => { const page = frame.contentDocument;"
-        f"document.querySelector('output').textContent = JSON.stringify({measured}) }}</script>",
-        encoding="utf-8",
-    )
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--window-size=1600,1000", f"--user-data-dir={tmp_path}/profile"]
-    done = subprocess.run([*command, around.as_uri()], capture_output=True, timeout=120, check=True)
-    dump = done.stdout.decode("utf-8")
-    return json.loads(html.unescape(re.search(r"<output>(.*?)</output>", dump, re.DOTALL)[1]))
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed: the page is parsed only")
-@pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_runs_nothing_and_scrolls_no_sideways(tmp_path, width):
-    evaluations = [
-        evaluation(step, f"{i} " + "w" * 300, f"{word} " + "v" * 500, word, rendered=word)
-        for step in range(8)
-        for i, word in enumerate(HOSTILE)
-    ]
-    rows = [step_row(step) for step in range(1, 60)]
-    flags = {"data": "d" * 300, "model": HOSTILE[0]}
-    name = "run" + "n" * 200
-    text, page = page_of(write_run(tmp_path / name, rows, evaluations, flags))
-    text = text.replace("<details>", '<details open="">')
-    found = in_chromium(text, width, tmp_path)
-    assert found["title"] == f"Report of {name}"
-    assert found["elements"] == len(page.elements) + text.count("<table") - text.count("<tbody")
-    assert found["width"] <= width
-    assert found["tall"]
+    element = report.tag("i", "text", title='"><b>', class_="x")
+    assert element == '<i title="&quot;&gt;&lt;b&gt;" class="x">text</i>'

@@ -1,0 +1,456 @@
+"""The page of a run: curves, the same held-out prompts at every evaluation, and all flags. One file
+without a script, which loads nothing. And in sentences: what is not healthy, and what to try.
+
+    python train.py --report runs/a runs/b       # or python -m support.report runs/a runs/b
+
+It reads config.json, starts.jsonl, metrics.jsonl and evaluations.jsonl of a run's folder."""
+
+import dataclasses
+import html
+import json
+import math
+import statistics
+import sys
+import unicodedata
+from pathlib import Path
+
+from support.data import UserError, need
+
+# ---- what a run's folder tells -------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Story:
+    """Of one run."""
+
+    name: str
+    flags: dict  # config.json
+    starts: list[dict]  # starts.jsonl: date and command of each time that it began or went on
+    rows: list[dict]  # metrics.jsonl
+    evaluations: list[dict]  # evaluations.jsonl: step, prompt, answer, completion, reward, correct
+
+
+def read_story(folder: Path) -> Story:
+    """UserError where the folder is not that of a run."""
+    there = (folder / "metrics.jsonl").is_file()
+    need(there, f"--report {folder}: expected the folder of a run, with a metrics.jsonl")
+    flags = {}
+    if (folder / "config.json").exists():
+        flags = json.loads((folder / "config.json").read_text())
+    return Story(
+        name=folder.resolve().name,
+        flags=flags,
+        starts=read_lines(folder / "starts.jsonl"),
+        rows=read_lines(folder / "metrics.jsonl"),
+        evaluations=read_lines(folder / "evaluations.jsonl"),
+    )
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The object of each line; not that of a last line that is still being written."""
+    if not path.exists():
+        return []
+    lines = path.read_text(errors="replace").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def points_of(rows: list[dict], *metrics: str) -> list[tuple[float, float]]:
+    """(step, sum of the metrics) of the rows that have them all."""
+    points = []
+    for row in rows:
+        if all(name in row for name in metrics):
+            points.append((row["step"], sum(row[name] for name in metrics)))
+    return points
+
+
+# ---- health --------------------------------------------------------------------------------------
+
+RECENT = 10  # steps that the sentences are about
+
+
+def health(rows: list[dict], flags: dict) -> list[str]:
+    """What is not healthy in the last steps of a run, by docs/metrics.md, and what to try."""
+    rows = [row for row in rows if "reward" in row]
+    if not rows:
+        return ["no step is done yet"]
+    now = {name: mean_of(rows[-RECENT:], name) for name in rows[-1]}
+    found = []
+
+    def warn(applies: bool, sentence: str) -> None:
+        if applies:
+            found.append(sentence)
+
+    right, wrong = now["dead_right"], now["dead_wrong"]
+    warn(right > 0.9, f"{right:.0%} of groups are all right: take harder prompts")
+    warn(wrong > 0.9, f"{wrong:.0%} of groups are all wrong: {EASIER}")
+    warn(now["reward_std"] == 0, f"all rewards are equal: {EASIER}")
+    warn(now["verifier_faults"] > 0, "a verifier fails, and pays 0: the console has its error")
+    truncated = now["truncated"]
+    warn(truncated > 1 / 3, f"{truncated:.0%} of completions are cut off: raise --max-new-tokens")
+
+    completions = flags["prompts_per_step"] * flags["group_size"]
+    updates = completions // flags["completions_per_update"] * flags["epochs"]
+    warn(updates == 1, "one update a rollout: every ratio is 1; lower --completions-per-update")
+    if updates > 1 and flags["clip_low"] is not None and "clip_fraction" in now:
+        clipped = now["clip_fraction"]
+        warn(clipped == 0, "nothing is clipped: the policy hardly moves; raise --lr")
+        most = 1 - 1 / updates  # the first update clips nothing
+        warn(clipped > 0.95 * most, f"almost all is clipped ({clipped:.0%}): lower --lr")
+    warn(now["lr"] < flags["lr"], "the learning rate still warms up (--warmup-steps): wait")
+    warn(now["bad_updates"] > 0, "updates were skipped, something was not finite: lower --lr")
+
+    entropy = now.get("entropy", 1.0)
+    warn(entropy < 0.01 and now["solved"] < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
+    levels = [mean_of(rows[i : i + RECENT], "reward") for i in range(0, len(rows), RECENT)]
+    fell = now["reward"] < (max(levels) + min(levels[0], 0.0)) / 2
+    warn(fell, f"the reward fell from {max(levels):.2f} to {now['reward']:.2f}: {COLLAPSE}")
+    return found
+
+
+EASIER = "take easier prompts or a larger --group-size, and look in samples.jsonl what is paid"
+EXPLORE = "exploration is over before all is solved; again, with a lower --lr or --entropy-coef"
+COLLAPSE = "see where entropy, approx_kl, length_mean drift; lower --lr, or fewer updates a rollout"
+
+
+def mean_of(rows: list[dict], metric: str) -> float:
+    return statistics.fmean(row.get(metric, 0.0) for row in rows)
+
+
+# ---- HTML and SVG --------------------------------------------------------------------------------
+
+MOST_CHARACTERS = 2000  # of a text
+
+
+def tag(name: str, *inside: str, **attributes) -> str:
+    """An element. What is inside is HTML already; attributes are written class_, stroke_width."""
+    words = [name]
+    for key, value in attributes.items():
+        text = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
+        words.append(f'{key.strip("_").replace("_", "-")}="{text}"')
+    return f"<{' '.join(words)}>{''.join(inside)}</{name}>"
+
+
+def visible(value) -> str:
+    """Text as HTML: escaped, and what would hide or reorder text (control, bidi) as its code."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    pieces = []
+    for character in text[:MOST_CHARACTERS]:
+        kind = unicodedata.category(character)
+        if character in "\n\t" or (kind[0] != "C" and kind not in ("Zl", "Zp")):
+            pieces.append(html.escape(character))
+        else:
+            pieces.append(tag("span", f"[U+{ord(character):04X}]", class_="odd"))
+    if len(text) > MOST_CHARACTERS:
+        more = f" … and {len(text) - MOST_CHARACTERS} more characters"
+        pieces.append(tag("span", more, class_="odd"))
+    return "".join(pieces)
+
+
+@dataclasses.dataclass
+class Plot:
+    """A picture's axes: from values to places."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    left: float = 46.0
+    right: float = 312.0
+    top: float = 6.0
+    bottom: float = 130.0
+
+    def x(self, value: float) -> float:
+        low, high = self.x_range
+        return self.left + (value - low) / ((high - low) or 1) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        """Values beyond the axis lie on its ends."""
+        low, high = self.y_range
+        share = (value - low) / ((high - low) or 1)
+        return self.bottom - min(max(share, 0), 1) * (self.bottom - self.top)
+
+    def line(self, points: list[tuple[float, float]], look: str) -> str:
+        places = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
+        return tag("path", class_=look, d=f"M{places}")
+
+    def dots(self, points: list[tuple[float, float]], look: str, radius: float = 2.0) -> list[str]:
+        """With their numbers, for a mouse that rests on them."""
+        drawn = []
+        for x, y in points:
+            note = tag("title", f"step {x:g}: {y:.5g}")
+            drawn.append(tag("circle", note, class_=look, cx=self.x(x), cy=self.y(y), r=radius))
+        return drawn
+
+    def band(self, low: float, high: float, look: str = "band") -> str:
+        """A strip between two values."""
+        top, bottom = self.y(high), self.y(low)
+        size = {"width": self.right - self.left, "height": bottom - top}
+        return tag("rect", class_=look, x=self.left, y=top, **size)
+
+    def ticks_of_y(self, labels: dict[float, str]) -> list[str]:
+        """Lines across, each with its label."""
+        drawn = []
+        for value, label in labels.items():
+            y = self.y(value)
+            drawn.append(tag("path", class_="axis", d=f"M{self.left} {y:.1f}H{self.right}"))
+            drawn.append(tag("text", label, x=self.left - 6, y=y + 4, text_anchor="end"))
+        return drawn
+
+    def ticks_of_x(self, values: list[float], name: str = "") -> list[str]:
+        """Numbers below, the last of them behind its name."""
+        drawn = []
+        for value in values:
+            anchor, label = "middle", f"{value:g}"
+            if value == values[-1]:
+                anchor, label = "end", f"{name} {value:g}".strip()
+            place = {"x": self.x(value), "y": self.bottom + 15}
+            drawn.append(tag("text", label, **place, text_anchor=anchor))
+        return drawn
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Two to six round numbers between them."""
+    decade = 10.0 ** math.floor(math.log10(high - low))
+    step = next(step for step in (0.2, 0.5, 1, 2) if (high - low) / (step * decade) <= 5) * decade
+    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+# ---- curves --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """A metric over the steps, or a sum of some, and what is healthy."""
+
+    title: str
+    healthy: str
+    parts: tuple[str, ...] = ()  # the metrics that are summed; without them the title's
+    form: str = ".5g"
+    band: tuple[float, float] | None = None  # shaded
+    noise: float = 0.0  # values that are all below it are rounding, and no curve
+
+
+PHASES = tuple(f"seconds_{name}" for name in ("sample", "score", "freeze", "improve"))
+CHARTS = (
+    Chart("eval_solved", "held-out prompts, greedy; rises with solved", form=".1%"),
+    Chart("solved", "of the completions sampled; rises with the reward", form=".1%"),
+    Chart("reward", "of what is trained on; rises"),
+    Chart("length_mean", "tokens; no drift to --max-new-tokens"),
+    Chart("truncated", "near 0, else raise --max-new-tokens", form=".1%", band=(0, 0.1)),
+    Chart("dead groups", "near 100% little is learned", ("dead_right", "dead_wrong"), form=".1%"),
+    Chart("entropy", "nats; falls slowly; near 0 exploration is over"),
+    Chart("clip_fraction", "GSPO 10 to 60%, less once all is solved; GRPO to 2%", form=".1%"),
+    Chart("ratio_mean", "GSPO: within 0.003 of 1", band=(0.997, 1.003)),
+    Chart("approx_kl", "nats to π_old; a rise comes before collapse"),
+    Chart("kl", "nats to π_ref; grows slowly"),
+    Chart("sampler_kl", "trainer to sampler; 0 up to rounding in float32", noise=1e-7),
+    Chart("grad_norm", "before clipping; steady"),
+    Chart("seconds a step", "without evaluations", PHASES),
+)
+COLORS = 6  # of STYLE; then they come again
+MOST_POINTS = 200  # of a curve; of more points as many neighbours as it takes are averaged
+MOST_DOTS = 40
+
+
+def curve_of(story: Story, chart: Chart) -> list[tuple[float, float]]:
+    """At most MOST_POINTS points."""
+    points = points_of(story.rows, *(chart.parts or [chart.title]))
+    size = max(1, math.ceil(len(points) / MOST_POINTS))
+    means = []
+    for start in range(0, len(points), size):
+        steps, values = zip(*points[start : start + size])
+        means.append((statistics.fmean(steps), statistics.fmean(values)))
+    return means
+
+
+def value_range(values: list[float]) -> tuple[float, float]:
+    """What an axis shows: all values with a margin, none of it negative if they are not."""
+    low, high = min(values), max(values)
+    margin = 0.05 * (high - low)
+    if margin <= 1e-9 * max(abs(low), abs(high)):  # flat but for rounding
+        margin = 0.1 * abs(high) or 1.0
+    least = 0.0 if low >= 0 else -math.inf
+    return max(low - margin, least), high + margin
+
+
+def chart_figure(chart: Chart, stories: list[Story]) -> str:
+    """One metric of all runs; nothing where no run has it."""
+    curves = [curve_of(story, chart) for story in stories]
+    values = [value for curve in curves for _, value in curve]
+    if not values:
+        return ""
+    keys = [key(i, f"{curve[-1][1]:{chart.form}}") for i, curve in enumerate(curves) if curve]
+    caption = [tag("b", chart.title), " ", *keys, tag("div", chart.healthy, class_="dim")]
+    if max(map(abs, values)) < chart.noise:
+        caption.append(tag("div", f"all below {chart.noise:g}: rounding", class_="dim"))
+        return tag("figure", tag("figcaption", *caption))
+    last = max(step for curve in curves for step, _ in curve)
+    plot = Plot((0, last), value_range(values))
+    drawn = [plot.band(*chart.band)] if chart.band else []
+    ticks = round_ticks(*plot.y_range)
+    drawn += plot.ticks_of_y({tick: f"{tick:{chart.form}}" for tick in ticks})
+    drawn += plot.ticks_of_x(round_ticks(0, last or 1), "step")
+    for i, curve in enumerate(curves):
+        color = f"color{i % COLORS}"
+        if curve:
+            drawn.append(plot.line(curve, f"curve {color}"))
+        if len(curve) <= MOST_DOTS:
+            drawn += plot.dots(curve, f"dot {color}")
+    picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=chart.title)
+    return tag("figure", picture, tag("figcaption", *caption))
+
+
+def key(color: int, text: str) -> str:
+    return tag("span", text, class_=f"key color{color % COLORS}")
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+MOST_EVALUATIONS = 12  # evenly chosen, if there are more
+
+
+def headline(story: Story) -> str:
+    """What was trained, from where to where, when, and by which command."""
+    flags = story.flags
+    parts = [
+        f"{flags.get('algo')}, {flags.get('model')} on {flags.get('data') or flags.get('task')}"
+    ]
+    solved = points_of(story.rows, "eval_solved")
+    if solved:
+        (first, before), (last, after) = solved[0], solved[-1]
+        parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
+    for start in story.starts:
+        parts.append(f"{start['date']}: {start['command']}")
+    return tag("p", *[tag("div", visible(part)) for part in parts])
+
+
+def answers(story: Story) -> str:
+    """A run's answers to each of the held-out prompts, evaluation after evaluation."""
+    by_prompt: dict[str, dict[int, dict]] = {}
+    for row in story.evaluations:
+        by_prompt.setdefault(row["prompt"], {})[row["step"]] = row
+    parts = [tag("summary", tag("b", visible(story.name)))]
+    for prompt, by_step in by_prompt.items():
+        answer = next(iter(by_step.values()))["answer"]
+        parts.append(tag("pre", visible(prompt), class_="prompt"))
+        parts.append(tag("span", "answer: ", visible(answer), class_="dim"))
+        parts.append(tag("div", *cards(by_step), class_="cards", tabindex=0))
+    return tag("details", *parts, open="")
+
+
+def cards(by_step: dict[int, dict]) -> list[str]:
+    """One an evaluation: right or wrong, and with a blue top where the text is new."""
+    steps = sorted(by_step)
+    size = max(1, math.ceil((len(steps) - 1) / (MOST_EVALUATIONS - 1)))
+    chosen = steps[:-1:size] + steps[-1:]  # the first and the last are there
+    drawn, before = [], None
+    for step in chosen:
+        row = by_step[step]
+        mark, look = "✗ wrong", "card wrong"
+        if row["correct"] > 0.5:
+            mark, look = "✓ right", "card right"
+        if row["completion"] != before:
+            look += " new"
+        head = tag("span", f"step {step}: {mark}, reward {row['reward']:g}", class_="head")
+        drawn.append(tag("div", head, tag("pre", visible(row["completion"])), class_=look))
+        before = row["completion"]
+    return drawn
+
+
+def flag_table(stories: list[Story]) -> str:
+    """The resolved flags of all runs, those that differ marked."""
+    lines = [
+        tag("tr", *[tag("th", visible(name)) for name in ("flag", *(s.name for s in stories))])
+    ]
+    for name in dict.fromkeys(name for story in stories for name in story.flags):
+        values = [visible(story.flags.get(name)) for story in stories]
+        cells = [tag("td", text) for text in (visible(name), *values)]
+        look = "same" if len(set(values)) == 1 else "differs"
+        lines.append(tag("tr", *cells, class_=look))
+    summary = tag("summary", "all resolved flags; coloured: where these runs differ")
+    return tag("details", summary, tag("div", tag("table", *lines), class_="wide"))
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1b1d21; --dim: #63676e; --line: #d9dbdf;
+  --card: #f5f6f7; --band: #2f9e5d26; --odd: #b3261e; --c0: #0067b1; --c1: #c24a00; --c2: #00825f;
+  --c3: #a8407f; --c4: #7a6200; --c5: #4b4fc4 }
+@media (prefers-color-scheme: dark) { :root { --page: #15171a; --text: #e6e8eb; --dim: #9aa0a8;
+  --line: #34383e; --card: #1f2226; --band: #4cc38a2b; --odd: #ff8a80; --c0: #5db2f2;
+  --c1: #f59a5b; --c2: #45c79f; --c3: #e58fc3; --c4: #d3b545; --c5: #9ea2ff } }
+* { box-sizing: border-box; overflow-wrap: anywhere }
+body { margin: 0 auto; padding: 16px; max-width: 1400px; background: var(--page);
+  color: var(--text); font: 15px/1.45 system-ui, sans-serif }
+h1 { font-size: 22px; margin: 16px 0 4px } h2 { font-size: 18px; margin: 32px 0 8px }
+figure, p { margin: 0 0 8px } .dim, text { color: var(--dim) }
+.grid { display: grid; gap: 20px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
+svg { display: block; width: 100% } text { fill: currentColor; font-size: 11px }
+.axis { stroke: var(--line) } .band { fill: var(--band) } .dot { fill: var(--c) }
+.curve { stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; fill: none }
+.key { margin-right: 14px } .key::before { content: "■ "; color: var(--c) }
+.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
+td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-width: 120px }
+.differs { font-weight: 600; color: var(--c1) } summary { cursor: pointer; margin: 10px 0 }
+.cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
+.card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; border-radius: 6px;
+  background: var(--card); border-top: 3px solid var(--line) } .new { border-color: var(--c0) }
+.head { font-weight: 600 } .right .head { color: var(--c2) } .wrong .head { color: var(--odd) }
+pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto;
+  unicode-bidi: isolate; font: 13px/1.4 ui-monospace, monospace }
+.prompt { font-weight: 600; max-height: 160px } .odd { color: var(--odd); font-size: 0.85em }
+"""
+STYLE += "".join(f".color{i} {{ --c: var(--c{i}) }}\n" for i in range(COLORS))
+
+
+def write_report(folders: list[Path], path: Path) -> None:
+    """Writes one page about runs."""
+    stories = [read_story(folder) for folder in folders]
+    title = "Report of " + ", ".join(story.name for story in stories)
+    body = [tag("h1", visible(title))]
+    for i, story in enumerate(stories):
+        body.append(tag("p", key(i, visible(story.name)), headline(story)))
+        sentences = [tag("li", visible(each)) for each in health(story.rows, story.flags)]
+        body.append(tag("ul", *sentences))
+    figures = [chart_figure(chart, stories) for chart in CHARTS]
+    body += [tag("h2", "Metrics"), tag("p", "shaded: healthy", class_="dim")]
+    body.append(tag("div", *figures, class_="grid"))
+    body.append(tag("h2", "The same held-out prompts at every evaluation"))
+    legend = "blue top: another answer than in the card before; reward and ✓ are the verifier's"
+    body.append(tag("p", legend, class_="dim"))
+    body += [answers(story) for story in stories]
+    body += [tag("h2", "Flags"), flag_table(stories)]
+    head = [
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        # completions are hostile; should one get past visible(), it still loads and runs nothing
+        '<meta http-equiv="Content-Security-Policy" content="',
+        "default-src 'none'; style-src 'unsafe-inline'\">",
+        tag("title", html.escape(title)),
+        tag("style", STYLE),
+    ]
+    page = tag("html", tag("head", *head), tag("body", "\n".join(body)), lang="en")
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.write_text(f"<!doctype html>\n{page}\n", encoding="utf-8", errors="replace")
+    unfinished.replace(path)  # whoever opens it finds a whole page
+
+
+def main(folders: list[str]) -> None:
+    """One page of all these runs, beside the last of them, and what is not healthy in each."""
+    paths = [Path(folder) for folder in folders]
+    for path in paths:
+        story = read_story(path)
+        sentences = health(story.rows, story.flags) or ["nothing unhealthy by docs/metrics.md"]
+        for sentence in sentences:
+            print(f"{story.name}: {sentence}")
+    page = paths[-1] / "report.html"
+    if len(paths) > 1:
+        page = paths[-1].parent / "report.html"
+    write_report(paths, page)
+    print(f"the report is in {page}")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:] or [""])
+    except UserError as error:
+        sys.exit(f"error: {error}")
