@@ -12,15 +12,17 @@ import os
 import re
 import runpy
 import sys
+import textwrap
 import time
 from collections.abc import Callable
-from math import inf, nan, tanh
+from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
-from support.answers import MULTIPLIES, SCALES, Unreadable, evaluate, same_answer, with_our_symbols
+from support.answers import MULTIPLIES, SCALES, same_answer
 from support.data import UserError, expecting, need, read_rows, reason
 from support.sandbox import CODE_SECONDS, START_SECONDS, run_program
+from support.tasks import exact_value, solve
 
 MAX_TEXT = 10_000
 MAX_EXPRESSION = 1_000
@@ -49,6 +51,12 @@ def verifier(function: Callable) -> Callable:
 
     VERIFIERS[function.__name__] = guarded
     return function  # as it is: called by its name in this file it still raises
+
+
+def shaping(function: Callable) -> Callable:
+    """Marks a reward that moves the policy, and does not say what is right: not in `solved`."""
+    function.shaping = True
+    return function
 
 
 # ---------------------------------------------------------------------- finding the answer
@@ -218,6 +226,7 @@ def chosen_letter(text: str) -> str:
 
 
 @verifier
+@shaping
 def format(completion: str, answer: object = None) -> bool:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
@@ -228,6 +237,9 @@ def format(completion: str, answer: object = None) -> bool:
     if [*frame, ends, after] != ["</think>", "", "<answer>", "</answer>", ""]:
         return False
     return thought != "" and said != ""
+
+
+SIGNS = {"×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "−": "-", "–": "-", "$": ""}
 
 
 @verifier
@@ -241,7 +253,9 @@ def countdown(completion: str, answer: dict) -> bool:
     is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
     need(is_number and abs(target) < inf, f"target {target!r:.80} is no number")
 
-    text = with_our_symbols(final_answer(completion)).removesuffix(".")
+    text = final_answer(completion).removesuffix(".")
+    for sign, ours in SIGNS.items():
+        text = text.replace(sign, ours)
     left, _, right = text.partition("=")
     if right.strip() == str(target):  # 3*5-2 = 13
         text = left
@@ -253,10 +267,7 @@ def countdown(completion: str, answer: dict) -> bool:
         return False
     if sorted(map(int, re.findall("[0-9]+", text))) != numbers:
         return False
-    try:
-        return evaluate(text) == target
-    except Unreadable:  # 1/0, or brackets left open
-        return False
+    return exact_value(text) == target  # it raises for 1/0, and for brackets left open
 
 
 @verifier
@@ -301,6 +312,7 @@ def calculator_steps(completion: str, answer: str, prompt: str = "") -> list[tup
 
 
 @verifier
+@shaping
 def model(completion: str, answer: object = None, reward_model: float = nan) -> float:
     """What `--reward-model` said of it: train.py adds that to the row. Without one, a fault."""
     return reward_model
@@ -453,9 +465,13 @@ class Score(NamedTuple):
     """What a reward says of one completion."""
 
     reward: float  # the weighted sum
-    correct: float  # in [0, 1], weighted mean of terms but `format` and `model` if there are others
     terms: dict[str, float]  # verifier -> its value, before the weight
     steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
+    paid: dict[str, float]  # verifier -> its value and its steps, weighted
+
+    @property
+    def correct(self) -> float:  # until train.py asks Reward.verdicts
+        return min(max(sum(self.paid.values()), 0.0), 1.0)
 
 
 class Term(NamedTuple):
@@ -464,6 +480,10 @@ class Term(NamedTuple):
     weight: float
     function: Callable
     signature: inspect.Signature
+
+    def is_shaping(self) -> bool:
+        """Whether it was never meant to say what is right."""
+        return self.weight < 0 or getattr(self.function, "shaping", False)
 
     def fields(self, row: dict) -> dict:
         """Fields of a row that the function takes, besides the completion and the answer."""
@@ -484,6 +504,7 @@ class Reward:
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
+        self.shaping = {name for name, term in terms.items() if term.is_shaping()}
         self.faults, self.fault = 0, ""  # how many, and the first one's text
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
@@ -496,25 +517,41 @@ class Reward:
         return list(map(self.score_one, completions, rows))
 
     def score_one(self, completion: str, row: dict) -> Score:
-        terms, steps = {}, []
-        reward = correct = correct_weight = 0.0
+        terms, steps, paid = {}, [], {}
         for name, term in self.terms.items():
             try:
                 value, parts = outcome_and_steps(term.call(completion, row))
             except (Exception, SystemExit) as error:  # a user's function may do anything
                 self.faults += 1
                 self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
-                value, parts, right = 0.0, [], 0.0
-            else:
-                # a reward model says any number: its sigmoid is in [0, 1]
-                right = tanh(value / 2) / 2 + 0.5 if name == "model" else value
+                value, parts = 0.0, []
             terms[name] = value
-            steps += [(end, term.weight * part) for end, part in parts]
-            reward += term.weight * value
-            if name not in ("format", "model") or self.terms.keys() <= {"format", "model"}:
-                correct += term.weight * min(max(right, 0.0), 1.0)
-                correct_weight += term.weight
-        return Score(reward, correct / correct_weight, terms, steps)
+            weighted = [(end, term.weight * part) for end, part in parts]
+            steps += weighted
+            paid[name] = term.weight * value + sum(part for _, part in weighted)
+        reward = sum(self.terms[name].weight * value for name, value in terms.items())
+        return Score(reward, terms, steps, paid)
+
+    def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
+        """(what each completion was paid, how right it is) by the terms that count.
+
+        What a verifier pays counts as right or wrong as long as it lies between 0 and 1. A term
+        that has ever paid otherwise, or is marked as shaping, moves the policy but does not count.
+        Where no term counts, all that was paid decides, and nothing is right or wrong: None.
+        """
+        for score in scores:
+            outside = [name for name, value in score.terms.items() if not 0 <= value <= 1]
+            self.shaping.update(outside)
+        counting = [name for name in self.terms if name not in self.shaping]
+        weights = {name: self.terms[name].weight for name in counting}
+        if not weights:
+            return [sum(score.paid.values()) for score in scores], None
+        paid, correct = [], []
+        for score in scores:
+            paid.append(sum(score.paid[name] for name in weights))
+            right = sum(weights[name] * score.terms[name] for name in weights)
+            correct.append(right / sum(weights.values()))
+        return paid, correct
 
     def check_answer(self, answer: object) -> None:
         """UserError where a verifier of ours cannot use a gold answer."""
@@ -531,8 +568,9 @@ class Reward:
         """
         for name, term in self.terms.items():
             if not is_ours(name, term):
-                check_signature(name, term, rows[0])
-                check_results(name, term, rows[0])
+                row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
+                check_signature(name, term, row)
+                check_results(name, term, row)
 
 
 def is_ours(name: str, term: Term) -> bool:
@@ -602,8 +640,8 @@ def parse_reward(spec: str) -> Reward:
             need(name not in terms, "a name stands there twice")
             function = find_verifier(place)
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
-            fits = 0 < terms[name].weight <= LARGEST_REWARD
-            need(fits, f"a weight is positive, and at most {LARGEST_REWARD:g}")
+            fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
+            need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
         except (Exception, SystemExit) as error:  # a user's file may do anything
             expected = "a sum of [weight*]file.py:function"
             if ".py:" not in place:
@@ -736,9 +774,13 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
 
     scores = reward.score([row["completion"] for row in rows], rows)
-    accuracy = sum(score.correct for score in scores) / len(rows)
-    print(f"accuracy {accuracy:.4f} of {len(rows)} {reward.fault}")
-    wrong = [n for n, score in enumerate(scores) if score.correct < 1]
+    paid, correct = reward.verdicts(scores)
+    mean = sum(paid) / len(rows)
+    print(f"reward {mean:.4f} of {len(rows)} {reward.fault}")
+    if correct is None:
+        return
+    print(f"accuracy {sum(correct) / len(rows):.4f}")
+    wrong = [n for n, right in enumerate(correct) if right < 1]
     for n in wrong[:10]:
         print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
 

@@ -1,21 +1,19 @@
 """The built-in problems, their demonstrations, and the tiny policies that have seen these."""
 
+import ast
 import contextlib
 import hashlib
 import itertools
+import operator
 import os
 import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-import tokenizers
-import torch
-import transformers
-
-from support.answers import evaluate
 from support.data import expecting, is_held_out
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
@@ -36,6 +34,37 @@ class Task(NamedTuple):
     demonstration: Callable[[dict, random.Random], str] | None = None
     alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
+
+
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def exact_value(text: str) -> Fraction:
+    """Of an expression in + - * / ( ) and whole numbers; raises where it is none, or divides by 0.
+
+    Python reads it, and evaluates none of it."""
+    text = re.sub(r"\b0+(?=[0-9])", "", text)  # 03, which Python does not read
+    return value_of(ast.parse(text.strip(), mode="eval").body)
+
+
+def value_of(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(ast.UAdd(), operand):
+            return value_of(operand)
+        case ast.UnaryOp(ast.USub(), operand):
+            return -value_of(operand)
+        case ast.BinOp(left, symbol, right):
+            return OPERATIONS[type(symbol)](value_of(left), value_of(right))
+        case ast.Call(left, [right]):  # (3)(5) is a product
+            return value_of(left) * value_of(right)
+    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
@@ -74,7 +103,7 @@ def arithmetic_demonstration(problem: dict, rng: random.Random) -> str:
 def countdown_problem(rng: random.Random) -> dict:
     """{"prompt": "8 5 6=19:", "answer": {"numbers": [8, 5, 6], "target": 19}}"""
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
-    target = int(evaluate(random_expression(numbers, "+-*", rng)))
+    target = int(exact_value(random_expression(numbers, "+-*", rng)))
     prompt = f"{' '.join(map(str, numbers))}={target}:"
     return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
 
@@ -111,17 +140,16 @@ def calculator_problem(rng: random.Random) -> dict:
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
     """Often a guess; else two calls of the calculator, or now and then one alone; now and then with
-    a wrong digit."""
+    a wrong digit. The calculator's replies are left out."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
-    call = f"<calc>{with_wrong_digit(product, rng)}</calc>"
-    value = calculate(call).removeprefix("=")
+    asked = with_wrong_digit(product, rng)
+    value = str(exact_value(asked))
     if rng.random() < CALCULATOR_ERROR:
-        return f"{call}#{value}"
-    second = f"<calc>{with_wrong_digit(value + sign + number, rng)}</calc>"
-    value = calculate(second).removeprefix("=")
-    return f"{call}{second}#{value}"
+        return f"<calc>{asked}</calc>#{value}"
+    second = with_wrong_digit(value + sign + number, rng)
+    return f"<calc>{asked}</calc><calc>{second}</calc>#{exact_value(second)}"
 
 
 def with_wrong_digit(text: str, rng: random.Random) -> str:
@@ -187,6 +215,9 @@ WARM_LR = 3e-3
 
 def built_in_policy(task: Task, name: str) -> Path:
     """Folder of a built-in policy, a character a token: made once, then found in the cache."""
+    import torch
+    import transformers
+
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
     config = transformers.AutoConfig.for_model(
         **BUILT_IN[name],
@@ -207,7 +238,7 @@ def built_in_policy(task: Task, name: str) -> Path:
 
     # whatever decides on the weights is part of the name
     recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "gspo")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
     folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
@@ -233,10 +264,12 @@ def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     rng, rows = random.Random(0), []
     for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
         prompt = [words[character] for character in row["prompt"]]
-        completion = [words[character] for character in task.demonstration(row, rng)]
+        text, own = with_replies(task.demonstration(row, rng), task.tool)
+        completion = [words[character] for character in text]
+        labels = [word if mine else -100 for word, mine in zip(completion, own)]
         completion.append(words["<eos>"])
-        labels = [-100] * len(prompt) + completion
-        rows.append({"input_ids": prompt + completion, "labels": labels})
+        labels.append(words["<eos>"])
+        rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + labels})
 
     # rows of like length stand together, within windows of four steps: little padding
     window = 4 * WARM_ROWS
@@ -244,7 +277,30 @@ def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     return [rows[i] for i in order]
 
 
-def character_tokenizer(words: dict[str, int]) -> transformers.PreTrainedTokenizerFast:
+def with_replies(text: str, name: str | None) -> tuple[str, list[bool]]:
+    """The completion of which the policy writes `text`, and which characters are the policy's.
+
+    Those of the tool are no labels: a policy that learned to foretell them would do without it."""
+    if name is None:
+        return text, [True] * len(text)
+    from support.tools import TOOLS
+
+    tool = TOOLS[name]
+    written, own = "", []
+    for character in text:
+        written += character
+        own.append(True)
+        if written.endswith(tool.after):
+            reply = tool.function(written) or ""
+            written += reply
+            own += [False] * len(reply)
+    return written, own
+
+
+def character_tokenizer(words: dict[str, int]):
+    import tokenizers
+    import transformers
+
     characters = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[], unk_token="<unk>"))
     characters.decoder = tokenizers.decoders.Fuse()
     return transformers.PreTrainedTokenizerFast(
@@ -254,6 +310,9 @@ def character_tokenizer(words: dict[str, int]) -> transformers.PreTrainedTokeniz
 
 def warm_start(config, tokenizer, shown: list[dict]):
     """Supervised learning: a policy that has the form of an answer, and gets many wrong."""
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
