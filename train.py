@@ -3,18 +3,27 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-`train`, at the end, is the loop: read it first. `policy` learns, `old_policy` samples, and a KL is
-measured to `ref_policy`. Files in support/ that a flag names can be deleted with what they do."""
+`train`, near the end, is the loop: read it first. `policy` learns, `old_policy` samples, and a KL
+is measured to `ref_policy`. A flag that names a file of support/ goes with it: delete either."""
+
+import os
+
+# PyTorch's threads wait for each other by spinning. Where another process wants their cores, that
+# takes ten times as long as the work; so they spin briefly, and sleep. It is read as torch loads.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import collections
 import contextlib
 import dataclasses
+import importlib
+import importlib.util
 import inspect
 import itertools
 import json
 import math
 import random
 import re
+import shlex
 import signal
 import statistics
 import sys
@@ -33,38 +42,37 @@ import rewards
 import rollout
 from support import data, folders
 from support.data import UserError, expecting, need, printable
-from support.flags import dashed, flag, parse
-from support.ranks import Ranks, joined_ranks
+from support.flags import dashed, flag, leaf, parse
+from support.ranks import Ranks, joined_ranks, say
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
 
 # ---- flags ---------------------------------------------------------------------------------------
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SCALES = ("group", "batch", "mean", "terms", "none")
+SCALES = ("group", "batch", "mean", "none")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclasses.dataclass
 class Config:
     """Every flag. None: the algorithm, the model or the task decides, in `fill_defaults`."""
 
-    # what to run
-    algo: str = flag("gspo", "algorithm", choices=tuple(gspo.ALGOS))
+    algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
     task: str = flag("arithmetic", "built-in problems", choices=tuple(TASKS))
     data: str | None = flag(None, "JSONL file to train on: prompt and answer")
     eval_data: str | None = flag(None, "JSONL file to evaluate on, not a tenth", needs="data")
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default math")
     reward_model: str | None = flag(None, "classifier, called model in --reward", leaf="judge")
+    tool: str | None = flag(None, "answers completions: calculator, file.py:function", leaf="tools")
     steps: int = flag(50, "rollout steps", low=1)
     seed: int = flag(0, "of problems, samples, shuffles and adapters", low=0)
 
-    # prompts
-    system: str | None = flag(None, "system message, for tokenizers with a chat template")
+    system: str | None = flag(None, "system message, for chat templates", heading="prompts")
     chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
     prompt_template: str = flag("{prompt}", "text around the prompt, with {prompt} in it")
 
-    # rollout
-    prompts_per_step: int = flag(32, "prompts P of a rollout step", low=1)
+    prompts_per_step: int = flag(32, "prompts P of a rollout step", heading="rollout", low=1)
     group_size: int = flag(8, "completions G of a prompt", low=2)
     max_new_tokens: int | None = flag(None, "of a completion; default the task's, or 1024", low=1)
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
@@ -72,12 +80,11 @@ class Config:
     old_logprobs: str = flag("trainer", "whose are pi_old's", choices=("trainer", "sampler"))
     stale_steps: int = flag(1, "between refreshes of the sampler", low=1)
     tis_cap: float | None = flag(None, "of importance sampling, sampler to pi_old", above=0)
-    mismatch_low: float | None = flag(None, "least pi_old / sampler; IcePop 0.5", above=0)
-    mismatch_high: float | None = flag(None, "the greatest; IcePop 5", low=1)
-    off_policy_delta: float | None = flag(None, "nats after which A < 0 leaves", low=0)
 
-    # objective: the defaults are the papers', in gspo.py
-    clip_low: float | None = flag(None, "the ratio stays above 1 - clip_low", low=0)
+    # the defaults are the papers', in gspo.py
+    clip_low: float | None = flag(
+        None, "the ratio stays above 1 - clip_low", heading="objective", low=0
+    )
     clip_high: float | None = flag(None, "the ratio stays below 1 + clip_high", low=0)
     dual_clip: float | None = flag(None, "PPO: bound on the objective where A < 0", above=1)
     ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
@@ -90,53 +97,70 @@ class Config:
     kl_coef: float | None = flag(None, "weight of the KL to the reference; GRPO 0.04", low=0)
     ref_every: int = flag(0, "steps between its refreshes; 0: never", low=0, needs="kl_coef")
     entropy_coef: float = flag(0.0, "bonus per nat of the tokens' mean entropy", low=0)
-    dynamic_sampling: bool | None = flag(None, "refill groups that are all right or all wrong")
-    max_refills: int = flag(4, "further rollouts for that", low=0, needs="dynamic_sampling")
+    dynamic_sampling: bool | None = flag(None, "refill groups whose completions are paid alike")
     overlong_cache: int | None = flag(None, "punished tokens before the limit; DAPO 1/5", low=0)
     overlong_filter: bool = flag(False, "truncated completions leave the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose", leaf="experts")
 
-    # optimiser
-    completions_per_update: int | None = flag(None, "default: for 4 updates a rollout", low=1)
+    completions_per_update: int | None = flag(
+        None, "default: for 4 updates a rollout", heading="optimiser", low=1
+    )
     epochs: int = flag(1, "passes over a rollout", low=1)
     lr: float | None = flag(None, "of AdamW; default 2e-4 for built-in models, else 1e-6", above=0)
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
     warmup_steps: int | None = flag(None, "of the lr; default 0 for built-in, else 10", low=0)
     max_grad_norm: float = flag(1.0, "gradient clipping", above=0)
-    max_bad_updates: int = flag(5, "skipped in a row, as not finite; one more ends the run", low=0)
     micro_batch_tokens: int = flag(16384, "tokens of one forward and backward", low=1)
     gradient_checkpointing: bool = flag(False, "less memory for activations, but slower")
     lora_rank: int = flag(0, "train an adapter of this rank; 0: all weights", low=0, leaf="lora")
     lora_alpha: float | None = flag(None, "its scale; default 2 x rank", above=0, needs="lora_rank")
-    lora_targets: str | None = flag(None, "q_proj,v_proj; default all", needs="lora_rank")
 
-    # evaluation, and the run
-    eval_every: int = flag(10, "steps between evaluations; 0: before and after only", low=0)
+    eval_every: int = flag(
+        10, "steps between evaluations; 0: before and after only", heading="run", low=0
+    )
     eval_prompts: int = flag(256, "held-out prompts, greedy", low=1)
     eval_samples: int = flag(8, "k of pass@k, before and after; 0: none", low=0)
     save_every: int = flag(10, "steps between checkpoints; 0: the last only", low=0)
-    keep: int = flag(2, "newest checkpoints that stay", low=1)
     name: str | None = flag(None, "folder of the run; default: the algorithm and a number")
     runs: str = flag("runs", "folder of all runs")
     resume: bool = flag(False, "go on from the newest checkpoint of --name, with its flags")
-    report: bool = flag(False, "write report.html with every evaluation", leaf="report")
+    track: str | None = flag(None, "send metrics there, too", choices=TRACKERS)
     device: str = flag(DEVICE, "where all of it runs", choices=("cuda", "cpu", "mps"))
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
 
 # what a resumed run cannot change: its weights are of these
-KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha", "lora_targets")
+KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha")
+MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
+MAX_BAD_UPDATES = 5  # in a row, skipped as something was not finite; one more ends the run
+
+# what flags of TRL and verl are called here
+ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--beta": "--kl-coef",
+    "--epsilon": "--clip-low and --clip-high",
+    "--epsilon-high": "--clip-high",
+    "--num-generations": "--group-size",
+    "--max-completion-length": "--max-new-tokens",
+    "--num-iterations": "--epochs",
+    "--per-device-train-batch-size": "--micro-batch-tokens, which changes no result",
+    "--gradient-accumulation-steps": "--completions-per-update",
+    "--output-dir": "--runs and --name",
+    "--loss-type": "--algo",
+    "--batch-size": "--prompts-per-step, and --completions-per-update of an optimiser step",
+}
 
 
-def parse_flags(arguments: list[str] | None) -> Config:
+def parse_flags(arguments: list[str]) -> Config:
     """The flags of a run, checked, with their defaults. UserError for what cannot be."""
-    config = parse(Config, __doc__, arguments)
+    config = parse(Config, __doc__, arguments, elsewhere=ELSEWHERE)
     if config.resume:
         saved = saved_flags(config)
-        config = parse(Config, __doc__, arguments, **saved)
+        with expecting(f"--resume: expected the flags of a run in {config.runs}/{config.name}"):
+            config = parse(Config, __doc__, arguments, defaults=saved, elsewhere=ELSEWHERE)
         for name in KEPT_FLAGS:
-            same = getattr(config, name) == saved[name]
-            need(same, f"{dashed(name)}: a run that is resumed keeps its own, {saved[name]}")
+            same = getattr(config, name) == saved.get(name, getattr(config, name))
+            need(same, f"{dashed(name)}: a run that is resumed keeps its own, {saved.get(name)}")
     refuse_numbers_of_others(config)
     fill_defaults(config)
     check_together(config)
@@ -144,14 +168,16 @@ def parse_flags(arguments: list[str] | None) -> Config:
 
 
 def saved_flags(config: Config) -> dict:
-    """Those of the run that --resume goes on with."""
+    """Those of the run that --resume goes on with; what has come since has its default."""
     need(config.name, "--resume: needs --name, of the run to go on with")
     path = Path(config.runs, config.name, "config.json")
     with expecting(f"--resume: expected the --name of a run of this train.py, with {path}"):
-        saved = json.loads(path.read_text())
-        strange = ", ".join(sorted(saved.keys() ^ dataclasses.asdict(config).keys()))
-        need(not strange, f"other flags than now: {strange}")
-    return {name: saved[name] for name in saved if name not in ("resume", "runs")}
+        saved = dict(json.loads(path.read_text(encoding="utf-8")))
+    known = {field.name for field in dataclasses.fields(Config)}
+    strange = ", ".join(sorted(saved.keys() - known))
+    if strange:
+        say(f"resume: {path} has flags that are no more, and are left out: {strange}")
+    return {name: saved[name] for name in saved.keys() & known - {"resume", "runs", "name"}}
 
 
 # keyword parameters in gspo.py whose flags have other names; the others' have the same
@@ -210,6 +236,8 @@ def fill_defaults(config: Config) -> None:
     if config.data and not built_in:
         default("reward", "math")
         default("max_new_tokens", 1024)
+    else:
+        default("tool", task.tool)
     default("reward", task.verifier)
     default("max_new_tokens", task.max_new_tokens)
     default("dtype", "bfloat16" if config.device == "cuda" else "float32")
@@ -244,21 +272,23 @@ def check_together(config: Config) -> None:
     each = config.completions_per_update
     need(completions % each == 0, f"--completions-per-update {each}: no divisor of {completions}")
     if config.old_logprobs == "sampler":
-        corrected = config.tis_cap or config.mismatch_low or config.mismatch_high
-        need(not corrected, "--tis-cap, --mismatch-low: need --old-logprobs trainer")
+        need(not config.tis_cap, "--tis-cap: needs --old-logprobs trainer")
         need(not config.routing_replay, "--routing-replay: needs --old-logprobs trainer")
-    fits = not (config.routing_replay and config.gradient_checkpointing)
-    need(fits, "--routing-replay: needs no --gradient-checkpointing, whose passes are not watched")
-    need("{prompt}" in config.prompt_template, "--prompt-template: expected {prompt} in it")
+    one = config.prompt_template.count("{prompt}") == 1
+    need(one, "--prompt-template: expected one {prompt} in it")
     fits = config.overlong_cache <= config.max_new_tokens
     need(fits, f"--overlong-cache {config.overlong_cache}: more than --max-new-tokens")
+    readable = TASKS[config.task].alphabet or config.model not in BUILT_IN
+    need(readable, f"--task {config.task}: needs a --model that can read")
     if config.name is not None:
         fits = re.fullmatch(r"\w[\w.+-]{0,99}", config.name)
         need(fits, f"--name {config.name}: expected letters, digits, ._+-")
-        taken = not config.resume and Path(config.runs, config.name).exists()
+        taken = not config.resume and folders.is_run(Path(config.runs, config.name))
         need(not taken, f"--name {config.name}: that run is there; new name or --resume?")
     here = torch.get_device_module(config.device).is_available()
     need(here, f"--device {config.device}: there is none here")
+    if config.track:
+        need(importlib.util.find_spec(config.track), f"--track: needs pip install {config.track}")
 
 
 # ---- start ---------------------------------------------------------------------------------------
@@ -269,8 +299,11 @@ class Progress:
     """What a resumed run must know beside tensors; part of each checkpoint."""
 
     step: int = 0  # rollout steps done
+    began: float = dataclasses.field(default_factory=time.time)
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates that were skipped, as something was not finite
+    uncounted: list[str] = dataclasses.field(default_factory=list)  # terms of the reward
+    before: dict = dataclasses.field(default_factory=dict)  # the evaluation before the first step
 
 
 @dataclasses.dataclass
@@ -280,12 +313,11 @@ class Run:
     config: Config
     algorithm: gspo.Algorithm
     ranks: Ranks
-    folder: Path
-    lock: typing.IO | None  # stays open: nobody else writes into the folder
 
     # input
     tokenizer: transformers.PreTrainedTokenizerBase
     reward: rewards.Reward
+    generate: Callable  # rollout.generate, or with a tool that answers
     prompts: Iterator[dict]  # rows to train on, without end
     held_out: list[dict]
 
@@ -299,7 +331,14 @@ class Run:
 
     # in progress
     progress: Progress
+    folder: Path | None = None
+    lock: typing.IO | None = None  # stays open: nobody else writes into the folder
+    tracker: Callable[[dict], None] | None = None  # takes the rows of metrics.jsonl, too
     seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    answers: list[dict] = dataclasses.field(default_factory=list)  # some, of the last evaluation
+    warned: set[str] = dataclasses.field(default_factory=set)
+    quiet_steps: int = 0  # steps in a row that taught nothing
     stopping: bool = False  # a signal came: the run ends after this step
 
     def autocast(self):
@@ -324,9 +363,16 @@ class Run:
         torch.get_device_module(self.config.device).synchronize()
         self.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
 
+    def warn(self, kind: str, message: str) -> None:
+        """Says it once a run."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            say(f"warning: {printable(message)}")
+
 
 def start(config: Config, ranks: Ranks) -> Run:
-    """A run that can begin. What can be wrong with the input is found before weights load."""
+    """A run that can begin. What can be wrong with the input is found before weights load; nothing
+    is written before the policy has been evaluated."""
     reward = rewards.parse_reward(config.reward)
     both = ("model" in reward.terms) == bool(config.reward_model)
     need(both, "--reward-model: it and the verifier model in --reward need each other")
@@ -341,42 +387,39 @@ def start(config: Config, ranks: Ranks) -> Run:
     held_out = [form.encode(row) for row in itertools.islice(held_out, config.eval_prompts)]
     fewest = min(len(held_out), config.prompts_per_step)
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
-    print(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0]['ids']))}'")
+    generate = rollout.generate
+    say(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0]['ids']))}'")
 
     # with adapters a checkpoint's weights are merged; the frozen ones are those of the beginning
     weights = source if config.lora_rank or not saved else saved
     policy = rollout.load_model(weights, config.device)
     ends = rollout.end_and_pad_ids(policy, tokenizer)
-    with expecting(f"--model {source}: expected one whose log-probs can be trusted"):
-        prompts = [row["ids"][-64:] for row in held_out[:2]]
-        rollout.check_scorer(policy, prompts, ends["pad_id"])
+    prompts = [row["ids"][-64:] for row in held_out[:2]]
+    rollout.check_scorer(policy, prompts, ends["pad_id"])
     if config.gradient_checkpointing:
         rollout.checkpoint_layers(policy)
     if config.reward_model:
         from support.judge import RewardWithModel
 
         reward = RewardWithModel(reward, config.reward_model, config.device)
-    models = policies(config, policy)
-    folder, folder_lock = own_folder(config, ranks)  # the last that may fail
     run = Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],
         ranks=ranks,
-        folder=folder,
-        lock=folder_lock,
         tokenizer=tokenizer,
         reward=reward,
+        generate=generate,
         prompts=itertools.islice(map(form.encode, rows), progress.prompts_drawn, None),
         held_out=held_out,
         progress=progress,
         ends=ends,
-        **models,
+        **policies(config, policy),
     )
+    run.reward.uncounted.update(progress.uncounted)
     if saved:
         load_state(run, saved)
-    if ranks.first:
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            folders.cut_back(folder / name, run.progress.step)
+    first_evaluation(run)
+    own_folder(run)
     return run
 
 
@@ -384,8 +427,8 @@ def read_data(config: Config, reward: rewards.Reward) -> tuple[Iterator[dict], I
     """Rows to train on, without end, and held-out ones."""
     if config.data is None:
         task = TASKS[config.task]
-        held_out = problems(task, config.seed, held_out=True)
-        return problems(task, config.seed), held_out
+        reward.check(list(itertools.islice(problems(task, config.seed), 1)))
+        return problems(task, config.seed), problems(task, config.seed, held_out=True)
     rows = data.read_rows(config.data, "--data", reward.check_answer)
     reward.check(rows)
     if config.eval_data:
@@ -395,29 +438,17 @@ def read_data(config: Config, reward: rewards.Reward) -> tuple[Iterator[dict], I
     return data.shuffled_epochs(rows, config.seed), iter(held_out)
 
 
-def own_folder(config: Config, ranks: Ranks) -> tuple[Path, typing.IO | None]:
-    """The run's folder and its lock, for this run alone; the first of its processes makes it."""
-    folder_lock = None
-    if ranks.first:
-        folder = folders.make_folder(config.runs, config.name, config.algo, config.resume)
-        config.name = folder.name
-        folder_lock = folders.lock(folder)
-        folders.write_json(folder / "config.json", dataclasses.asdict(config))
-    config.name = ranks.from_first(config.name)
-    return Path(config.runs, config.name), folder_lock
-
-
 def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
     """The newest one of the run, and how far it is; UserError where no step is left."""
     saved = None
     if config.resume:  # it may have been stopped before its first
         saved = next(reversed(folders.checkpoints(Path(config.runs, config.name))), None)
+        say(f"resume: from {saved}" if saved else "resume: no checkpoint yet, from the start")
     if saved is None:
         return None, Progress()
-    with expecting(f"--resume: expected how far the run is in {saved}/trainer"):
+    with expecting(f"--resume: expected how far the run is in {saved}/trainer/progress.json"):
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
     need(progress.step < config.steps, f"--steps: {saved} has them all; to go on, ask for more")
-    print(f"resume: from {saved}")
     return saved, progress
 
 
@@ -452,7 +483,65 @@ def learner(prefix: str, module: torch.nn.Module, lr: float) -> dict:
     return {"params": parameters, "initial_lr": lr, "norm": f"{prefix}grad_norm"}
 
 
-# ---- sampling and scoring ------------------------------------------------------------------------
+def first_evaluation(run: Run) -> None:
+    """How good the policy is before the first step; a resumed run has it in its checkpoint."""
+    config, policy = run.config, run.policy
+    every = policy.num_parameters()
+    trained = sum(each.numel() for each in policy.parameters() if each.requires_grad)
+    size = f"{every / 1e6:.1f} M parameters"
+    if trained < every:
+        size = f"{trained / 1e6:.1f} of {size}"
+    say(f"{config.algo}, {size}, {config.device} {config.dtype}")
+    if config.steps <= config.warmup_steps:
+        say(f"a smoke test: --steps {config.steps} end inside --warmup-steps {config.warmup_steps}")
+    if run.progress.step == 0:
+        run.progress.before = evaluate(run, pass_k=config.eval_samples)
+        tried = len(run.held_out) * len(run.reward.terms) * (1 + config.eval_samples)
+        all_failed = run.reward.faults >= tried / run.ranks.size
+        need(not all_failed, f"--reward: it failed on every completion: {run.reward.fault}")
+    say(f"{len(run.held_out)} prompts held out: {percent(run.progress.before)}")
+
+
+def own_folder(run: Run) -> None:
+    """The run's folder and its lock, for this run alone; the first of its processes makes it."""
+    config = run.config
+    if run.ranks.first:
+        folder = folders.make_folder(config.runs, config.name, config.algo)
+        run.lock = folders.lock(folder)
+        config.name = folder.name
+        folders.write_json(folder / "config.json", dataclasses.asdict(config))
+        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+            folders.cut_back(folder / name, run.progress.step)
+        command = shlex.join(["python", "train.py", *sys.argv[1:]])
+        date = time.strftime("%Y-%m-%d")
+        folders.append_rows(folder / "starts.jsonl", [{"date": date, "command": command}])
+        if config.track:
+            run.tracker = open_tracker(run, folder)
+    config.name = run.ranks.from_first(config.name)
+    run.folder = Path(config.runs, config.name)
+
+
+def open_tracker(run: Run, folder: Path) -> Callable[[dict], None]:
+    """Takes rows of metrics. A resumed run goes on in the curve that it began."""
+    config = run.config
+    with expecting(f"--track {config.track}: expected that it starts"):
+        if config.track == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder, purge_step=run.progress.step + 1)
+            return lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row]
+
+        module = importlib.import_module(config.track)  # wandb and trackio have the same functions
+        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(run.progress.began))
+        names = {"name": f"{folder.name}-{began}"}  # an earlier run may have had the same name
+        if config.track == "wandb":
+            names["id"] = names["name"]
+        settings = dataclasses.asdict(config)
+        module.init(project="gspo", config=settings, resume="allow", **names)
+    return lambda row: module.log(row, step=row["step"])
+
+
+# ---- sampling and judging ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -463,11 +552,6 @@ class Judged:
     texts: list[str]
     rows: list[dict]
     scores: list[rewards.Score]
-
-    def correct(self, group_size: int) -> Tensor:
-        """(prompts, G) in [0, 1]"""
-        correct = [score.correct for score in self.scores]
-        return torch.tensor(correct, dtype=torch.float64).view(-1, group_size)
 
     @staticmethod
     def join(parts: list["Judged"], pad_id: int) -> "Judged":
@@ -486,7 +570,7 @@ class Judged:
 def sample(
     run: Run, model, prompts: list[dict], group_size: int, temperature: float, seed: str
 ) -> Judged:
-    """group_size completions of each prompt, scored; the same seed text gives the same.
+    """group_size completions of each prompt, judged; the same seed text gives the same.
 
     Each process works on its share of the prompts, and gets the completions of all."""
     config, ranks = run.config, run.ranks
@@ -496,7 +580,7 @@ def sample(
     uniforms = torch.rand(shape, generator=generator)  # of all: a share is what it is among all
     own = ranks.share(prompts)
     with run.timer("sample"):
-        samples = rollout.generate(
+        samples = run.generate(
             model,
             [row["ids"] for row in own],
             ranks.share(uniforms),
@@ -515,10 +599,22 @@ def sample(
 
 
 def judge(run: Run, samples: rollout.Rollout, rows: list[dict]) -> Judged:
-    texts = []
-    for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist()):
+    """What the reward says of completions; it may ask for the number of their tokens."""
+    texts, lengths = [], samples.lengths.tolist()
+    for ids, length in zip(samples.completions.tolist(), lengths):
         texts.append(run.tokenizer.decode(ids[:length], skip_special_tokens=True))
+    rows = [{**row, "tokens": length} for row, length in zip(rows, lengths)]
     return Judged(samples, texts, rows, run.reward.score(texts, rows))
+
+
+def verdicts(run: Run, scores: list[rewards.Score], group_size: int):
+    """What completions were paid before shaping, and how right they are, in [0, 1]: (P, G) each;
+    None for the second where no verifier says what is right."""
+    paid, correct = run.reward.verdicts(scores)
+    paid = torch.tensor(paid, dtype=torch.float64).view(-1, group_size)
+    if correct is not None:
+        correct = torch.tensor(correct, dtype=torch.float64).view(-1, group_size)
+    return paid, correct
 
 
 # ---- phases of a step ----------------------------------------------------------------------------
@@ -541,13 +637,14 @@ class Batch:
     step: int
     judged: Judged
     mask: Tensor  # (N, T) tokens that the loss sees
-    correct: Tensor  # (prompts drawn, G), what was not kept included
+    paid: Tensor  # (prompts drawn, G), what was not kept included
+    correct: Tensor | None  # the same
 
     # score
     rewards: Tensor | None = None  # (N,) with shaping
     advantages: Tensor | None = None  # (N,) or (N, T), in `compare` if not rewards alone decide
     updates: list[Update] = dataclasses.field(default_factory=list)
-    # around a pass of the policy over some rows: support/experts.py replays their experts
+    # around a pass of the policy over some rows: support/experts.py watches what they choose
     routing: Callable = contextlib.nullcontext
 
     # freeze: constants of the step, (N, T)
@@ -559,11 +656,21 @@ class Batch:
     returns: Tensor | None = None  # (N, T), the critic's targets
 
     # improve
+    new_logprobs: Tensor | None = None  # (N, T), each row as its own update first saw it
     bad_updates: int = 0  # skipped, as something was not finite
 
     @property
     def samples(self) -> rollout.Rollout:
         return self.judged.samples
+
+    @property
+    def dead(self) -> Tensor:
+        """(prompts drawn,) groups whose completions are paid alike."""
+        return self.paid.amax(1) == self.paid.amin(1)
+
+    @property
+    def live(self) -> Tensor:
+        return torch.cat([update.live for update in self.updates])
 
 
 def snapshot(run: Run) -> None:
@@ -576,20 +683,21 @@ def snapshot(run: Run) -> None:
 
 
 def collect(run: Run, step: int) -> Batch:
-    """Sample and score P groups; dynamic sampling goes on until P of them are neither all right nor
-    all wrong, or --max-refills are over."""
+    """Sample and judge P groups; dynamic sampling goes on until P of them are not paid alike, or
+    MAX_REFILLS are over."""
     config, size, drawn = run.config, run.config.group_size, []
     run.reward.faults = 0
     attempts = 1
     if config.dynamic_sampling:
-        attempts += config.max_refills
+        attempts += MAX_REFILLS
     for attempt in range(attempts):
         prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
         run.progress.prompts_drawn += len(prompts)
         seed = f"{step} {attempt}"
         drawn.append(sample(run, run.old_policy, prompts, size, config.temperature, seed))
-        correct = torch.cat([judged.correct(size) for judged in drawn])
-        kept = groups_to_keep(config, correct)
+        scores = [score for judged in drawn for score in judged.scores]
+        paid, correct = verdicts(run, scores, size)
+        kept = groups_to_keep(config, paid)
         if len(kept) == config.prompts_per_step:
             break
     chosen = [size * group + member for group in kept or [0] for member in range(size)]
@@ -599,14 +707,14 @@ def collect(run: Run, step: int) -> Batch:
         mask = mask & ~judged.samples.truncated[:, None]
     if not kept:  # a batch is never empty, but this one teaches nothing
         mask = torch.zeros_like(mask)
-    return Batch(step, judged, mask, correct)
+    return Batch(step, judged, mask, paid, correct)
 
 
-def groups_to_keep(config: Config, correct: Tensor) -> list[int]:
+def groups_to_keep(config: Config, paid: Tensor) -> list[int]:
     """Indices of the groups to train on: by position, as a prompt may come twice."""
-    groups = torch.arange(len(correct))
+    groups = torch.arange(len(paid))
     if config.dynamic_sampling:
-        groups = groups[correct.amax(1) != correct.amin(1)]
+        groups = groups[paid.amax(1) != paid.amin(1)]
     return groups[: config.prompts_per_step].tolist()
 
 
@@ -614,46 +722,23 @@ def score(run: Run, batch: Batch) -> None:
     """Rewards: what the verifiers pay, less what overlong completions cost. Advantages where these
     alone decide, and so which rows can move the policy, and the updates they are divided into."""
     config = run.config
-    batch.rewards = torch.tensor([score.reward for score in batch.judged.scores])
-    batch.rewards += overlong_costs(config, batch.samples)
-    batch.rewards = batch.rewards.to(config.device)
+    limit, cache = config.max_new_tokens, config.overlong_cache
+    paid = [score.reward for score in batch.judged.scores]
+    costs = [rewards.soft_overlong_penalty(n, limit, cache) for n in batch.samples.lengths.tolist()]
+    batch.rewards = (torch.tensor(paid) + torch.tensor(costs)).to(config.device)
     if run.algorithm.reads in ("outcomes", "steps"):
         batch.advantages = advantages_of_rewards(run, batch)
     batch.updates = plan(run, batch)
-    if config.routing_replay:
-        from support.experts import RoutingReplay
-
-        batch.routing = RoutingReplay().over
-
-
-def overlong_costs(config: Config, samples: rollout.Rollout) -> Tensor:
-    """(N,) 0, or less for completions that come close to the limit."""
-    limit, cache = config.max_new_tokens, config.overlong_cache
-    lengths = samples.lengths.tolist()
-    return torch.tensor([rewards.soft_overlong_penalty(each, limit, cache) for each in lengths])
 
 
 def advantages_of_rewards(run: Run, batch: Batch) -> Tensor:
     """(N,) or (N, T), of algorithms that need neither log-probs nor values for them."""
     config, algorithm = run.config, run.algorithm
-    if config.advantage_scale == "terms":
-        terms, weights = reward_terms(run, batch)
-        return gspo.term_advantages(terms, weights, config.group_size)
     options = settings(config, algorithm.advantages)
     if algorithm.reads == "outcomes":
         return algorithm.advantages(batch.rewards, config.group_size, **options)
     token_rewards, step_ends = place_rewards(run, batch)
     return algorithm.advantages(token_rewards, step_ends, config.group_size, **options)
-
-
-def reward_terms(run: Run, batch: Batch) -> tuple[Tensor, list[float]]:
-    """(N, K) what each verifier pays, and what length costs; K weights."""
-    terms, weights = [], []
-    for name, term in run.reward.terms.items():
-        terms.append(torch.tensor([score.terms[name] for score in batch.judged.scores]))
-        weights.append(term.weight)
-    terms.append(overlong_costs(run.config, batch.samples))
-    return torch.stack(terms, dim=1).to(batch.rewards.device), [*weights, 1.0]
 
 
 def plan(run: Run, batch: Batch) -> list[Update]:
@@ -698,24 +783,21 @@ def freeze(run: Run, batch: Batch) -> None:
 
 
 def compare(run: Run, batch: Batch) -> None:
-    """Advantages that need log-probs or values (the others are there since `score`); less weight,
-    or none, where the sampler was another policy."""
+    """Advantages that need log-probs or values (the others are there since `score`); less weight
+    where the sampler was another policy."""
     config, sampler_logprobs = run.config, batch.samples.sampler_logprobs
     if batch.advantages is None:
         batch.advantages = advantages_of_tokens(run, batch)
-    pair = (batch.old_logprobs, sampler_logprobs, batch.mask)
     if config.tis_cap:
-        weights = gspo.truncated_importance_weights(*pair, cap=config.tis_cap)
+        weights = gspo.truncated_importance_weights(
+            batch.old_logprobs, sampler_logprobs, batch.mask, cap=config.tis_cap
+        )
         batch.advantages = batch.advantages.view(len(weights), -1) * weights
-    if config.mismatch_low or config.mismatch_high:
-        low, high = config.mismatch_low or 0.0, config.mismatch_high or math.inf
-        stays = gspo.mismatch_mask(*pair, low=low, high=high)
-        batch.advantages = batch.advantages.view(len(stays), -1) * stays
 
 
 def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     """(N, T) from rewards that stand at their tokens, log-probs and values."""
-    config, algorithm, samples = run.config, run.algorithm, batch.samples
+    config, algorithm = run.config, run.algorithm
     options = settings(config, algorithm.advantages)
     token_rewards, _ = place_rewards(run, batch)
     if algorithm.kl_in == "reward":  # k1, per token
@@ -724,25 +806,34 @@ def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     if algorithm.reads == "tokens":
         return algorithm.advantages(token_rewards, batch.mask, **options)
     # a completion that was cut off is not over: the critic's last word stands for the rest
-    last = samples.lengths[:, None] - 1
-    bootstrap = batch.values.gather(1, last)[:, 0] * samples.truncated
+    last = own_tokens(batch.samples)[:, -1:]
+    bootstrap = batch.values.gather(1, last)[:, 0] * batch.samples.truncated
     advantages, batch.returns = algorithm.advantages(
         token_rewards, batch.values, batch.mask, bootstrap=bootstrap, **options
     )
     return gspo.whiten(advantages, batch.mask)
 
 
+def own_tokens(samples: rollout.Rollout) -> Tensor:
+    """(N, T) for each token the index of the last one up to it that is the policy's own: what a
+    tool wrote is no action, so what would stand there goes to the action before."""
+    mask = samples.completion_mask
+    steps = torch.arange(mask.shape[1], device=mask.device)
+    return (steps * mask).cummax(1).values
+
+
 def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     """Rewards where they are earned, and where steps end, (N, T) each: the outcome at the last
     token, a step's reward at the token that completes its text."""
-    last = batch.samples.lengths[:, None] - 1
+    own = own_tokens(batch.samples)
+    last = own[:, -1:]
     zeros = torch.zeros_like(batch.samples.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, batch.rewards[:, None])
     step_ends = torch.zeros_like(batch.mask).scatter(1, last, True)
     for i, score in enumerate(batch.judged.scores):
         ids = batch.samples.completions[i, : batch.samples.lengths[i]].tolist()
         for end, reward in score.steps:
-            token = rollout.token_that_completes(run.tokenizer, ids, end)
+            token = own[i, rollout.token_that_completes(run.tokenizer, ids, end)]
             token_rewards[i, token] += reward
             step_ends[i, token] = True
     return token_rewards, step_ends
@@ -751,30 +842,34 @@ def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 def improve(run: Run, batch: Batch) -> list[dict]:
     """The updates of a step, --epochs times. Returns the metrics of those that were made."""
     config, made = run.config, []
+    batch.new_logprobs = torch.zeros_like(batch.old_logprobs)
     for group in run.optimizer.param_groups:
         warm_up = min(1.0, batch.step / max(config.warmup_steps, 1))
         group["lr"] = group["initial_lr"] * warm_up
-    for update in batch.updates * config.epochs:
+    for number, update in enumerate(batch.updates * config.epochs):
         if len(update.live) == 0:  # on no process
             continue
-        metrics = accumulate_gradients(run, batch, update)
+        metrics = accumulate_gradients(run, batch, update, first=number < len(batch.updates))
         wrong = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         if wrong:  # no step: it would ruin the weights
             batch.bad_updates += 1
             run.progress.bad_in_a_row += 1
             bad = run.progress.bad_in_a_row
             sentence = f"step {batch.step}: {bad} updates in a row were not finite, in {wrong}"
-            need(bad <= config.max_bad_updates, f"{sentence}; --max-bad-updates")
+            need(bad <= MAX_BAD_UPDATES, sentence)
             continue
         run.optimizer.step()
         run.progress.bad_in_a_row = 0
         made.append(metrics)
     run.optimizer.zero_grad()  # their memory is for sampling
+    run.ranks.sum(batch.new_logprobs)
     return made
 
 
-def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, float]:
-    """The gradient of one update, summed over micro-batches and processes; returns its metrics."""
+def accumulate_gradients(run: Run, batch: Batch, update: Update, first: bool) -> dict[str, float]:
+    """The gradient of one update, summed over micro-batches and processes; returns its metrics.
+
+    first: whether its rows are seen for the first time."""
     unit = run.algorithm.unit
     denom = count_units(batch.mask[update.live], unit)
     # metrics are means over live rows; the loss is one over all, and that of the others is 0
@@ -782,8 +877,10 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     totals = collections.Counter()
     run.optimizer.zero_grad()
     for rows in update.parts:
-        loss, metrics = losses(run, batch, rows, denom)
+        loss, logprobs, metrics = losses(run, batch, rows, denom)
         (share * loss).backward()
+        if first:
+            batch.new_logprobs[rows] = logprobs
         metrics["loss"] = share * loss.detach()
         totals.update({name: float(value) for name, value in metrics.items()})  # adds
     return run.ranks.sum_numbers(totals) | clip_gradients(run)
@@ -809,31 +906,34 @@ def count_units(mask: Tensor, unit: str) -> Tensor:
     return mask.sum().clamp(min=1)
 
 
-def losses(run: Run, batch: Batch, rows: Tensor, denom: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """A micro-batch's share of an update's loss, and of its metrics; all of them means over the
-    live rows of the update, of which there are denom (or that many tokens)."""
+def losses(
+    run: Run, batch: Batch, rows: Tensor, denom: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """A micro-batch's share of an update's loss, the log-probs (n, T) that it was made of, and its
+    share of metrics; means over the live rows of the update, denom of them (or of their tokens)."""
     config, algorithm, unit = run.config, run.algorithm, run.algorithm.unit
-    samples, mask, advantages = batch.samples[rows], batch.mask[rows], batch.advantages[rows]
+    samples, mask = batch.samples[rows], batch.mask[rows]
     with batch.routing(rows):
         logprobs, entropy = run.logprobs(run.policy, samples)
-    if config.off_policy_delta is not None:
-        stays = gspo.off_policy_mask(
-            logprobs, samples.sampler_logprobs, advantages, mask, delta=config.off_policy_delta
-        )
-        advantages = advantages.view(len(stays), -1) * stays
-    options = settings(config, algorithm.loss)
-    old_logprobs = batch.old_logprobs[rows]
-    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom=denom, **options)
+    loss, metrics = algorithm.loss(
+        logprobs,
+        batch.old_logprobs[rows],
+        batch.advantages[rows],
+        mask,
+        denom=denom,
+        **settings(config, algorithm.loss),
+    )
 
     mean_entropy = gspo.masked_mean(entropy, mask, unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
     metrics["entropy"] = mean_entropy.detach()
 
     if run.ref_policy is not None:
+        in_loss = logprobs
         if algorithm.kl_in == "reward":
-            logprobs = logprobs.detach()  # there it works, here it is a metric
+            in_loss = logprobs.detach()  # there it works, here it is a metric
         ref_logprobs = batch.ref_logprobs[rows]
-        kl, kl_metrics = gspo.kl_penalty(logprobs, ref_logprobs, mask, per=unit, denom=denom)
+        kl, kl_metrics = gspo.kl_penalty(in_loss, ref_logprobs, mask, per=unit, denom=denom)
         loss = loss + config.kl_coef * kl
         metrics |= kl_metrics
 
@@ -845,78 +945,154 @@ def losses(run: Run, batch: Batch, rows: Tensor, denom: Tensor) -> tuple[Tensor,
         )
         loss = loss + critic_loss
         metrics |= critic_metrics
-    return loss, metrics
+    return loss, logprobs.detach(), metrics
 
 
 # ---- report --------------------------------------------------------------------------------------
 
 
 def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
-    """The row of metrics.jsonl. Add a line for a metric of yours."""
-    samples, correct, lengths = batch.samples, batch.correct, batch.samples.lengths.float()
+    """The row of metrics.jsonl, explained in docs/metrics.md. Add a line for a metric of yours."""
+    samples, correct = batch.samples, batch.correct
+    lengths = samples.completion_mask.sum(1).float()
     row = {}
-    row["reward"] = batch.rewards.mean()  # of what is trained on; rises
-    row["reward_std"] = batch.rewards.std()  # above 0
+    row["reward"] = batch.rewards.mean()
+    row["reward_std"] = batch.rewards.std()
     for name in run.reward.terms:
-        terms = [score.terms[name] for score in batch.judged.scores]
-        row[f"reward/{name}"] = statistics.fmean(terms)
-    row["solved"] = correct.mean()  # share right, of all that was drawn; rises
-    row["solved_any"] = correct.amax(1).mean()  # of prompts; above solved: there is more to learn
-    row["dead_right"] = (correct.amin(1) == 1).float().mean()  # near 1: take harder prompts
-    row["dead_wrong"] = (correct.amax(1) == 0).float().mean()  # near 1: take easier ones
-    row["prompts_drawn"] = len(correct)
-    row["length_mean"] = lengths.mean()  # no drift to --max-new-tokens
-    row["truncated"] = samples.truncated.float().mean()  # near 0
-    row["advantage_abs"] = batch.advantages.abs().mean()  # falls as dead groups grow
-    row["bad_updates"] = batch.bad_updates  # 0
-    row["verifier_faults"] = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
-    live = torch.cat([update.live for update in batch.updates])
-    gap = (batch.old_logprobs - samples.sampler_logprobs)[live][batch.mask[live]]
-    if len(gap) > 0:
-        row["sampler_kl"] = (gap.exp() - 1 - gap).mean()  # 0 up to rounding in float32
+        row[f"reward/{name}"] = statistics.fmean(each.terms[name] for each in batch.judged.scores)
+    if correct is not None:
+        row["solved"] = correct.mean()
+        row["solved_any"] = correct.amax(1).mean()
+        row["dead_right"] = (batch.dead & (correct.amin(1) >= 1)).float().mean()
+        row["dead_wrong"] = (batch.dead & (correct.amax(1) <= 0)).float().mean()
+    row["dead"] = batch.dead.float().mean()
+    row["prompts_drawn"] = len(batch.paid)
+    row["length_mean"] = lengths.mean()
+    row["length_min"] = lengths.min()
+    row["length_max"] = lengths.max()
+    row["truncated"] = samples.truncated.float().mean()
+    row["advantage_abs"] = mean_advantage(batch)
     for name in updates[0] if updates else []:  # clip_fraction, ratio_mean, entropy, grad_norm, ...
-        row[name] = statistics.fmean([metrics[name] for metrics in updates])
+        row[name] = statistics.fmean(metrics[name] for metrics in updates)
+    row["bad_updates"] = batch.bad_updates
+    row |= drift("policy", batch, batch.old_logprobs, batch.live)
+    # of the first update's rows: nothing had moved yet
+    row |= drift("sampler", batch, samples.sampler_logprobs, batch.updates[0].live)
+    if run.critic is not None:
+        row["explained_variance"] = explained_variance(batch)
+    row["verifier_faults"] = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
     row["lr"] = run.optimizer.param_groups[0]["lr"]
+    row["memory_gb"] = max(run.ranks.gather(peak_memory(run.config.device)))
     row |= run.seconds
     row["tokens_per_second"] = lengths.sum() / run.seconds["seconds_step"]
     numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # JSON
     return {"step": batch.step, **numbers}
 
 
-CONSOLE = {  # metric -> (what the console line calls it, how it is written)
-    "reward": ("reward", ".2f"),
-    "solved": ("solved", ".0%"),
-    "length_mean": ("len", ".0f"),
-    "truncated": ("truncated", ".0%"),
-    "ratio_mean": ("ratio", ".4f"),
-    "clip_fraction": ("clip", ".0%"),
-    "kl": ("kl", ".4f"),
-    "entropy": ("entropy", ".2f"),
-    "grad_norm": ("grad", ".2f"),
-    "eval_solved": ("held out", ".1%"),
+def mean_advantage(batch: Batch) -> Tensor:
+    """Mean of |A| over completions, or over tokens."""
+    size = batch.advantages.abs()
+    if size.dim() == 2:
+        size = size[batch.samples.completion_mask]
+    return size.mean()
+
+
+def drift(prefix: str, batch: Batch, before: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """How far some rows' log-probs are from those before: a KL in nats over their tokens (k3), the
+    spread of token log-ratios, and of their means over completions, log s."""
+    mask = batch.mask[rows]
+    log_ratio = (batch.new_logprobs - before)[rows]
+    tokens = log_ratio[mask]
+    if len(tokens) == 0:
+        return {}
+    return {
+        f"{prefix}_kl": (tokens.exp() - 1 - tokens).mean(),
+        f"{prefix}_token_std": tokens.std(correction=0),
+        f"{prefix}_sequence_std": gspo.completion_mean(log_ratio, mask).std(correction=0),
+    }
+
+
+def explained_variance(batch: Batch) -> Tensor:
+    """1 - var(return - value) / var(return): 1 for a perfect critic, 0 for a constant."""
+    returns = batch.returns[batch.mask]
+    error = returns - batch.values[batch.mask]
+    return 1 - error.var() / (returns.var() + 1e-8)
+
+
+def peak_memory(device: str) -> float:
+    """GB since the start: of the GPU, or of this process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak / 1e6
+
+
+CONSOLE = {  # metric -> how the console line writes it
+    "reward": "reward {:.2f}",
+    "solved": "solved {:.0%}",
+    "length_mean": "len {:.0f}",
+    "truncated": "truncated {:.0%}",
+    "dead": "dead {:.0%}",
+    "ratio_mean": "ratio {:.4f}",
+    "clip_fraction": "clip {:.0%}",
+    "kl": "kl {:.4f}",
+    "entropy": "entropy {:.2f}",
+    "tool_calls": "calls {:.2f}",
+    "grad_norm": "grad {:.2f}",
+    "eval_solved": "held out {:.1%}",
+    "eval_reward": "held-out reward {:.2f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "seconds_step": "{:.1f} s",
 }
 
 
 def report(run: Run, batch: Batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
+    warn(run, batch, row)
     if not run.ranks.first:
         return
-    minutes = (run.config.steps - batch.step) * row["seconds_step"] / 60
     parts = [f"step {batch.step}/{run.config.steps}"]
-    for name, (label, form) in CONSOLE.items():
-        if name in row:
-            parts.append(f"{label} {row[name]:{form}}")
-    parts.append(f"{row['seconds_step']:.1f} s | {minutes:.0f} min left")
-    print(" | ".join(parts), flush=True)
-    if row["verifier_faults"]:
-        print(f"warning: a verifier failed and paid 0: {printable(run.reward.fault)}", flush=True)
+    parts += [form.format(row[name]) for name, form in CONSOLE.items() if name in row]
+    say(" | ".join([*parts, f"{time_left(run)} left"]))
     folders.append_rows(run.folder / "metrics.jsonl", [row])
     samples = readable_samples(batch, run.config.group_size)
     folders.append_rows(run.folder / "samples.jsonl", samples)
-    if run.config.report and "eval_solved" in row:
-        from support.report import write_report
+    if run.tracker:
+        run.tracker(row)
 
-        write_report([run.folder], run.folder / "report.html")
+
+def time_left(run: Run) -> str:
+    pace = statistics.fmean(run.step_seconds[-10:])
+    left = (run.config.steps - run.progress.step) * pace
+    for unit, seconds in (("h", 3600), ("min", 60)):
+        if left >= 2 * seconds:
+            return f"{left / seconds:.0f} {unit}"
+    return f"{left:.0f} s"
+
+
+def warn(run: Run, batch: Batch, row: dict) -> None:
+    """What a person should know beside the numbers."""
+    config, kept = run.config, int((~batch.dead).sum())
+    if config.dynamic_sampling and kept < config.prompts_per_step:
+        drawn = f"of {len(batch.paid)} groups drawn {kept} are not paid alike"
+        run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
+    if row["verifier_faults"]:
+        run.warn("fault", f"a verifier failed and paid 0: {run.reward.fault}")
+    by_itself = config.old_logprobs == "sampler" and config.stale_steps == 1
+    if by_itself and config.dtype == "float32" and row.get("sampler_kl", 0) > 1e-4:
+        far = f"the sampler's log-probs are {row['sampler_kl']:.1g} nats from the policy's"
+        run.warn("sampler", f"{far}, and float32 rounds to less: take --old-logprobs trainer")
+    taught = row["truncated"] < 1 and row.get("advantage_abs", 0) > 0
+    run.quiet_steps = 0 if taught else run.quiet_steps + 1
+    if run.quiet_steps == 10 or run.quiet_steps == len(run.step_seconds) == config.steps:
+        why = "all groups are paid alike (another --reward? other prompts? more --group-size?)"
+        if row["truncated"] == 1:
+            why = "all completions are cut off (--max-new-tokens)"
+        run.warn("quiet", f"{run.quiet_steps} steps taught nothing: {why}")
 
 
 def readable_samples(batch: Batch, group_size: int) -> list[dict]:
@@ -929,34 +1105,69 @@ def readable_samples(batch: Batch, group_size: int) -> list[dict]:
     return found
 
 
+SHOWN_PROMPTS = 4  # whose greedy answers every evaluation keeps, for report.html
+
+
 def evaluate(run: Run, pass_k: int = 0) -> dict:
-    """Held-out accuracy: greedy, and the share of prompts that one of k samples solves."""
-    sampler = run.old_policy
+    """Held-out accuracy: greedy, and the share of prompts that one of k samples solves; the greedy
+    reward where no verifier says what is right."""
+    sampler, count = run.old_policy, len(run.held_out)
     if run.config.stale_steps > 1:  # what is evaluated is not
         sampler = run.policy
     elif sampler is not run.policy:
         rollout.refresh(sampler, run.policy)
+    if pass_k:
+        say(f"evaluating {count} prompts, greedy and {pass_k} samples each")
     greedy = sample(run, sampler, run.held_out, 1, 0.0, "eval")
-    found = {"eval_solved": float(greedy.correct(1).mean())}
+    _, correct = verdicts(run, greedy.scores, 1)
+    keep_answers(run, greedy, correct)
+    if correct is None:
+        return {"eval_reward": statistics.fmean(score.reward for score in greedy.scores)}
+    found = {"eval_solved": float(correct.mean())}
     if pass_k:
         several = sample(run, sampler, run.held_out, pass_k, run.config.temperature, "eval")
-        found[f"eval_pass@{pass_k}"] = float(several.correct(pass_k).amax(1).mean())
+        _, correct = verdicts(run, several.scores, pass_k)
+        if correct is not None:
+            found[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
     return found
 
 
+def keep_answers(run: Run, greedy: Judged, correct: Tensor | None) -> None:
+    """Some greedy answers to the same prompts, for report.html, and one for the console."""
+    run.answers = [
+        {
+            "step": run.progress.step,
+            "prompt": data.text_of(greedy.rows[i]["prompt"]),
+            "answer": greedy.rows[i]["answer"],
+            "completion": greedy.texts[i],
+            "reward": greedy.scores[i].reward,
+            "correct": None if correct is None else float(correct[i, 0]),
+        }
+        for i in range(len(greedy.texts))[:SHOWN_PROMPTS]
+    ]
+    shown = run.answers[0]
+    said = [printable(shown[name][-200:]) for name in ("prompt", "completion")]
+    say(f"held out: '{said[0]}' -> '{said[1]}' is paid {shown['reward']:g}")
+
+
 def percent(found: dict) -> str:
-    """solved 27.3%, pass@8 82.4%"""
-    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in found.items())
+    """solved 27.3%, pass@8 82.4%; or reward 0.27"""
+    parts = []
+    for name, value in found.items():
+        form = ".2f" if name == "eval_reward" else ".1%"
+        parts.append(f"{name.removeprefix('eval_')} {value:{form}}")
+    return ", ".join(parts)
 
 
-# ---- checkpoints -------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def save(run: Run) -> Path:
     """checkpoints/step-N in Hugging Face layout, and trainer/ for --resume; whole or not there."""
     config, step = run.config, run.progress.step
+    run.progress.uncounted = sorted(run.reward.uncounted)
     if run.ranks.first:
-        with folders.new_checkpoint(run.folder, step, config.keep) as folder:
+        with folders.new_checkpoint(run.folder, step) as folder:
             run.policy.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
             if config.lora_rank:
@@ -996,15 +1207,26 @@ def trainer_state(run: Run) -> dict[str, Tensor]:
 
 
 def load_state(run: Run, checkpoint: Path) -> None:
-    """Puts back what `trainer_state` wrote; the policy's own files are loaded already."""
+    """Puts back what `trainer_state` wrote; the policy's own files are loaded already. UserError
+    unless it is what this run would write: keys and shapes."""
     path, parameters = checkpoint / "trainer/state.safetensors", kept_parameters(run)
     with expecting(f"--resume: expected the state of this run in {path}"):
-        for key, value in safetensors.torch.load_file(path).items():
+        state = safetensors.torch.load_file(path, device=run.config.device)
+        if len(state) > len(trainer_state(run)):  # some update was made
+            for parameter in (each for name, each in parameters.items() if each.requires_grad):
+                moments = {"exp_avg": parameter, "exp_avg_sq": parameter, "step": torch.zeros(())}
+                run.optimizer.state[parameter] = moments
+        expected = {key: value.shape for key, value in trainer_state(run).items()}
+        found = {key: value.shape for key, value in state.items()}
+        for key in sorted(expected.keys() | found.keys()):
+            shapes = found.get(key), expected.get(key)
+            need(shapes[0] == shapes[1], f"{key}: found {shapes[0]}, expected {shapes[1]}")
+        for key, value in state.items():
             kind, name = key.split()
             if kind == "weights":
                 parameters[name].data.copy_(value)
             else:
-                run.optimizer.state[parameters[name]][kind] = value.to(run.config.device)
+                run.optimizer.state[parameters[name]][kind] = value
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -1014,10 +1236,7 @@ def train(run: Run) -> None:
     """The three-policy loop."""
     config = run.config
     stop_on_signals(run)
-    before = evaluate(run, pass_k=config.eval_samples)
-    size = f"{run.policy.num_parameters() / 1e6:.1f} M parameters"
-    print(f"{config.algo}, {size}, {config.device} {config.dtype}, {run.folder}")
-    print(f"{len(run.held_out)} prompts held out: {percent(before)}", flush=True)
+    show_answers(run)
     for step in range(run.progress.step + 1, config.steps + 1):
         begun = time.perf_counter()
         run.seconds.clear()
@@ -1037,7 +1256,7 @@ def train(run: Run) -> None:
         with run.timer("freeze"):
             freeze(run, batch)
 
-        # 5. compare: advantages
+        # 5. compare: advantages that read these; for GSPO there is nothing left to do
         compare(run, batch)
 
         # 6. improve: minibatches of completions, each one optimiser step
@@ -1047,18 +1266,25 @@ def train(run: Run) -> None:
         # 7. report: metrics, evaluation, samples, checkpoint
         run.progress.step = step
         run.seconds["seconds_step"] = time.perf_counter() - begun
+        run.step_seconds.append(run.seconds["seconds_step"])
         row = measure(run, batch, updates)
-        if last or (config.eval_every and step % config.eval_every == 0):
+        evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
+        if evaluates:
             after = evaluate(run, pass_k=config.eval_samples * last)
             row |= after
         report(run, batch, row)
+        if evaluates:
+            show_answers(run)
         stopping = any(run.ranks.gather(run.stopping))
         if last or stopping or (config.save_every and step % config.save_every == 0):
             checkpoint = save(run)
         if stopping and not last:
-            print(f"stopped; to go on: python train.py --resume --name {config.name}")
             raise KeyboardInterrupt
-    print(f"held out: {percent(before)} -> {percent(after)}; the model is in {checkpoint}")
+    minutes = (time.time() - run.progress.began) / 60
+    say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
+    prompt = data.messages_of(run.held_out[0]["prompt"])[-1]["content"]
+    say(f"the model is in {checkpoint}, the report in {run.folder}/report.html; try it:")
+    say(shlex.join(["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]))
 
 
 def stop_on_signals(run: Run) -> None:
@@ -1067,32 +1293,71 @@ def stop_on_signals(run: Run) -> None:
     def stop(number, frame):
         run.stopping = True
         signal.signal(number, signal.default_int_handler)
-        print("stopping after this step, with a checkpoint", file=sys.stderr, flush=True)
+        if run.ranks.first:
+            say("stopping after this step, with a checkpoint")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
 
 
+def show_answers(run: Run) -> None:
+    """evaluations.jsonl, and the page of the run."""
+    if not run.ranks.first:
+        return
+    folders.append_rows(run.folder / "evaluations.jsonl", run.answers)
+    page = leaf("report")
+    if page:
+        page.write_report([run.folder], run.folder / "report.html")
+
+
+def explain(error: BaseException, config: Config | None) -> tuple[int, str] | None:
+    """Exit status and a sentence, for what is not a bug of the code: that keeps its traceback."""
+    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # on a CPU
+        no_memory = True
+    if isinstance(error, KeyboardInterrupt):
+        status, sentence = 130, "stopped"
+    elif isinstance(error, (UserError, OSError)):
+        status, sentence = 2, f"error: {error}"
+    elif no_memory:
+        lower = "--micro-batch-tokens, --cache-gb or --max-new-tokens"
+        more = "--gradient-checkpointing or --lora-rank 16"
+        status, sentence = 1, f"error: out of memory; lower {lower}, or take {more}"
+    else:
+        return None
+    if config and config.name and folders.checkpoints(Path(config.runs, config.name)):
+        resume = ["python", "train.py", "--resume", "--name", config.name, "--runs", config.runs]
+        sentence += f"; to go on: {shlex.join(resume)}"
+    return status, sentence
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    begun = time.time()
+    arguments = sys.argv[1:] if arguments is None else arguments
     transformers.utils.logging.disable_progress_bar()  # between our lines
+    config, ranks = None, Ranks()
     try:
-        config = parse_flags(arguments)
-        if config.model in BUILT_IN:  # more threads only wait for each other at this size
-            torch.set_num_threads(min(2, torch.get_num_threads()))
+        if arguments[:1] == ["--report"]:
+            page = leaf("report")
+            need(page, "--report: needs support/report.py, which is not here")
+            return page.main(arguments[1:])
         with joined_ranks() as ranks:
+            config = parse_flags(arguments)
+            if config.model in BUILT_IN:  # more threads only wait for each other at this size
+                torch.set_num_threads(min(2, torch.get_num_threads()))
             train(start(config, ranks))
-    except (UserError, OSError) as error:
-        print("error:", error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except torch.OutOfMemoryError:
-        print("out of memory: lower --micro-batch-tokens or --cache-gb", file=sys.stderr)
-        return 1
-    print(f"{(time.time() - begun) / 60:.1f} minutes")
-    return 0
+        return 0
+    except BaseException as error:
+        explained = explain(error, config)
+        if not ranks.fails_first():  # another process says why
+            os._exit(2)
+        if explained is None:
+            raise
+    status, sentence = explained
+    print(printable(sentence), file=sys.stderr, flush=True)
+    if ranks.size > 1:
+        os._exit(status)  # at once: an orderly end would wait for the others
+    return status
 
 
 if __name__ == "__main__":
