@@ -302,7 +302,9 @@ class Progress:
     began: float = dataclasses.field(default_factory=time.time)
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates that were skipped, as something was not finite
-    uncounted: list[str] = dataclasses.field(default_factory=list)  # terms of the reward
+    shaping: list[str] = dataclasses.field(
+        default_factory=list
+    )  # terms of the reward that do not count
     before: dict = dataclasses.field(default_factory=dict)  # the evaluation before the first step
 
 
@@ -334,6 +336,7 @@ class Run:
     folder: Path | None = None
     lock: typing.IO | None = None  # stays open: nobody else writes into the folder
     tracker: Callable[[dict], None] | None = None  # takes the rows of metrics.jsonl, too
+    began: float = dataclasses.field(default_factory=time.time)
     seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     answers: list[dict] = dataclasses.field(default_factory=list)  # some, of the last evaluation
@@ -415,7 +418,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         ends=ends,
         **policies(config, policy),
     )
-    run.reward.uncounted.update(progress.uncounted)
+    run.reward.shaping.update(progress.shaping)
     if saved:
         load_state(run, saved)
     first_evaluation(run)
@@ -515,6 +518,7 @@ def own_folder(run: Run) -> None:
         command = shlex.join(["python", "train.py", *sys.argv[1:]])
         date = time.strftime("%Y-%m-%d")
         folders.append_rows(folder / "starts.jsonl", [{"date": date, "command": command}])
+        folders.append_rows(folder / "evaluations.jsonl", run.answers)
         if config.track:
             run.tracker = open_tracker(run, folder)
     config.name = run.ranks.from_first(config.name)
@@ -1165,7 +1169,7 @@ def percent(found: dict) -> str:
 def save(run: Run) -> Path:
     """checkpoints/step-N in Hugging Face layout, and trainer/ for --resume; whole or not there."""
     config, step = run.config, run.progress.step
-    run.progress.uncounted = sorted(run.reward.uncounted)
+    run.progress.shaping = sorted(run.reward.shaping)
     if run.ranks.first:
         with folders.new_checkpoint(run.folder, step) as folder:
             run.policy.save_pretrained(folder)
@@ -1236,7 +1240,6 @@ def train(run: Run) -> None:
     """The three-policy loop."""
     config = run.config
     stop_on_signals(run)
-    show_answers(run)
     for step in range(run.progress.step + 1, config.steps + 1):
         begun = time.perf_counter()
         run.seconds.clear()
@@ -1280,7 +1283,7 @@ def train(run: Run) -> None:
             checkpoint = save(run)
         if stopping and not last:
             raise KeyboardInterrupt
-    minutes = (time.time() - run.progress.began) / 60
+    minutes = (time.time() - run.began) / 60
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
     prompt = data.messages_of(run.held_out[0]["prompt"])[-1]["content"]
     say(f"the model is in {checkpoint}, the report in {run.folder}/report.html; try it:")
