@@ -15,8 +15,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import collections
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -41,9 +39,17 @@ import gspo
 import rewards
 import rollout
 from support import data, folders
-from support.data import UserError, expecting, need, printable
+from support.console import (
+    command_to_resume,
+    explain,
+    peak_memory,
+    percent,
+    say,
+    step_line,
+)
+from support.data import expecting, need, printable
 from support.flags import dashed, flag, leaf, parse
-from support.ranks import Ranks, joined_ranks, say
+from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -82,10 +88,8 @@ class Config:
     tis_cap: float | None = flag(None, "of importance sampling, sampler to pi_old", above=0)
 
     # the defaults are the papers', in gspo.py
-    clip_low: float | None = flag(
-        None, "the ratio stays above 1 - clip_low", heading="objective", low=0
-    )
-    clip_high: float | None = flag(None, "the ratio stays below 1 + clip_high", low=0)
+    clip_low: float | None = flag(None, "ratio above 1 - clip_low", heading="objective", low=0)
+    clip_high: float | None = flag(None, "ratio below 1 + clip_high", low=0)
     dual_clip: float | None = flag(None, "PPO: bound on the objective where A < 0", above=1)
     ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
     tau_pos: float | None = flag(None, "SAPO: steepness of the gate where A > 0", above=0)
@@ -96,15 +100,13 @@ class Config:
     value_clip: float | None = flag(None, "PPO's critic: how far a value may move", above=0)
     kl_coef: float | None = flag(None, "weight of the KL to the reference; GRPO 0.04", low=0)
     ref_every: int = flag(0, "steps between its refreshes; 0: never", low=0, needs="kl_coef")
-    entropy_coef: float = flag(0.0, "bonus per nat of the tokens' mean entropy", low=0)
+    entropy_coef: float = flag(0.0, "bonus per nat of the mean entropy", low=0)
     dynamic_sampling: bool | None = flag(None, "refill groups whose completions are paid alike")
     overlong_cache: int | None = flag(None, "punished tokens before the limit; DAPO 1/5", low=0)
     overlong_filter: bool = flag(False, "truncated completions leave the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose", leaf="experts")
 
-    completions_per_update: int | None = flag(
-        None, "default: for 4 updates a rollout", heading="optimiser", low=1
-    )
+    completions_per_update: int | None = flag(None, "default: a fourth", heading="optimiser", low=1)
     epochs: int = flag(1, "passes over a rollout", low=1)
     lr: float | None = flag(None, "of AdamW; default 2e-4 for built-in models, else 1e-6", above=0)
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
@@ -116,15 +118,16 @@ class Config:
     lora_alpha: float | None = flag(None, "its scale; default 2 x rank", above=0, needs="lora_rank")
 
     eval_every: int = flag(
-        10, "steps between evaluations; 0: before and after only", heading="run", low=0
+        10, "steps between; 0: before and after only", heading="evaluation", low=0
     )
     eval_prompts: int = flag(256, "held-out prompts, greedy", low=1)
     eval_samples: int = flag(8, "k of pass@k, before and after; 0: none", low=0)
-    save_every: int = flag(10, "steps between checkpoints; 0: the last only", low=0)
-    name: str | None = flag(None, "folder of the run; default: the algorithm and a number")
+
+    name: str | None = flag(None, "folder of the run; default: algorithm, number", heading="run")
     runs: str = flag("runs", "folder of all runs")
     resume: bool = flag(False, "go on from the newest checkpoint of --name, with its flags")
-    track: str | None = flag(None, "send metrics there, too", choices=TRACKERS)
+    save_every: int = flag(10, "steps between checkpoints; 0: the last only", low=0)
+    track: str | None = flag(None, "send metrics there, too", choices=TRACKERS, leaf="trackers")
     device: str = flag(DEVICE, "where all of it runs", choices=("cuda", "cpu", "mps"))
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
@@ -287,8 +290,6 @@ def check_together(config: Config) -> None:
         need(not taken, f"--name {config.name}: that run is there; new name or --resume?")
     here = torch.get_device_module(config.device).is_available()
     need(here, f"--device {config.device}: there is none here")
-    if config.track:
-        need(importlib.util.find_spec(config.track), f"--track: needs pip install {config.track}")
 
 
 # ---- start ---------------------------------------------------------------------------------------
@@ -520,29 +521,12 @@ def own_folder(run: Run) -> None:
         folders.append_rows(folder / "starts.jsonl", [{"date": date, "command": command}])
         folders.append_rows(folder / "evaluations.jsonl", run.answers)
         if config.track:
-            run.tracker = open_tracker(run, folder)
+            from support.trackers import open_tracker
+
+            done, began = run.progress.step, run.progress.began
+            run.tracker = open_tracker(config.track, folder, vars(config), began, done)
     config.name = run.ranks.from_first(config.name)
     run.folder = Path(config.runs, config.name)
-
-
-def open_tracker(run: Run, folder: Path) -> Callable[[dict], None]:
-    """Takes rows of metrics. A resumed run goes on in the curve that it began."""
-    config = run.config
-    with expecting(f"--track {config.track}: expected that it starts"):
-        if config.track == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(folder, purge_step=run.progress.step + 1)
-            return lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row]
-
-        module = importlib.import_module(config.track)  # wandb and trackio have the same functions
-        began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(run.progress.began))
-        names = {"name": f"{folder.name}-{began}"}  # an earlier run may have had the same name
-        if config.track == "wandb":
-            names["id"] = names["name"]
-        settings = dataclasses.asdict(config)
-        module.init(project="gspo", config=settings, resume="allow", **names)
-    return lambda row: module.log(row, step=row["step"])
 
 
 # ---- sampling and judging ------------------------------------------------------------------------
@@ -851,8 +835,6 @@ def improve(run: Run, batch: Batch) -> list[dict]:
         warm_up = min(1.0, batch.step / max(config.warmup_steps, 1))
         group["lr"] = group["initial_lr"] * warm_up
     for number, update in enumerate(batch.updates * config.epochs):
-        if len(update.live) == 0:  # on no process
-            continue
         metrics = accumulate_gradients(run, batch, update, first=number < len(batch.updates))
         wrong = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         if wrong:  # no step: it would ruin the weights
@@ -862,9 +844,10 @@ def improve(run: Run, batch: Batch) -> list[dict]:
             sentence = f"step {batch.step}: {bad} updates in a row were not finite, in {wrong}"
             need(bad <= MAX_BAD_UPDATES, sentence)
             continue
-        run.optimizer.step()
-        run.progress.bad_in_a_row = 0
-        made.append(metrics)
+        run.optimizer.step()  # without a live row by momentum alone: nothing to measure
+        if len(update.live) > 0:
+            run.progress.bad_in_a_row = 0
+            made.append(metrics)
     run.optimizer.zero_grad()  # their memory is for sampling
     run.ranks.sum(batch.new_logprobs)
     return made
@@ -1023,59 +1006,19 @@ def explained_variance(batch: Batch) -> Tensor:
     return 1 - error.var() / (returns.var() + 1e-8)
 
 
-def peak_memory(device: str) -> float:
-    """GB since the start: of the GPU, or of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 1e9 if sys.platform == "darwin" else peak / 1e6
-
-
-CONSOLE = {  # metric -> how the console line writes it
-    "reward": "reward {:.2f}",
-    "solved": "solved {:.0%}",
-    "length_mean": "len {:.0f}",
-    "truncated": "truncated {:.0%}",
-    "dead": "dead {:.0%}",
-    "ratio_mean": "ratio {:.4f}",
-    "clip_fraction": "clip {:.0%}",
-    "kl": "kl {:.4f}",
-    "entropy": "entropy {:.2f}",
-    "tool_calls": "calls {:.2f}",
-    "grad_norm": "grad {:.2f}",
-    "eval_solved": "held out {:.1%}",
-    "eval_reward": "held-out reward {:.2f}",
-    "tokens_per_second": "{:,.0f} tok/s",
-    "seconds_step": "{:.1f} s",
-}
-
-
 def report(run: Run, batch: Batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
     warn(run, batch, row)
     if not run.ranks.first:
         return
-    parts = [f"step {batch.step}/{run.config.steps}"]
-    parts += [form.format(row[name]) for name, form in CONSOLE.items() if name in row]
-    say(" | ".join([*parts, f"{time_left(run)} left"]))
+    steps_left = run.config.steps - batch.step
+    seconds_left = steps_left * statistics.fmean(run.step_seconds[-10:])
+    say(step_line(row, run.config.steps, seconds_left))
     folders.append_rows(run.folder / "metrics.jsonl", [row])
     samples = readable_samples(batch, run.config.group_size)
     folders.append_rows(run.folder / "samples.jsonl", samples)
     if run.tracker:
         run.tracker(row)
-
-
-def time_left(run: Run) -> str:
-    pace = statistics.fmean(run.step_seconds[-10:])
-    left = (run.config.steps - run.progress.step) * pace
-    for unit, seconds in (("h", 3600), ("min", 60)):
-        if left >= 2 * seconds:
-            return f"{left / seconds:.0f} {unit}"
-    return f"{left:.0f} s"
 
 
 def warn(run: Run, batch: Batch, row: dict) -> None:
@@ -1152,15 +1095,6 @@ def keep_answers(run: Run, greedy: Judged, correct: Tensor | None) -> None:
     shown = run.answers[0]
     said = [printable(shown[name][-200:]) for name in ("prompt", "completion")]
     say(f"held out: '{said[0]}' -> '{said[1]}' is paid {shown['reward']:g}")
-
-
-def percent(found: dict) -> str:
-    """solved 27.3%, pass@8 82.4%; or reward 0.27"""
-    parts = []
-    for name, value in found.items():
-        form = ".2f" if name == "eval_reward" else ".1%"
-        parts.append(f"{name.removeprefix('eval_')} {value:{form}}")
-    return ", ".join(parts)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -1313,27 +1247,6 @@ def show_answers(run: Run) -> None:
         page.write_report([run.folder], run.folder / "report.html")
 
 
-def explain(error: BaseException, config: Config | None) -> tuple[int, str] | None:
-    """Exit status and a sentence, for what is not a bug of the code: that keeps its traceback."""
-    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # on a CPU
-        no_memory = True
-    if isinstance(error, KeyboardInterrupt):
-        status, sentence = 130, "stopped"
-    elif isinstance(error, (UserError, OSError)):
-        status, sentence = 2, f"error: {error}"
-    elif no_memory:
-        lower = "--micro-batch-tokens, --cache-gb or --max-new-tokens"
-        more = "--gradient-checkpointing or --lora-rank 16"
-        status, sentence = 1, f"error: out of memory; lower {lower}, or take {more}"
-    else:
-        return None
-    if config and config.name and folders.checkpoints(Path(config.runs, config.name)):
-        resume = ["python", "train.py", "--resume", "--name", config.name, "--runs", config.runs]
-        sentence += f"; to go on: {shlex.join(resume)}"
-    return status, sentence
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -1351,12 +1264,14 @@ def main(arguments: list[str] | None = None) -> int:
             train(start(config, ranks))
         return 0
     except BaseException as error:
-        explained = explain(error, config)
+        explained = explain(error)
         if not ranks.fails_first():  # another process says why
             os._exit(2)
         if explained is None:
             raise
     status, sentence = explained
+    if config and config.name and folders.checkpoints(Path(config.runs, config.name)):
+        sentence += f"; to go on: {command_to_resume(config.runs, config.name)}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:
         os._exit(status)  # at once: an orderly end would wait for the others

@@ -1,0 +1,30 @@
+"""Curves elsewhere, too: TensorBoard, Weights & Biases, Trackio."""
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from support.data import expecting, need
+
+
+def open_tracker(kind: str, folder: Path, flags: dict, began: float, done: int) -> Callable:
+    """What takes rows of metrics.jsonl. A resumed run goes on in the curve that it began.
+
+    began: seconds since 1970, when the run did; done: its steps so far."""
+    need(importlib.util.find_spec(kind), f"--track {kind}: needs pip install {kind}")
+    with expecting(f"--track {kind}: expected that it starts"):
+        if kind == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(folder, purge_step=done + 1)
+            return lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row]
+
+        module = importlib.import_module(kind)  # wandb and trackio have the same functions
+        # an earlier run may have had the same name
+        names = {"name": time.strftime(f"{folder.name}-%Y%m%d-%H%M%S", time.gmtime(began))}
+        if kind == "wandb":
+            names["id"] = names["name"]
+        module.init(project="gspo", config=flags, resume="allow", **names)
+    return lambda row: module.log(row, step=row["step"])
