@@ -744,7 +744,7 @@ def plan(run: Run, batch: Batch) -> list[Update]:
     updates = []
     for rows in groups[order].flatten().split(config.completions_per_update):
         own = run.ranks.share(rows[live[rows]])
-        parts = rollout.micro_batches(batch.samples[own], config.micro_batch_tokens)
+        parts = rollout.micro_batches(run.policy, batch.samples[own], config.micro_batch_tokens)
         updates.append(Update(rows, rows[live[rows]], [own[part] for part in parts]))
     return updates
 

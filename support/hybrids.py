@@ -1,0 +1,67 @@
+"""Models whose layers remember more than keys and values: state spaces, linear attention, hybrids.
+
+transformers' own `generate` samples them, with whatever cache they have; each token is drawn by us,
+so that completions depend on the page's uniforms alone and log-probs are of what was drawn."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+import transformers
+from torch import Tensor
+
+from rollout import Page, sample
+
+ROWS_AT_ONCE = 128
+
+
+class OurDraw(transformers.LogitsProcessor):
+    """Draws as `sample` does, and leaves `generate` one token to take."""
+
+    def __init__(self, page: Page, rows: list[int], temperature: float):
+        self.page, self.rows, self.temperature = page, rows, temperature
+        self.step = 0
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        uniforms = self.page.uniforms[self.rows, self.step]
+        chosen, logprobs = sample(logits, uniforms[:, None], self.temperature)
+        self.page.tokens[self.rows, self.step] = chosen
+        self.page.logprobs[self.rows, self.step] = logprobs
+        self.step += 1
+        return torch.full_like(logits, -torch.inf).scatter(1, chosen[:, None], 0.0)
+
+
+def fill(page: Page, model, eos_ids: list[int], pad_id: int, temperature: float):
+    """Samples every row of the page; prompts of one length at a time: a state must not read
+    padding."""
+
+    def length(row):
+        return len(page.prompts[row])
+
+    in_order = sorted(range(len(page.prompts)), key=length)
+    for _, same in itertools.groupby(in_order, key=length):
+        same = list(same)
+        for first in range(0, len(same), ROWS_AT_ONCE):
+            rows = same[first : first + ROWS_AT_ONCE]
+            ids = torch.tensor([page.prompts[row] for row in rows], device=model.device)
+            with generating(model, eos_ids, pad_id):
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=page.max_new_tokens,
+                    logits_processor=[OurDraw(page, rows, temperature)],
+                )
+
+
+@contextlib.contextmanager
+def generating(model, eos_ids: list[int], pad_id: int) -> Iterator[None]:
+    """Without the penalties, filters and lengths that the model's own configuration asks for."""
+    before = model.generation_config
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=False, eos_token_id=eos_ids or None, pad_token_id=pad_id
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = before
