@@ -6,8 +6,10 @@ Read `generate` (sampling), then `completion_logprobs` (scoring). Sampling runs 
 layers with our attention over `Slots`; scoring is its plain forward pass over padded rows.
 support/packing.py does both without computing twice what texts have in common."""
 
+import bisect
 import contextlib
 import copy
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -15,11 +17,12 @@ import os
 import sys
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
@@ -36,7 +39,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from support.data import expecting, need
+from support.data import PromptFormat, UserError, expecting, need, printable
+from support.flags import flag, parse
 
 
 class Rollout(typing.NamedTuple):
@@ -771,8 +775,8 @@ def text_logprobs(model, text: list[int]) -> Tensor:
 def load(kind: type, source: str, **options):
     """A tokenizer, a config or a model, by a class of transformers; never from a pickle, nor with
     code of its own."""
-    saved = sorted(Path(source).glob("checkpoints/step-*"), key=lambda path: len(path.name))
-    need(not saved, f"--model {source}: it is the folder of a run; expected one of {saved[-1:]}")
+    is_run = Path(source, "checkpoints").is_dir()
+    need(not is_run, f"--model {source}: it is a run's folder; expected one of its checkpoints/")
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
     here = Path(source).exists() or not is_path
     need(here, f"--model {source}: there is no such folder")
@@ -867,7 +871,82 @@ def critic_of(policy) -> torch.nn.Module:
 
 def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
     """Index of the token with which the text of a completion has so many characters."""
-    for token in range(len(ids)):
-        if len(tokenizer.decode(ids[: token + 1], skip_special_tokens=True)) >= characters:
-            return token
-    return len(ids) - 1
+
+    def complete(token):
+        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
+        return len(text.rstrip("\ufffd"))  # the first bytes of a character
+
+    found = bisect.bisect_left(range(len(ids)), characters, key=complete)
+    return min(found, len(ids) - 1)
+
+
+# ---- by hand
+
+
+@dataclasses.dataclass
+class Flags:
+    model: str | None = flag(None, "a folder, or a name on the hub")
+    prompt: str | None = flag(None, "a text")
+    system: str | None = flag(None, "system message, for tokenizers with a chat template")
+    prompt_template: str = flag("{prompt}", "text around the prompt, with {prompt} in it")
+    chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
+    samples: int = flag(4, "completions", low=1)
+    max_new_tokens: int = flag(256, "of a completion", low=1)
+    temperature: float = flag(1.0, "divides the logits; 0: greedy", low=0)
+    answer: str | None = flag(None, "shows what each completion is paid against it")
+    reward: str = flag("math", "as train.py's, for --answer")
+    seed: int = flag(0, "of the samples", low=0)
+    device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where it runs")
+
+
+def tried(flags: Flags) -> Iterator[str]:
+    """Completions of a prompt, each after what it is paid if there is an answer."""
+    from rewards import parse_reward  # here alone: sampling and scoring know no rewards
+
+    need(flags.model and flags.prompt, "expected --model and --prompt")
+    row = {"prompt": flags.prompt, "answer": flags.answer}
+    reward = parse_reward(flags.reward)
+    if flags.answer is not None:
+        with expecting(f"--answer {flags.answer}: expected one for --reward {flags.reward}"):
+            reward.check_answer(flags.answer)
+            reward.check([row])
+    tokenizer, config = inspect_model(flags.model)
+    with expecting("--prompt: expected a text that the tokenizer takes"):
+        ids = PromptFormat(tokenizer, flags).encode(row)["ids"]
+    room = context_of(config) - len(ids)
+    need(room > 0, f"--prompt: {len(ids)} tokens; the model's context is {context_of(config)}")
+    model = load_model(flags.model, flags.device)
+    size = (1, flags.samples, min(flags.max_new_tokens, room))
+    uniforms = torch.rand(size, generator=torch.Generator().manual_seed(flags.seed))
+    ends = end_and_pad_ids(model, tokenizer)
+    samples = generate(model, [ids], uniforms, temperature=flags.temperature, **ends)
+    for completion in samples.texts():
+        text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
+        if flags.answer is not None:
+            [score] = reward.score([text], [row])
+            need(not reward.faults, f"--reward {flags.reward}: {reward.fault}")
+            text = f"[reward {score.reward:g}] {text}"
+        yield text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    try:
+        for text in tried(parse(Flags, __doc__, sys.argv[1:] if arguments is None else arguments)):
+            for line in text.split("\n"):  # may hold escape sequences
+                print(printable(line))
+    except (UserError, OSError) as error:
+        print("error:", printable(str(error)), file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError:
+        print("error: out of memory; lower --samples or --max-new-tokens", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    import rollout  # the same module as for files in support/: they hold its layout
+
+    sys.exit(rollout.main())
