@@ -819,7 +819,6 @@ def has_experts(config) -> bool:
 def load_model(source: str, device: str):
     """In float32, and without dropout: in sampling, scoring and training. UserError where weights
     are missing or have other shapes: transformers would go on with random ones."""
-    inspect_model(source)
     model, report = load(
         AutoModelForCausalLM,
         source,

@@ -386,7 +386,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     if source in BUILT_IN and ranks.first:  # made once, for all processes
         source = str(built_in_policy(TASKS[config.task], source))
     source = ranks.from_first(source)
-    tokenizer = rollout.load(transformers.AutoTokenizer, source)
+    tokenizer, _ = rollout.inspect_model(source)
     form = data.PromptFormat(tokenizer, config)
     held_out = [form.encode(row) for row in itertools.islice(held_out, config.eval_prompts)]
     fewest = min(len(held_out), config.prompts_per_step)
