@@ -518,7 +518,8 @@ def own_folder(run: Run) -> None:
             folders.cut_back(folder / name, run.progress.step)
         command = shlex.join(["python", "train.py", *sys.argv[1:]])
         date = time.strftime("%Y-%m-%d")
-        folders.append_rows(folder / "starts.jsonl", [{"date": date, "command": command}])
+        begin = {"date": date, "command": command, "step": 0, **run.progress.before}
+        folders.append_rows(folder / "starts.jsonl", [begin])
         folders.append_rows(folder / "evaluations.jsonl", run.answers)
         if config.track:
             from support.trackers import open_tracker

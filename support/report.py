@@ -25,7 +25,7 @@ class Story:
 
     name: str
     flags: dict  # config.json
-    starts: list[dict]  # starts.jsonl: date and command of each time that it began or went on
+    starts: list[dict]  # starts.jsonl: date, command, the evaluation before; a line a resume
     rows: list[dict]  # metrics.jsonl
     evaluations: list[dict]  # evaluations.jsonl: step, prompt, answer, completion, reward, correct
 
@@ -80,10 +80,9 @@ def health(rows: list[dict], flags: dict) -> list[str]:
         if applies:
             found.append(sentence)
 
-    right, wrong = now["dead_right"], now["dead_wrong"]
+    dead, right = now["dead"], now.get("dead_right", 0.0)
     warn(right > 0.9, f"{right:.0%} of groups are all right: take harder prompts")
-    warn(wrong > 0.9, f"{wrong:.0%} of groups are all wrong: {EASIER}")
-    warn(now["reward_std"] == 0, f"all rewards are equal: {EASIER}")
+    warn(dead > 0.9 >= right, f"{dead:.0%} of groups are paid alike: {EASIER}")
     warn(now["verifier_faults"] > 0, "a verifier fails, and pays 0: the console has its error")
     truncated = now["truncated"]
     warn(truncated > 1 / 3, f"{truncated:.0%} of completions are cut off: raise --max-new-tokens")
@@ -100,14 +99,15 @@ def health(rows: list[dict], flags: dict) -> list[str]:
     warn(now["bad_updates"] > 0, "updates were skipped, something was not finite: lower --lr")
 
     entropy = now.get("entropy", 1.0)
-    warn(entropy < 0.01 and now["solved"] < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
+    solved = now.get("solved", 0.0)
+    warn(entropy < 0.01 and solved < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
     levels = [mean_of(rows[i : i + RECENT], "reward") for i in range(0, len(rows), RECENT)]
     fell = now["reward"] < (max(levels) + min(levels[0], 0.0)) / 2
     warn(fell, f"the reward fell from {max(levels):.2f} to {now['reward']:.2f}: {COLLAPSE}")
     return found
 
 
-EASIER = "take easier prompts or a larger --group-size, and look in samples.jsonl what is paid"
+EASIER = "take easier prompts, a larger --group-size, and look in samples.jsonl what is paid"
 EXPLORE = "exploration is over before all is solved; again, with a lower --lr or --entropy-coef"
 COLLAPSE = "see where entropy, approx_kl, length_mean drift; lower --lr, or fewer updates a rollout"
 
@@ -233,9 +233,10 @@ CHARTS = (
     Chart("eval_solved", "held-out prompts, greedy; rises with solved", form=".1%"),
     Chart("solved", "of the completions sampled; rises with the reward", form=".1%"),
     Chart("reward", "of what is trained on; rises"),
+    Chart("eval_reward", "held-out prompts, greedy, where nothing says what is right; rises"),
     Chart("length_mean", "tokens; no drift to --max-new-tokens"),
     Chart("truncated", "near 0, else raise --max-new-tokens", form=".1%", band=(0, 0.1)),
-    Chart("dead groups", "near 100% little is learned", ("dead_right", "dead_wrong"), form=".1%"),
+    Chart("dead", "groups that are paid alike; near 100% little is learned", form=".1%"),
     Chart("entropy", "nats; falls slowly; near 0 exploration is over"),
     Chart("clip_fraction", "GSPO 10 to 60%, less once all is solved; GRPO to 2%", form=".1%"),
     Chart("ratio_mean", "GSPO: within 0.003 of 1", band=(0.997, 1.003)),
@@ -252,7 +253,8 @@ MOST_DOTS = 40
 
 def curve_of(story: Story, chart: Chart) -> list[tuple[float, float]]:
     """At most MOST_POINTS points."""
-    points = points_of(story.rows, *(chart.parts or [chart.title]))
+    # the first start has the evaluation before training
+    points = points_of(story.starts[:1] + story.rows, *(chart.parts or [chart.title]))
     size = max(1, math.ceil(len(points) / MOST_POINTS))
     means = []
     for start in range(0, len(points), size):
@@ -313,7 +315,7 @@ def headline(story: Story) -> str:
     parts = [
         f"{flags.get('algo')}, {flags.get('model')} on {flags.get('data') or flags.get('task')}"
     ]
-    solved = points_of(story.rows, "eval_solved")
+    solved = points_of(story.starts[:1] + story.rows, "eval_solved")
     if solved:
         (first, before), (last, after) = solved[0], solved[-1]
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
@@ -344,12 +346,14 @@ def cards(by_step: dict[int, dict]) -> list[str]:
     drawn, before = [], None
     for step in chosen:
         row = by_step[step]
-        mark, look = "✗ wrong", "card wrong"
-        if row["correct"] > 0.5:
-            mark, look = "✓ right", "card right"
+        mark, look = "✗ wrong,", "card wrong"
+        if row["correct"] is None:
+            mark, look = "", "card"
+        elif row["correct"] > 0.5:
+            mark, look = "✓ right,", "card right"
         if row["completion"] != before:
             look += " new"
-        head = tag("span", f"step {step}: {mark}, reward {row['reward']:g}", class_="head")
+        head = tag("span", f"step {step}: {mark} reward {row['reward']:g}", class_="head")
         drawn.append(tag("div", head, tag("pre", visible(row["completion"])), class_=look))
         before = row["completion"]
     return drawn
@@ -434,8 +438,9 @@ def write_report(folders: list[Path], path: Path) -> None:
     unfinished.replace(path)  # whoever opens it finds a whole page
 
 
-def main(folders: list[str]) -> None:
+def main(folders: list[str]) -> int:
     """One page of all these runs, beside the last of them, and what is not healthy in each."""
+    need(folders, "--report: expected folders of runs")
     paths = [Path(folder) for folder in folders]
     for path in paths:
         story = read_story(path)
@@ -447,10 +452,11 @@ def main(folders: list[str]) -> None:
         page = paths[-1].parent / "report.html"
     write_report(paths, page)
     print(f"the report is in {page}")
+    return 0
 
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:] or [""])
+        sys.exit(main(sys.argv[1:]))
     except UserError as error:
         sys.exit(f"error: {error}")

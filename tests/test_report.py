@@ -26,6 +26,7 @@ HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u20
 FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
 FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
 FLAGS |= {"clip_low": 3e-4, "warmup_steps": 0}
+START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 
 
 class Page(html.parser.HTMLParser):
@@ -70,7 +71,7 @@ class Page(html.parser.HTMLParser):
 
 def step_row(step: int, **more) -> dict:
     row = {"step": step, "reward": 0.5, "reward_std": 0.5, "solved": 0.5, "truncated": 0.0}
-    row |= {"dead_right": 0.2, "dead_wrong": 0.1, "verifier_faults": 0, "bad_updates": 0}
+    row |= {"dead": 0.3, "dead_right": 0.2, "verifier_faults": 0, "bad_updates": 0}
     row |= {"lr": FLAGS["lr"], "clip_fraction": 0.3, "entropy": 0.4}
     return row | more
 
@@ -82,8 +83,11 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
 
 def write_run(folder, rows=(), evaluations=(), flags=None):
     folder.mkdir(parents=True)
-    starts = [{"date": "2026-11-23", "command": "python train.py --algo gspo"}]
-    files = {"starts": starts, "metrics": rows, "evaluations": evaluations}
+    files = {
+        "starts": [START | {"eval_solved": 0.289}],
+        "metrics": rows,
+        "evaluations": evaluations,
+    }
     for name, lines in files.items():
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / f"{name}.jsonl").write_text(text)
@@ -109,10 +113,9 @@ def assert_self_contained(text: str, page: Page):
 
 
 def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path):
-    rows = [{"step": 0, "eval_solved": 0.289}]
-    rows += [step_row(step, eval_solved=0.2 * step) for step in range(1, 6)]
+    rows = [step_row(step, eval_solved=0.2 * step) for step in range(1, 6)]
     first = write_run(tmp_path / "first", rows, [evaluation(0, "2+2=", "5")])
-    second = write_run(tmp_path / "second", rows[:3], [], {"algo": "grpo"})
+    second = write_run(tmp_path / "second", rows[:2], [], {"algo": "grpo"})
     text, page = page_of(first, second)
     assert_self_contained(text, page)
     assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
@@ -169,7 +172,7 @@ def test_a_curve_lies_where_its_values_are(tmp_path):
     expected = [(46 + 266 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
     for found, wanted in zip(page.curves("reward")[0], expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.06)
-    [dead] = page.curves("dead groups")  # 0.2 + 0.1, flat: in the middle of 0.27 to 0.33
+    [dead] = page.curves("dead")  # flat: in the middle of 0.27 to 0.33
     assert {y for _, y in dead} == {68.0}
 
 
@@ -220,6 +223,9 @@ def test_cards_tell_right_from_wrong_and_new_from_old(tmp_path):
     _, page = page_of(write_run(tmp_path / "run", [], evaluations))
     looks = [look - {"card"} for look, _ in page.of_class("card")]
     assert looks == [{"wrong", "new"}, {"wrong"}, {"right", "new"}, {"right"}, {"wrong", "new"}]
+    unjudged = write_run(tmp_path / "other", [], [evaluation(0, "2+2=", "5", correct=None)])
+    [(look, _)] = page_of(unjudged)[1].of_class("card")
+    assert look == {"card", "new"}
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
@@ -250,9 +256,8 @@ def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
 
 # a row that is not healthy, or flags; and a word of what is said of it
 ILL = [
-    ({"dead_right": 0.95}, {}, "harder prompts"),
-    ({"dead_wrong": 1.0}, {}, "easier prompts"),
-    ({"reward_std": 0.0}, {}, "all rewards are equal"),
+    ({"dead": 0.97, "dead_right": 0.95}, {}, "harder prompts"),
+    ({"dead": 1.0, "dead_right": 0.0}, {}, "easier prompts"),
     ({"truncated": 0.4}, {}, "--max-new-tokens"),
     ({"verifier_faults": 3}, {}, "verifier fails"),
     ({}, {"completions_per_update": 256}, "one update a rollout"),
@@ -271,7 +276,10 @@ def test_health_names_what_is_wrong_and_that_alone(row, flags, word):
 
 
 def test_health_is_silent_where_nothing_is_wrong():
-    assert report.health([{"step": 0, "eval_solved": 0.1}, step_row(1)], FLAGS) == []
+    assert report.health([step_row(1)], FLAGS) == []
+    unjudged = step_row(1)  # no verifier says what is right
+    del unjudged["solved"], unjudged["dead_right"]
+    assert report.health([unjudged], FLAGS) == []
     solved = step_row(1, entropy=0.001, solved=0.97)  # all is solved: it may be sure
     assert report.health([solved], FLAGS) == []
     without_clip = FLAGS | {"clip_low": None}
