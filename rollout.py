@@ -201,17 +201,29 @@ def checkpoint_layers(model):
 
 
 def run_again(model, forward, *arguments, **options):
-    """forward; by the backward pass `our_attention` has been left, and is entered once more."""
+    """forward; by the backward pass `our_attention` has been left, and a replay of experts, too:
+    they are entered once more."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    again = our_attention(model, LAYOUT) if LAYOUT else contextlib.nullcontext()
+    contexts = [our_attention(model, LAYOUT)] if LAYOUT else []
+    if leaf("experts"):
+        contexts.append(leaf("experts").once_more())
     return checkpoint(
         forward,
         *arguments,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), again),
+        context_fn=lambda: (contextlib.nullcontext(), within(contexts)),
         **options,
     )
+
+
+@contextlib.contextmanager
+def within(contexts: list):
+    """All of them, one inside the other."""
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def mask_between(queries: Tensor, keys: Tensor, sees) -> Tensor:

@@ -46,7 +46,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def tiny(models):
-    return rollout.load_model(models / "tiny", "cpu")
+    return rollout.load_model(str(models / "tiny"), "cpu")
 
 
 # ------------------------------------------------------------------------------ the adapter

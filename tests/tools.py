@@ -126,7 +126,7 @@ def timeless(folder) -> list[dict]:
         {
             name: value
             for name, value in row.items()
-            if not name.startswith("seconds_") and name != "tokens_per_second"
+            if not name.startswith("seconds_") and name not in ("tokens_per_second", "memory_gb")
         }
         for row in metrics(folder)
     ]
