@@ -303,9 +303,8 @@ class Progress:
     began: float = dataclasses.field(default_factory=time.time)
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates that were skipped, as something was not finite
-    shaping: list[str] = dataclasses.field(
-        default_factory=list
-    )  # terms of the reward that do not count
+    # terms of the reward that do not count in `solved`
+    shaping: list[str] = dataclasses.field(default_factory=list)
     before: dict = dataclasses.field(default_factory=dict)  # the evaluation before the first step
 
 
@@ -633,8 +632,7 @@ class Batch:
     rewards: Tensor | None = None  # (N,) with shaping
     advantages: Tensor | None = None  # (N,) or (N, T), in `compare` if not rewards alone decide
     updates: list[Update] = dataclasses.field(default_factory=list)
-    # around a pass of the policy over some rows: support/experts.py watches what they choose
-    routing: Callable = contextlib.nullcontext
+    experts: typing.Any = None  # of a mixture: what support/experts.py saw the routers choose
 
     # freeze: constants of the step, (N, T)
     old_logprobs: Tensor | None = None
@@ -660,6 +658,12 @@ class Batch:
     @property
     def live(self) -> Tensor:
         return torch.cat([update.live for update in self.updates])
+
+    def routing(self, rows: Tensor):
+        """Around a pass of the policy over some rows."""
+        if self.experts is None:
+            return contextlib.nullcontext()
+        return self.experts.over(rows)
 
 
 def snapshot(run: Run) -> None:
@@ -718,6 +722,9 @@ def score(run: Run, batch: Batch) -> None:
     if run.algorithm.reads in ("outcomes", "steps"):
         batch.advantages = advantages_of_rewards(run, batch)
     batch.updates = plan(run, batch)
+    experts = leaf("experts")
+    if experts and experts.has_experts(run.policy.config) and config.old_logprobs == "trainer":
+        batch.experts = experts.Experts(config.routing_replay)
 
 
 def advantages_of_rewards(run: Run, batch: Batch) -> Tensor:
@@ -977,6 +984,15 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     return {"step": batch.step, **numbers}
 
 
+def expert_flips(run: Run, batch: Batch) -> dict[str, float]:
+    """Share of (token, layer) whose experts are others now than pi_old's; takes a pass."""
+    if batch.experts is None:
+        return {}
+    changed, seen = batch.experts.flips(lambda rows: run.logprobs(run.policy, batch.samples[rows]))
+    total = run.ranks.sum_numbers({"changed": changed, "seen": seen})
+    return {"expert_flips": total["changed"] / max(total["seen"], 1)}
+
+
 def mean_advantage(batch: Batch) -> Tensor:
     """Mean of |A| over completions, or over tokens."""
     size = batch.advantages.abs()
@@ -1209,7 +1225,7 @@ def train(run: Run) -> None:
         evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
         if evaluates:
             after = evaluate(run, pass_k=config.eval_samples * last)
-            row |= after
+            row |= after | expert_flips(run, batch)
         report(run, batch, row)
         if evaluates:
             show_answers(run)
