@@ -385,7 +385,9 @@ def start(config: Config, ranks: Ranks) -> Run:
     if source in BUILT_IN and ranks.first:  # made once, for all processes
         source = str(built_in_policy(TASKS[config.task], source))
     source = ranks.from_first(source)
-    tokenizer, _ = rollout.inspect_model(source)
+    tokenizer, model_config = rollout.inspect_model(source)
+    fits = rollout.has_experts(model_config) or not config.routing_replay
+    need(fits, "--routing-replay: needs a mixture of experts")
     form = data.PromptFormat(tokenizer, config)
     held_out = [form.encode(row) for row in itertools.islice(held_out, config.eval_prompts)]
     fewest = min(len(held_out), config.prompts_per_step)
@@ -723,7 +725,7 @@ def score(run: Run, batch: Batch) -> None:
         batch.advantages = advantages_of_rewards(run, batch)
     batch.updates = plan(run, batch)
     experts = leaf("experts")
-    if experts and experts.has_experts(run.policy.config) and config.old_logprobs == "trainer":
+    if experts and rollout.has_experts(run.policy.config) and config.old_logprobs == "trainer":
         batch.experts = experts.Experts(config.routing_replay)
 
 
