@@ -423,6 +423,10 @@ def start(config: Config, ranks: Ranks) -> Run:
     run.reward.shaping.update(progress.shaping)
     if saved:
         load_state(run, saved)
+    if saved and config.lora_rank:
+        from support.lora import check_base
+
+        check_base(run.policy, saved)
     first_evaluation(run)
     own_folder(run)
     return run
