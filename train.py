@@ -267,6 +267,8 @@ def fill_defaults(config: Config) -> None:
 
 def check_together(config: Config) -> None:
     """UserError for flags that do not fit each other, or this machine."""
+    taught = gspo.ALGOS[config.algo].reads == "teacher"
+    need(not taught, f"--algo {config.algo}: needs a teacher, which no flag names yet")
     for field in dataclasses.fields(config):
         other = field.metadata["needs"]
         if other and getattr(config, field.name) != field.default:
@@ -813,7 +815,7 @@ def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     advantages, batch.returns = algorithm.advantages(
         token_rewards, batch.values, batch.mask, bootstrap=bootstrap, **options
     )
-    return gspo.whiten(advantages, batch.mask)
+    return advantages
 
 
 def own_tokens(samples: rollout.Rollout) -> Tensor:
