@@ -1,44 +1,54 @@
-"""Rule-based verifiers, and the rewards that are made of them."""
+"""Rule-based verifiers, and the rewards that are made of them.
+
+    python rewards.py FILE --reward math      # what it says of completions of known worth
+
+A completion is adversarial input: nothing in it is evaluated, whatever it holds costs little time,
+and what a verifier cannot judge earns nothing. A gold answer that cannot be used is a mistake of
+the user's, and is said before training.
+"""
 
 import argparse
 import collections
 import concurrent.futures
 import difflib
 import functools
+import importlib.util
 import inspect
-import json
-import keyword
 import os
 import re
 import runpy
 import sys
-import textwrap
-import time
+import unicodedata
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
-from support.answers import MULTIPLIES, SCALES, same_answer
 from support.data import UserError, expecting, need, read_rows, reason
-from support.sandbox import CODE_SECONDS, START_SECONDS, run_program
-from support.tasks import exact_value, solve
+from support.tasks import arithmetic, arithmetic_steps, calculator_steps, exact_value
 
-MAX_TEXT = 10_000
+MAX_TEXT = 10_000  # characters of an answer
 MAX_EXPRESSION = 1_000
 LARGEST_REWARD = 1e6
-# ---------------------------------------------------------------------- the registry
 
+# ---- the registry --------------------------------------------------------------------------------
 
 VERIFIERS: dict[str, Callable] = {}  # what --reward knows by name
+LEAVES = {  # files in support/ without which a verifier of ours is none
+    "math": ["answers"],
+    "math_lenient": ["answers"],
+    "code": ["programs", "sandbox"],
+    "code_strict": ["programs", "sandbox"],
+}
 
 
 def verifier(function: Callable) -> Callable:
     """Registers `function(completion, answer)` for `--reward`, under its own name.
 
     It returns a number in [0, 1], or a list of (end in characters, reward) of steps, the outcome
-    last. A parameter beyond the two takes that field of the row. `need(...)` inside it says which
-    gold answers it cannot use: data is checked before training, and a completion earns nothing.
+    last. A parameter beyond the two takes that field of the row, or `tokens`, how many the
+    completion has. `need(...)` inside it says which gold answers it cannot use: data is checked
+    before training, and a completion earns nothing.
     """
 
     @functools.wraps(function)
@@ -59,7 +69,7 @@ def shaping(function: Callable) -> Callable:
     return function
 
 
-# ---------------------------------------------------------------------- finding the answer
+# ---- finding the answer --------------------------------------------------------------------------
 
 
 def after_thinking(completion: str) -> str:
@@ -70,8 +80,8 @@ def after_thinking(completion: str) -> str:
 
 def last_box(text: str, default: str) -> str:
     """Content of the last balanced `\\boxed{}` of the last five, `default` without one."""
-    candidates = text.rsplit("\\boxed{", 5)[1:]  # a few: an open one may end no earlier one
-    for opened in reversed(candidates):
+    candidates = BOX.split(text)[1:]
+    for opened in reversed(candidates[-5:]):  # a few: an open one may end no earlier one
         depth = 1
         for brace in re.finditer(r"\\.|[{}]", opened[:MAX_TEXT], re.DOTALL):
             if brace[0] == "{":
@@ -81,6 +91,9 @@ def last_box(text: str, default: str) -> str:
             if depth == 0:
                 return opened[: brace.start()]
     return default
+
+
+BOX = re.compile(r"\\boxed ?\{")
 
 
 def final_answer(completion: object, marked: bool = False) -> str:
@@ -111,85 +124,109 @@ def gold_answer(answer: object) -> str:
     return text
 
 
-# ---------------------------------------------------------------------- verifiers of text
-
-
-NUMBER = re.compile(
-    r"""
-    (?:
-        (?<! [\w)] ) -                        # but 10-5 ends in 5
-      | (?: \A | (?<= [=:(≈][ ] ) | (?<= \bis[ ] ) ) - [ ]
-    )?
-    (?: (?<= - ) \\? \$ )?                    # -$5
-    (?:
-        (?: [0-9]+ [ ]? )? \\ [dt]? frac \{ -? [0-9]+ \} \{ [0-9]+ \}
-      | [0-9]+ [ ] [0-9]+ / [0-9]+            # 3 1/2
-      | (?: [0-9][0-9,]* (?: \.[0-9]+ )? | (?<! [\w.] ) \.[0-9]+ ) (?: [ ]? / [ ]? [0-9]+ )?
-    )
-    (?: [ ]? \\? % )?
-    """,
-    re.VERBOSE,
-)
-NEXT_WORD = re.compile("[ -]?([a-z]+)")
-CHOICE = re.compile(
-    r"""
-    [\W_]*
-    (?:                              # words before it
-        (?i: the | final | correct | best | answer | option | choice | is | text (?:bf)? ) \b [\W_]*
-    )*
-    (?P<letter> [A-Za-z] )
-    (?: [^\w).:–—-] | _ )*+
-    (?:
-        (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) )
-        (?:                          # and after it a text in which no other letter is named
-            (?!
-                (?! \b (?i: (?P=letter) ) \b )
-                (?:
-                    \b (?! [AI][ ] (?! is\b | was\b ) [a-z] ) [A-Z] \b     # A dog, and I think
-                  | (?<! \w ) (?<! \w[(] ) [a-j] [)]                       # (b), but not f(b)
-                )
-            ) .
-        )*+
-    )?
-    [\W_]*+
-    """,
-    re.VERBOSE | re.DOTALL,
-)
-TAG = re.compile("(</?(?:think|answer)>)")
+# ---- verifiers of text ---------------------------------------------------------------------------
 
 
 @verifier
 def math(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer is the gold one: `same_answer`."""
+    from support.answers import same_answer
+
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
 
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer, or the last number where none is marked, is the gold one."""
+    from support.answers import same_answer
+
     gold = gold_answer(answer)
     given = final_answer(completion, marked=True)
     text = after_thinking(completion)
-    if not any(mark in text for mark in ("<answer>", "\\boxed", "####")):
+    if not re.search(r"<answer>|\\boxed|####", text):
         given = last_number(text[-MAX_TEXT:].strip())
     return same_answer(given, gold)
 
 
+AROUND = "*_$()[]`'\""  # what may stand around a number
+ENDS_EXPRESSION = re.compile(  # text before a number that makes another one of it
+    r"""
+    (?:
+        (?: [\d)\]}] | (?<! [a-zA-Z] ) [a-zA-Z] )         # 3 + 5, x - 5
+            (?: [ ]* [-+*/]+ [ ]+ | [ ]* (?: [-+/] | (?<! \* ) \* ) )
+      | (?: [×·÷^_<≤≥≠±√{] | [!<>]= ) [ ]*
+      | \\ (?! approx | q?quad | to\b | implies | [rR]ightarrow | therefore ) [a-zA-Z]+ [ ]*
+      | (?i: n['’]t | \b (?: minus | negative | plus | times | over | not | mod (?:ulo)? | base
+          | point | twice | double | triple | than | least | most | log | ln | sin | cos | tan
+          | sqrt | sub | to[ ]the | (?: divided | multiplied )[ ]by
+          | (?: root | square | cube | half | third | quarter | power | multiple | logarithm
+            | inverse | opposite | factorial )[ ]of ) ) [ ]+
+    ) [$(]* \Z
+    """,
+    re.VERBOSE,
+)
+GOES_ON = re.compile(  # text behind it that does the same
+    r"""
+    [ ]* (?:
+        [×·÷^_<>≤≥≠±√+*/] | - [ ]* [a-z] \b | [nxyz] \b
+      | \\ (?! text | mathrm | mbox | q?quad | circ )
+      | (?: and[ ]an?[ ] )? (?:
+          hal(?:f|ves) | (?: third | quarter )s? | squared | cubed | factorial | tens | score
+          | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
+            | hundred | thousand | illion )ths?
+        ) \b
+    )
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+SCALE = re.compile(
+    " ?(?:hundred|thousand|[mbtr]+illion|dozen|lakh|crore|percent)s?\\b", re.IGNORECASE
+)
+DENIAL = re.compile(  # text behind an answer that takes it back
+    r"""
+      \A \W* (?: (?: which | the | option | answer | choice ) \b \W* )*
+      (?: is | was | be | can? | could | would | will | wo | does | should | must | may | looks )
+      (?: n['’]t | \b [^.;\n]{0,30} \b (?: not | never | no | false | excluded | eliminated
+        | rejected | ruled | impossible | unlikely | mistaken | wrong | incorrect ) ) \b
+    | \b (?: incorrect | wrong | invalid ) \b (?! [ ] (?! because | since | as\b | here ) \w )
+    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30}
+      \b (?: correct | right | true | answer | choice | option | valid ) \b
+    | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~
+    """,
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
 def last_number(text: str) -> str:
-    """`-5`, `1/2`, `50%`, `5 million`; nothing where the next word makes another number of it."""
-    text = text.replace("−", "-").replace("–", "-")
-    found = collections.deque(NUMBER.finditer(text), maxlen=1)
-    if not found:
+    """The last word that has a digit, with its sign and `million`: `-5`, `1/2`, `50%`, `2^5`.
+
+    Nothing where it is a part of something, as in `minus 5`, `x + 5`, `5 squared`, or is taken
+    back."""
+    text = re.sub(r"\\[()\[\],;!]", " ", text.replace("−", "-").replace("–", "-"))
+    words = [word for word in re.finditer(r"\S+", text) if re.search("[0-9]", word[0])]
+    if not words:
         return ""
-    number = found[0]
-    behind = text[number.end() :].lower()
-    next_word = NEXT_WORD.match(behind)
-    word = next_word[1] if next_word else ""
-    if word.rstrip("s") in SCALES or word == "percent":
-        return f"{number[0]} {word}"
-    if MULTIPLIES.match(behind.lstrip(" -")):
+    word = words[-1]
+    *_, said = re.split(r"(?<![!<>])=|≈|(?<=[a-zA-Z]):", word[0])  # x=5, answer:5
+    number = said.lstrip(AROUND).rstrip(AROUND + ".,;:!?")
+    start = word.end() - len(said.lstrip(AROUND))
+    before, behind = text[:start], text[word.end() :]
+
+    if re.search(r"(?:\A|[=:(≈] |\bis )- [$(]*\Z", before):  # the answer is - 5
+        number = f"-{number}"
+    elif ENDS_EXPRESSION.search(before[-40:]):
         return ""
-    return number[0]
+    if DENIAL.search(behind):
+        return ""
+    if word[0][-1] in ".,;:!?":
+        behind = ""
+    if GOES_ON.match(behind):
+        return ""
+    whole = re.search(r"(?<!\S)-?[0-9]+ \Z", before)
+    if whole and re.fullmatch("[0-9]+/[0-9]+", number):  # 3 1/2
+        number = whole[0] + number
+    scale = SCALE.match(behind)
+    return number + (scale[0] if scale else "")
 
 
 @verifier
@@ -212,6 +249,29 @@ def counted_words(text: str) -> collections.Counter:
     return collections.Counter(re.sub(r"\b(a|an|the)\b", "", text).split())
 
 
+CHOICE = re.compile(
+    r"""
+    [\W_]*
+    (?:                                       # words before the letter
+        (?i: the | final | correct | best | answer | option | choice | is
+          | (?: text | math ) (?: bf | rm )? | text ) \b [\W_]*
+    )*
+    (?P<letter> [A-Za-z] )
+    (?: [^\w).:–—-] | _ )*+
+    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
+    [\W_]*+
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+OPTION = re.compile(
+    r"""
+    \b (?! [AI][ ] (?! is\b | was\b ) [a-z] ) [A-Z] \b     # but A dog, and I think
+  | (?<! \w ) (?<! \w[(] ) [a-j] (?= [)] )                 # (b), but not f(b)
+    """,
+    re.VERBOSE,
+)
+
+
 @verifier
 def choice(completion: str, answer: str) -> bool:
     """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
@@ -222,7 +282,17 @@ def choice(completion: str, answer: str) -> bool:
 
 def chosen_letter(text: str) -> str:
     found = CHOICE.fullmatch(text)
-    return found["letter"].upper() if found else ""
+    if not found:
+        return ""
+    letter, rest = found["letter"].upper(), found["rest"] or ""
+    named = {option.upper() for option in OPTION.findall(rest)}
+    denied = DENIAL.search(rest) or DENIAL.search(text)
+    return "" if denied or named - {letter} else letter
+
+
+TAG = re.compile("(</?(?:think|answer)>)")
+FORM = ["</think>", "", "<answer>", "</answer>", ""]  # but for the thought and the answer
+BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that show nothing
 
 
 @verifier
@@ -234,10 +304,15 @@ def format(completion: str, answer: object = None) -> bool:
     if len(parts) != 7:
         return False
     thought, *frame, said, ends, after = parts
-    if [*frame, ends, after] != ["</think>", "", "<answer>", "</answer>", ""]:
-        return False
-    return thought != "" and said != ""
+    return [*frame, ends, after] == FORM and can_be_seen(thought) and can_be_seen(said)
 
+
+def can_be_seen(text: str) -> bool:
+    """Whether a letter, number, punctuation mark or symbol is in it."""
+    return any(unicodedata.category(c)[0] in "LNPS" and c not in BLANK for c in text)
+
+
+# ---- verifiers of the built-in tasks -------------------------------------------------------------
 
 SIGNS = {"×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "−": "-", "–": "-", "$": ""}
 
@@ -263,52 +338,14 @@ def countdown(completion: str, answer: dict) -> bool:
         text = right
     if len(text) > MAX_EXPRESSION or not re.fullmatch("[-+*/() 0-9]+", text):
         return False
-    if re.search("[0-9] +[0-9]", text):  # two numbers, no mixed one
-        return False
     if sorted(map(int, re.findall("[0-9]+", text))) != numbers:
         return False
     return exact_value(text) == target  # it raises for 1/0, and for brackets left open
 
 
-@verifier
-def arithmetic(completion: str, answer: str) -> bool:
-    """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
-    gold_answer(answer)  # raises where there is none
-    return completion.rpartition("#")[1:] == ("#", str(answer))
-
-
-@verifier
-def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """(end in characters, reward) of each operation that stands there, and then of the outcome.
-
-    An operation pays 1 where it takes up the last result, is the prompt's next one, and is right.
-    """
-    value, end, steps = prompt[:1], 0, []
-    operations = re.findall("[+*][0-9]", prompt)
-    written = completion.partition("#")[0].split(";")
-    for operation, step in zip(operations, written):
-        end += len(step) + 1
-        is_digit = value in tuple("0123456789")
-        right = is_digit and step == solve(value + operation).partition("#")[0]
-        steps.append((end, float(right)))
-        value = step[-1:]
-    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
-
-
-@verifier
-def calculator_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """(end in characters, reward) of each call of the calculator, and then of the outcome.
-
-    A call pays 1 where it is what `12*34+56=` needs next: `12*34`, then `408+56`."""
-    product, sign, number = re.match("([0-9*]*)([+-]?)([0-9]*)", prompt).groups()
-    value = calculate(f"<calc>{product}</calc>").removeprefix("=")
-    needed = (product, f"{value}{sign}{number}")
-    end, steps = 0, []
-    *calls, _ = completion.split("</calc>")
-    for call, expression in zip(calls, needed):
-        end += len(call + "</calc>")
-        steps.append((end, float(call.rpartition("<calc>")[2] == expression)))
-    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+verifier(arithmetic)
+verifier(arithmetic_steps)
+verifier(calculator_steps)
 
 
 @verifier
@@ -318,12 +355,7 @@ def model(completion: str, answer: object = None, reward_model: float = nan) -> 
     return reward_model
 
 
-# the program may have an input() and a json of its own
-CALL_CASES = """
-import builtins as _builtins, json as _json
-_results = [{function}(*case) for case in _json.loads(_builtins.input())]
-_results = _json.loads(_json.dumps(_results))
-_builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
+# ---- verifiers of programs -----------------------------------------------------------------------
 
 
 @verifier
@@ -331,134 +363,23 @@ def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
     (results as JSON: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
-    The program is the last fenced block of Python; all its cases share CODE_SECONDS
-    (without START_SECONDS a run)."""
-    return passes(completion, answer, strict=False)
+    The program is a fenced block of Python, the last with the function or that reads its input; a
+    function may be a method of `class Solution`. A program that fails is never right, whatever it
+    printed. All cases share CODE_SECONDS (without START_SECONDS a run)."""
+    from support.programs import passes
+
+    return passes(after_thinking(completion), answer, strict=False)
 
 
 @verifier
 def code_strict(completion: str, answer: dict) -> bool:
     """As `code`; nothing runs unless every layer of the sandbox is there."""
-    return passes(completion, answer, strict=True)
+    from support.programs import passes
+
+    return passes(after_thinking(completion), answer, strict=True)
 
 
-def passes(completion: str, answer: dict, strict: bool) -> bool:
-    """Whether a completion's program passes every case; UserError where none could."""
-    need(isinstance(answer, dict), 'expected {"fn": ..., "cases": ...} or {"stdin": ...}')
-    calls = "fn" in answer
-    cases = answer.get("cases" if calls else "stdin")
-    need(isinstance(cases, list) and cases, "it has no cases")
-    for case in cases:
-        need(isinstance(case, (list, tuple)) and len(case) == 2, f"{case!r:.80} is no pair")
-    check_cases = check_call_cases if calls else check_stdin_cases
-    check_cases(answer, cases)
-
-    source = last_program(after_thinking(completion))
-    if not source:
-        return False
-    if not calls:
-        return passes_stdin(source, cases, strict)
-
-    source += CALL_CASES.format(function=answer["fn"])
-    arguments, results = zip(*cases)
-    _, output = run_program(source, json.dumps(arguments), name="program", strict=strict)
-    lines = output.splitlines()
-    return bool(lines) and lines[-1] == as_json(results)
-
-
-def check_call_cases(answer: dict, cases: list) -> None:
-    """UserError where no function could pass."""
-    name = answer["fn"]
-    is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-    need(is_name, f"fn {name!r:.80} is no name of a function")
-    for arguments, result in cases:
-        need(isinstance(arguments, (list, tuple)), f"arguments {arguments!r:.80} are no list")
-        with expecting(f"result {result!r:.80} is no JSON"):
-            as_json(result)
-
-
-def check_stdin_cases(answer: dict, cases: list) -> None:
-    """UserError where no program could pass."""
-    for case in cases:
-        are_texts = all(isinstance(part, str) for part in case)
-        need(are_texts, f"input and output {case!r:.80} are no strings")
-
-
-def as_json(value: object) -> str:
-    """One way to write a value; raises where JSON has none, as for nan."""
-    return json.dumps(value, allow_nan=False, sort_keys=True)
-
-
-def passes_stdin(source: str, cases: list, strict: bool) -> bool:
-    left = CODE_SECONDS
-    for given, expected in cases:
-        if left <= 0:
-            return False
-        start = time.monotonic()
-        _, output = run_program(source, given, strict=strict, seconds=left)
-        if output.split() != expected.split():
-            return False
-        taken = time.monotonic() - start
-        left -= max(taken - START_SECONDS, 0)
-    return True
-
-
-STATEMENT = re.compile(
-    r"""
-    ^ [ \t]*
-    (?: (?: def | class | import | from | for | while | if | with | try | print | return ) \b
-      | [A-Za-z_] [\w.,\[\] ]* [-+*/]? = [^=] )
-    """,
-    re.VERBOSE | re.MULTILINE,
-)
-
-
-FENCE = re.compile("`{3,}|~{3,}")
-
-
-def last_program(text: str) -> str:
-    """The last fenced block that says it is Python, else the last without a tag that looks so.
-
-    Nothing where a block is left open.
-    """
-    tagged = untagged = ""
-    opening, tag, block = "", "", []
-    for line in text.splitlines(keepends=True):
-        fences = FENCE.findall(line)
-        mark = fences[0] if len(fences) == 1 else ""  # ```x``` stands in a sentence
-        before, _, after = line.partition(mark) if mark else (line, "", "")
-        info = after.lower().split()
-        if opening:
-            if info or not closes(mark, opening):
-                block.append(line)
-                continue
-            source = textwrap.dedent("".join([*block, before]))
-            if tag in ("python", "python3", "py"):
-                tagged = source
-            elif tag == "" and STATEMENT.search(source):  # no output of an example
-                untagged = source
-            opening = ""
-        elif mark and opens(before, info):
-            opening, block = mark, []
-            tag = info[0] if info else ""
-    if opening:
-        return ""
-    return tagged or untagged
-
-
-def closes(mark: str, opening: str) -> bool:
-    """A fence of three does not end a block that four began."""
-    return mark.startswith(opening)
-
-
-def opens(before: str, info: list[str]) -> bool:
-    """More words than a tag may follow a fence that begins its line, as ```python title="x"."""
-    if len(info) > 1 and before.strip():
-        return False
-    return not info or re.fullmatch(r"[\w+-]+", info[0]) is not None
-
-
-# ---------------------------------------------------------------------- rewards
+# ---- rewards -------------------------------------------------------------------------------------
 
 
 class Score(NamedTuple):
@@ -468,10 +389,6 @@ class Score(NamedTuple):
     terms: dict[str, float]  # verifier -> its value, before the weight
     steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
     paid: dict[str, float]  # verifier -> its value and its steps, weighted
-
-    @property
-    def correct(self) -> float:  # until train.py asks Reward.verdicts
-        return min(max(sum(self.paid.values()), 0.0), 1.0)
 
 
 class Term(NamedTuple):
@@ -543,20 +460,20 @@ class Reward:
             outside = [name for name, value in score.terms.items() if not 0 <= value <= 1]
             self.shaping.update(outside)
         counting = [name for name in self.terms if name not in self.shaping]
+        paid = [sum(score.paid[name] for name in counting or self.terms) for score in scores]
+        if not counting:
+            return paid, None
         weights = {name: self.terms[name].weight for name in counting}
-        if not weights:
-            return [sum(score.paid.values()) for score in scores], None
-        paid, correct = [], []
+        correct = []
         for score in scores:
-            paid.append(sum(score.paid[name] for name in weights))
-            right = sum(weights[name] * score.terms[name] for name in weights)
+            right = sum(weight * score.terms[name] for name, weight in weights.items())
             correct.append(right / sum(weights.values()))
         return paid, correct
 
     def check_answer(self, answer: object) -> None:
         """UserError where a verifier of ours cannot use a gold answer."""
         for name, term in self.terms.items():
-            if is_ours(name, term) and name not in ("format", "model"):
+            if term.function is VERIFIERS.get(name) and not term.is_shaping():
                 with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
                     term.function.__wrapped__("<answer>A</answer>", answer)
 
@@ -566,15 +483,13 @@ class Reward:
         UserError where a function cannot be called with a completion, an answer and fields of a
         row, where it returns no number, or where it raises whatever the completion is.
         """
+        row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
         for name, term in self.terms.items():
-            if not is_ours(name, term):
-                row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
-                check_signature(name, term, row)
+            if term.function is not VERIFIERS.get(name):
+                expected = "expected def f(completion, answer), and fields of the row by name"
+                with expecting(f"--reward {name}{term.signature}: {expected}: {', '.join(row)}"):
+                    term.signature.bind("", "", **term.fields(row))
                 check_results(name, term, row)
-
-
-def is_ours(name: str, term: Term) -> bool:
-    return term.function is VERIFIERS.get(name)
 
 
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
@@ -609,25 +524,8 @@ def check_results(name: str, term: Term, row: dict) -> None:
             continue
         with expecting(f"--reward {name}: on {completion!r:.80}"):
             outcome_and_steps(value)
-    if len(errors) == len(completions):
-        raise UserError(f"--reward {name}: it raises on any completion: {errors[0]}")
-
-
-def check_signature(name: str, term: Term, row: dict) -> None:
-    """UserError where a function does not take a completion, an answer, and fields of the row."""
-    parameters = term.signature.parameters
-    problem = f"--reward {name}{term.signature}"
-    shape = f"expected def {name}(completion, answer), and fields of the row by their names"
-    need(not inspect.iscoroutinefunction(term.function), f"{problem} is async: {shape}")
-    need("completions" not in parameters, f"{problem} takes lists, as TRL's do: {shape}")
-    need("solution_str" not in parameters, f"{problem} is one of verl's: {shape}")
-    for parameter in list(parameters.values())[2:]:
-        takes_many = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        has_value = parameter.name in row or parameter.default is not parameter.empty
-        missing = f"no field {parameter.name!r} in the data, which has {', '.join(row)}"
-        need(has_value or takes_many, f"{problem}: {missing}")
-    with expecting(f"{problem}: {shape}"):
-        term.signature.bind("", "", **term.fields(row))
+    failed = len(errors) == len(completions)
+    need(not failed, f"--reward {name}: it raises on any completion: {', '.join(errors[:1])}")
 
 
 def parse_reward(spec: str) -> Reward:
@@ -648,8 +546,7 @@ def parse_reward(spec: str) -> Reward:
                 expected += f" or one of {', '.join(VERIFIERS)}"
             message = f"--reward {spec}: {reason(error)}; expected {expected}"
             raise UserError(message) from error
-        if place in ("code", "code_strict"):
-            check_sandbox(place)
+        check_leaves(place)
     return Reward(terms)
 
 
@@ -670,28 +567,25 @@ def find_verifier(place: str, kind: str = "verifier") -> Callable:
     return table[name]
 
 
-def check_sandbox(name: str) -> None:
-    """Says which layers of the sandbox work here; UserError where `name` needs more."""
-    layers = json.loads(run_program("")[0])
-    print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
-    need(layers, f"--reward {name}: the sandbox does not start here")
-    has_all = all(layers.values())
-    need(has_all or name == "code", f"--reward {name}: layers are missing: {layers}")
+def check_leaves(name: str) -> None:
+    """UserError where a verifier of ours lacks its file, or a layer of the sandbox."""
+    for leaf in LEAVES.get(name, ()):
+        found = importlib.util.find_spec(f"support.{leaf}")
+        need(found, f"--reward {name}: needs support/{leaf}.py, which is not here")
+    if "sandbox" in LEAVES.get(name, ()):
+        from support.sandbox import run_program
 
-
-# ---------------------------------------------------------------------- shaping
+        layers, _ = run_program("")
+        print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
+        need(layers, f"--reward {name}: the sandbox does not start here")
+        has_all = all(layers.values())
+        need(has_all or name == "code", f"--reward {name}: layers are missing: {layers}")
 
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
     """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
     tokens_in_cache = max(length - max_length + cache, 0)
     return -min(tokens_in_cache / max(cache, 1), 1.0)
-
-
-def repetition_penalty(ids: list[int], n: int = 4) -> float:
-    """Minus the share of n-grams of token ids that stood before: from 0 down to almost -1."""
-    grams = list(zip(*(ids[start:] for start in range(n))))
-    return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
 
 
 # ---------------------------------------------------------------------- tools
@@ -758,7 +652,7 @@ def check_tool(place: str, tool: Tool) -> None:
     need(len(errors) < len(texts), f"--tool {place}: it raises on any text: {found}; {expected}")
 
 
-# ---------------------------------------------------------------------- command line
+# ---- command line --------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -1,181 +1,253 @@
-"""Runs a program that nobody trusts; is its own child process."""
+"""Runs a program that nobody trusts. This file is its own child process:
+
+    python -I support/sandbox.py FD      # a task in JSON, from an open file
+
+For Linux. Limits on time, memory and output always hold; threads and processes are counted every
+WATCH_SECONDS. Network, other processes and files but Python's own are out of reach where the kernel
+has every layer, and nothing is left running.
+
+Not covered: of any file on the machine a program can learn the name, size and times (stat), and the
+names and values of extended attributes (listxattr); of any folder that something happens in it
+(inotify); what Python's own folders hold; how busy the machine is; and a kernel with a bug.
+"""
 
 import ctypes
-import inspect
 import json
 import os
 import resource
 import signal
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
-
-# ---------------------------------------------------------------------- verifiers of programs
-
-
 LAYERS = ("namespaces", "landlock files", "landlock network", "landlock scopes", "seccomp")
 
 
+def run_program(
+    source: str,
+    given: str = "",
+    name: str = "__main__",
+    strict: bool = False,
+    seconds: float | None = None,
+) -> tuple[dict[str, bool], str | None]:
+    """(layer -> whether it is there, output) of a program; output is None where it failed: a time
+    that is over, a signal, any exit status but 0. strict: it fails where a layer is missing.
+
+    given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if None.
+    """
+    import subprocess  # the child has no use for these two
+    import tempfile
+
+    seconds = CODE_SECONDS if seconds is None else seconds
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as task,
+        tempfile.TemporaryFile() as stdout,
+    ):
+        settings = {
+            "source": source,
+            "name": name,
+            "strict": strict,
+            "layers": LAYERS,
+            "seconds": seconds,
+            "bytes": CODE_BYTES,
+            "folder": folder,
+        }
+        json.dump(settings, task)
+        task.seek(0)
+        child = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(task.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=stdout,  # a file: a pipe can be held open
+            stderr=subprocess.DEVNULL,
+            pass_fds=[task.fileno()],
+            cwd=folder,
+            env={
+                "TMPDIR": folder,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "MALLOC_ARENA_MAX": "1",  # else each thread sets much of the memory aside
+            },
+            start_new_session=True,  # a group of processes that can be killed together
+        )
+        try:
+            wait = seconds + END_SECONDS + 2
+            child.communicate(given.encode(errors="replace"), timeout=wait)
+        except subprocess.TimeoutExpired:  # its second process should have ended it
+            os.killpg(child.pid, signal.SIGKILL)
+        failed = child.wait() != 0
+        stdout.seek(0)
+        layers, _, output = stdout.read().decode(errors="replace").partition("\n")
+    try:
+        layers = json.loads(layers)
+    except ValueError:  # it never came to the program, which may also write over that line
+        layers = {}
+    return layers, None if failed else output
+
+
+# ---- the child: the kernel's numbers -------------------------------------------------------------
+
+# unshare(2): namespaces of its own, so that others' are out of reach
+CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
+CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
+CLONE_NEWUSER = 0x10000000  # users: what lets an unprivileged process have the others
+CLONE_NEWPID = 0x20000000  # processes
+CLONE_NEWNET = 0x40000000  # network
+# mount(2)
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+# prctl(2)
+PR_SET_PDEATHSIG = 1  # a signal when the parent dies
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36  # orphans become children
+PR_SET_NO_NEW_PRIVS = 38  # both Landlock and seccomp demand it
+# capset(2)
+CAPABILITY_VERSION_3 = 0x20080522
+# landlock(7): its calls have the same numbers on every architecture
+LANDLOCK_CREATE_RULESET = 444
+LANDLOCK_ADD_RULE = 445
+LANDLOCK_RESTRICT_SELF = 446
+LANDLOCK_CREATE_RULESET_VERSION = 1
+LANDLOCK_RULE_PATH_BENEATH = 1
+LANDLOCK_VERSIONS = {1: (13, 8), 2: (14, 8), 3: (15, 8), 4: (15, 16), 5: (16, 16)}
+LANDLOCK_TRUNCATE = 15  # rights that are known where that is one: else files can be emptied
+LANDLOCK_LATEST = (16, 24)  # how many rights on files it knows; bytes of its attributes
+READ = 0b00_0000_0000_1100  # to read files, to list folders
+WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
+TCP = 0b11  # to bind, to connect
+SCOPES = 0b11  # abstract sockets, and signals, to those outside
+# seccomp(2): programs of the classic packet filter, over a struct of the call
+SECCOMP_MODE_FILTER = 2
+CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct; an argument has 8 bytes
+LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ALLOW = 0x7FFF0000
+KILL = 0x80000000
+NOT_PERMITTED = 0x00050000 | 1  # the call fails with EPERM
+NO_SUCH_CALL = 0x00050000 | 38  # with ENOSYS: libraries then take the older call
+X32 = 0x40000000  # from here on numbers are those of another table
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+REFUSED = """
+    # call              x86_64  aarch64
+    # starts processes, or becomes another program
+    fork                57      -
+    vfork               58      -
+    execve              59      221
+    execveat            322     281
+    # leaves the group of processes that is ended together
+    setpgid             109     154
+    setsid              112     157
+    # reaches other processes
+    kill                62      129
+    tkill               200     130
+    rt_sigqueueinfo     129     138
+    rt_tgsigqueueinfo   297     240
+    pidfd_send_signal   424     424
+    pidfd_open          434     434
+    pidfd_getfd         438     438
+    ptrace              101     117
+    process_vm_readv    310     270
+    process_vm_writev   311     271
+    process_madvise     440     440
+    kcmp                312     272
+    setpriority         141     140
+    ioprio_set          251     30
+    sched_setparam      142     118
+    sched_setscheduler  144     119
+    sched_setaffinity   203     122
+    sched_setattr       314     274
+    migrate_pages       256     238
+    move_pages          279     239
+    # reaches the network, or a service by a socket in the file system
+    socket              41      198
+    # does what is refused here on the kernel's own account
+    io_uring_setup      425     425
+    io_uring_enter      426     426
+    io_uring_register   427     427
+    # changes files that it cannot open
+    truncate            76      45
+    chmod               90      -
+    fchmod              91      52
+    fchmodat            268     53
+    fchmodat2           452     452
+    chown               92      -
+    fchown              93      55
+    lchown              94      -
+    fchownat            260     54
+    utime               132     -
+    utimes              235     -
+    futimesat           261     -
+    utimensat           280     88
+    setxattr            188     5
+    lsetxattr           189     6
+    fsetxattr           190     7
+    setxattrat          463     463
+    removexattr         197     14
+    lremovexattr        198     15
+    fremovexattr        199     16
+    removexattrat       466     466
+    file_setattr        469     469
+    # undoes the namespaces
+    mount               165     40
+    umount2             166     39
+    pivot_root          155     41
+    chroot              161     51
+    unshare             272     97
+    setns               308     268
+    open_tree           428     428
+    open_tree_attr      467     467
+    move_mount          429     429
+    fsopen              430     430
+    fsmount             432     432
+    mount_setattr       442     442
+    # memory, queues and keys that are shared with other processes
+    shmget              29      194
+    semget              64      190
+    msgget              68      186
+    mq_open             240     180
+    add_key             248     217
+    request_key         249     218
+    keyctl              250     219
+    # what a kernel's bugs are reached by, and no honest program needs
+    bpf                 321     280
+    perf_event_open     298     241
+    userfaultfd         323     282
+    syslog              103     116
+"""
+# no limit of the kernel's counts threads without forbidding them, or processes of root's
+MAX_THREADS = 256  # of all processes of a program
+WATCH_SECONDS = 0.02  # between two counts
+END_SECONDS = 4  # for killing what is left
+CLONE3 = 435  # on both; its flags lie in memory, where a filter cannot see them
+CLONE = {"x86_64": 56, "aarch64": 220}
+CLONE_THREAD = 0x00010000
+TGKILL = {"x86_64": 234, "aarch64": 131}
+PRLIMIT64 = {"x86_64": 302, "aarch64": 261}
+IOCTL = {"x86_64": 16, "aarch64": 29}
+SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+# connected for good; one of datagrams could send to any service that has a path
+STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
+HARMLESS_IOCTLS = (
+    0x5401,  # is it a terminal?
+    0x541B,  # how many bytes can be read?
+    0x5421,  # to wait, or not
+    0x5450,  # not to close it when a program starts
+    0x5451,  # to close it then
+)
+
+
+# ---- the child: what it does with them -----------------------------------------------------------
+
+
 class Sandbox:
-    """The child's side of `run_program`. Its source is all that the child has of this file.
+    """The child's side of `run_program`.
 
     Three processes. The first makes namespaces and waits. The second is the first of them, and so
     nothing outlives it: it ends when the program does, or when its time is over. The third takes
     rights away from itself, then becomes the program. `layers` says which protections are there.
     """
-
-    # unshare(2): namespaces of its own, so that others' are out of reach
-    CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
-    CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
-    CLONE_NEWUSER = 0x10000000  # users: what lets an unprivileged process have the others
-    CLONE_NEWPID = 0x20000000  # processes
-    CLONE_NEWNET = 0x40000000  # network
-    # mount(2)
-    MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
-    # prctl(2)
-    PR_SET_PDEATHSIG = 1  # a signal when the parent dies
-    PR_SET_SECCOMP = 22
-    PR_SET_CHILD_SUBREAPER = 36  # orphans become children
-    PR_SET_NO_NEW_PRIVS = 38  # both Landlock and seccomp demand it
-    # capset(2)
-    CAPABILITY_VERSION_3 = 0x20080522
-    # landlock(7): its calls have the same numbers on every architecture
-    LANDLOCK_CREATE_RULESET = 444
-    LANDLOCK_ADD_RULE = 445
-    LANDLOCK_RESTRICT_SELF = 446
-    LANDLOCK_CREATE_RULESET_VERSION = 1
-    LANDLOCK_RULE_PATH_BENEATH = 1
-    LANDLOCK_VERSIONS = {1: (13, 8), 2: (14, 8), 3: (15, 8), 4: (15, 16), 5: (16, 16)}
-    LANDLOCK_TRUNCATE = 15  # rights that are known where that is one: else files can be emptied
-    LANDLOCK_LATEST = (16, 24)  # how many rights on files it knows; bytes of its attributes
-    READ = 0b00_0000_0000_1100  # to read files, to list folders
-    WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
-    TCP = 0b11  # to bind, to connect
-    SCOPES = 0b11  # abstract sockets, and signals, to those outside
-    # seccomp(2): programs of the classic packet filter, over a struct of the call
-    SECCOMP_MODE_FILTER = 2
-    CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct; an argument has 8 bytes
-    LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-    ALLOW = 0x7FFF0000
-    KILL = 0x80000000
-    NOT_PERMITTED = 0x00050000 | 1  # the call fails with EPERM
-    NO_SUCH_CALL = 0x00050000 | 38  # with ENOSYS: libraries then take the older call
-    X32 = 0x40000000  # from here on numbers are those of another table
-    MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-    REFUSED = """
-        # call              x86_64  aarch64
-        # starts processes, or becomes another program
-        fork                57      -
-        vfork               58      -
-        execve              59      221
-        execveat            322     281
-        # leaves the group of processes that is ended together
-        setpgid             109     154
-        setsid              112     157
-        # reaches other processes
-        kill                62      129
-        tkill               200     130
-        rt_sigqueueinfo     129     138
-        rt_tgsigqueueinfo   297     240
-        pidfd_send_signal   424     424
-        pidfd_open          434     434
-        pidfd_getfd         438     438
-        ptrace              101     117
-        process_vm_readv    310     270
-        process_vm_writev   311     271
-        process_madvise     440     440
-        kcmp                312     272
-        setpriority         141     140
-        ioprio_set          251     30
-        sched_setparam      142     118
-        sched_setscheduler  144     119
-        sched_setaffinity   203     122
-        sched_setattr       314     274
-        migrate_pages       256     238
-        move_pages          279     239
-        # reaches the network, or a service by a socket in the file system
-        socket              41      198
-        # does what is refused here on the kernel's own account
-        io_uring_setup      425     425
-        io_uring_enter      426     426
-        io_uring_register   427     427
-        # changes files that it cannot open
-        truncate            76      45
-        chmod               90      -
-        fchmod              91      52
-        fchmodat            268     53
-        fchmodat2           452     452
-        chown               92      -
-        fchown              93      55
-        lchown              94      -
-        fchownat            260     54
-        utime               132     -
-        utimes              235     -
-        futimesat           261     -
-        utimensat           280     88
-        setxattr            188     5
-        lsetxattr           189     6
-        fsetxattr           190     7
-        setxattrat          463     463
-        removexattr         197     14
-        lremovexattr        198     15
-        fremovexattr        199     16
-        removexattrat       466     466
-        file_setattr        469     469
-        # undoes the namespaces
-        mount               165     40
-        umount2             166     39
-        pivot_root          155     41
-        chroot              161     51
-        unshare             272     97
-        setns               308     268
-        open_tree           428     428
-        open_tree_attr      467     467
-        move_mount          429     429
-        fsopen              430     430
-        fsmount             432     432
-        mount_setattr       442     442
-        # memory, queues and keys that are shared with other processes
-        shmget              29      194
-        semget              64      190
-        msgget              68      186
-        mq_open             240     180
-        add_key             248     217
-        request_key         249     218
-        keyctl              250     219
-        # what a kernel's bugs are reached by, and no honest program needs
-        bpf                 321     280
-        perf_event_open     298     241
-        userfaultfd         323     282
-        syslog              103     116
-    """
-    # no limit of the kernel's counts threads without forbidding them, or processes of root's
-    MAX_THREADS = 256  # of all processes of a program
-    WATCH_SECONDS = 0.02  # between two counts
-    END_SECONDS = 4  # for killing what is left
-    CLONE3 = 435  # on both; its flags lie in memory, where a filter cannot see them
-    CLONE = {"x86_64": 56, "aarch64": 220}
-    CLONE_THREAD = 0x00010000
-    TGKILL = {"x86_64": 234, "aarch64": 131}
-    PRLIMIT64 = {"x86_64": 302, "aarch64": 261}
-    IOCTL = {"x86_64": 16, "aarch64": 29}
-    SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
-    # connected for good; one of datagrams could send to any service that has a path
-    STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
-    HARMLESS_IOCTLS = (
-        0x5401,  # is it a terminal?
-        0x541B,  # how many bytes can be read?
-        0x5421,  # to wait, or not
-        0x5450,  # not to close it when a program starts
-        0x5451,  # to close it then
-    )
 
     def __init__(self, task: dict):
         self.task = task
@@ -191,7 +263,7 @@ class Sandbox:
         self.wait_for_second()
         self.wait_for_third()
         os.setpriority(os.PRIO_PROCESS, 0, priority)
-        self.libc.prctl(self.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         self.drop_capabilities()
         self.restrict_files()
         if "seccomp" in self.layers:
@@ -200,7 +272,7 @@ class Sandbox:
 
         os.write(1, json.dumps(self.layers).encode() + b"\n")
         if self.task["strict"] and not all(self.layers.values()):
-            return
+            sys.exit(1)
         sys.argv = ["program.py"]
         program = compile(self.task["source"], "program.py", "exec")
         exec(program, {"__name__": self.task["name"]})
@@ -217,8 +289,8 @@ class Sandbox:
 
     def own_namespaces(self) -> None:
         user, group = os.getuid(), os.getgid()
-        flags = self.CLONE_NEWUSER | self.CLONE_NEWPID | self.CLONE_NEWNET
-        flags |= self.CLONE_NEWIPC | self.CLONE_NEWNS
+        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+        flags |= CLONE_NEWIPC | CLONE_NEWNS
         self.layers["namespaces"] = self.libc.unshare(flags) == 0
         if not self.layers["namespaces"]:
             return
@@ -230,8 +302,8 @@ class Sandbox:
         except OSError:  # a container may forbid it: then there is no folder
             return
         folder = self.task["folder"].encode()
-        options = f"size={self.task['folder_bytes']},nr_inodes=1000,mode=700".encode()
-        flags = self.MS_NOSUID | self.MS_NODEV | self.MS_NOEXEC
+        options = f"size={16 * self.task['bytes']},nr_inodes=1000,mode=700".encode()
+        flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
         self.has_folder = self.libc.mount(b"tmpfs", folder, b"tmpfs", flags, options) == 0
         os.chdir(folder)
 
@@ -241,17 +313,17 @@ class Sandbox:
         if second:
             status = os.waitpid(second, 0)[1]
             os._exit(status != 0)
-        self.libc.prctl(self.PR_SET_PDEATHSIG, signal.SIGKILL)
+        self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def wait_for_third(self) -> None:
         """Returns in the third process alone; the second ends when it does, or in time."""
-        self.libc.prctl(self.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         child_ends = {signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, child_ends)  # it waits until it is asked for
         third = os.fork()
         if third == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child_ends)
-            self.libc.prctl(self.PR_SET_PDEATHSIG, signal.SIGKILL)
+            self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             os.setsid()  # a group that can be killed, with a priority of its own
             return
         deadline = time.monotonic() + self.task["seconds"]
@@ -264,7 +336,7 @@ class Sandbox:
             if self.has_too_many_threads():
                 break
             if ended == 0:
-                signal.sigtimedwait(child_ends, min(left, self.WATCH_SECONDS))
+                signal.sigtimedwait(child_ends, min(left, WATCH_SECONDS))
         if not self.layers.get("namespaces"):  # else the kernel does, as the first process ends
             self.end_children(third)
         os._exit(failed)
@@ -291,7 +363,7 @@ class Sandbox:
         found = 0
         for _, threads in self.descendants():
             found += threads
-            if found > self.MAX_THREADS:
+            if found > MAX_THREADS:
                 return True
         return False
 
@@ -299,7 +371,7 @@ class Sandbox:
         """Kills a group at once, then whoever left it, until there is nobody: they may go on
         forking, but orphans of those who are killed become children of this process."""
         self.libc.kill(-group, signal.SIGKILL)
-        deadline = time.monotonic() + self.END_SECONDS
+        deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline:
             for process, _ in self.descendants():
                 self.libc.kill(process, signal.SIGKILL)
@@ -311,36 +383,36 @@ class Sandbox:
 
     def drop_capabilities(self) -> None:
         """A trainer that runs as root, and the owner of a namespace, have them."""
-        header = struct.pack("Ii", self.CAPABILITY_VERSION_3, 0)
+        header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
         self.libc.capset(header, struct.pack("6I", 0, 0, 0, 0, 0, 0))
 
     def restrict_files(self) -> None:
         """Landlock: Python's own folders can be read, a folder of its own written, nothing else."""
         version = self.libc.syscall(
-            self.LANDLOCK_CREATE_RULESET, None, 0, self.LANDLOCK_CREATE_RULESET_VERSION
+            LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION
         )
-        rights, size = self.LANDLOCK_VERSIONS.get(version, self.LANDLOCK_LATEST)
+        rights, size = LANDLOCK_VERSIONS.get(version, LANDLOCK_LATEST)
         handled = {
             "landlock files": (1 << rights) - 1,
-            "landlock network": self.TCP,
-            "landlock scopes": self.SCOPES,
+            "landlock network": TCP,
+            "landlock scopes": SCOPES,
         }
         for name in handled.keys() - self.layers.keys():  # switched off
             handled[name] = 0
         attributes = struct.pack("QQQ", *handled.values())
-        ruleset = self.libc.syscall(self.LANDLOCK_CREATE_RULESET, attributes, size, 0)
+        ruleset = self.libc.syscall(LANDLOCK_CREATE_RULESET, attributes, size, 0)
         if "landlock files" in self.layers:
             for path in self.readable_folders():
-                self.allow(ruleset, path, self.READ)
+                self.allow(ruleset, path, READ)
             if self.has_folder:
-                writable = self.READ | self.WRITE & handled["landlock files"]
+                writable = READ | WRITE & handled["landlock files"]
                 self.allow(ruleset, self.task["folder"], writable)
-        restricted = self.libc.syscall(self.LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
+        restricted = self.libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
         for place, name in enumerate(handled):
             if name in self.layers:
                 is_known = size > 8 * place  # else the kernel did not see it
                 self.layers[name] = restricted and is_known
-        if rights < self.LANDLOCK_TRUNCATE and "landlock files" in self.layers:
+        if rights < LANDLOCK_TRUNCATE and "landlock files" in self.layers:
             self.layers["landlock files"] = False
 
     def readable_folders(self) -> list[str]:
@@ -353,54 +425,51 @@ class Sandbox:
         if os.path.isdir(path):
             folder = os.open(path, os.O_PATH)
             beneath = struct.pack("=Qi", rights, folder)
-            self.libc.syscall(
-                self.LANDLOCK_ADD_RULE, ruleset, self.LANDLOCK_RULE_PATH_BENEATH, beneath, 0
-            )
+            self.libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, beneath, 0)
             os.close(folder)
 
     def refuse_calls(self) -> None:
         """seccomp: the calls above are not permitted, and all of another architecture kill."""
         machine = os.uname().machine
-        if machine not in self.MACHINES:
+        if machine not in MACHINES:
             return
         lines = [
-            (self.LOAD, 0, 0, self.ARCHITECTURE),  # a line: operation, jumps if true, false, value
-            (self.EQUAL, 1, 0, self.MACHINES[machine]),
-            (self.RETURN, 0, 0, self.KILL),
-            (self.LOAD, 0, 0, self.CALL),
+            (LOAD, 0, 0, ARCHITECTURE),  # a line: operation, jumps if true, false, value
+            (EQUAL, 1, 0, MACHINES[machine]),
+            (RETURN, 0, 0, KILL),
+            (LOAD, 0, 0, CALL),
         ]
         if machine == "x86_64":
-            lines += [(self.AT_LEAST, 0, 1, self.X32), (self.RETURN, 0, 0, self.KILL)]
+            lines += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
         for call in self.refused(machine):
-            lines += [(self.EQUAL, 0, 1, call), (self.RETURN, 0, 0, self.NOT_PERMITTED)]
-        lines += [(self.EQUAL, 0, 1, self.CLONE3), (self.RETURN, 0, 0, self.NO_SUCH_CALL)]
-        lines += self.only(self.CLONE[machine], 0, self.HAS_BITS, [self.CLONE_THREAD])
-        lines += self.only(self.TGKILL[machine], 0, self.EQUAL, [os.getpid()])  # abort()
-        lines += self.only(self.PRLIMIT64[machine], 0, self.EQUAL, [0])  # its own limits
-        lines += self.only(self.IOCTL[machine], 1, self.EQUAL, self.HARMLESS_IOCTLS)
-        lines += self.only(self.SOCKETPAIR[machine], 1, self.EQUAL, self.STREAM_PAIRS)
-        lines.append((self.RETURN, 0, 0, self.ALLOW))
+            lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, NOT_PERMITTED)]
+        lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NO_SUCH_CALL)]
+        lines += self.only(CLONE[machine], 0, HAS_BITS, [CLONE_THREAD])
+        lines += self.only(TGKILL[machine], 0, EQUAL, [os.getpid()])  # abort()
+        lines += self.only(PRLIMIT64[machine], 0, EQUAL, [0])  # its own limits
+        lines += self.only(IOCTL[machine], 1, EQUAL, HARMLESS_IOCTLS)
+        lines += self.only(SOCKETPAIR[machine], 1, EQUAL, STREAM_PAIRS)
+        lines.append((RETURN, 0, 0, ALLOW))
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
         program = struct.pack("HP", len(lines), ctypes.addressof(code))
-        filtered = self.libc.prctl(self.PR_SET_SECCOMP, self.SECCOMP_MODE_FILTER, program)
+        filtered = self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program)
         self.layers["seccomp"] = filtered == 0
 
     def refused(self, machine: str) -> list[int]:
         """Numbers of the calls that are refused."""
-        column = 1 + list(self.MACHINES).index(machine)
-        rows = [line.split() for line in self.REFUSED.strip().splitlines()]
+        column = 1 + list(MACHINES).index(machine)
+        rows = [line.split() for line in REFUSED.strip().splitlines()]
         return [int(row[column]) for row in rows if row[0] != "#" and row[column] != "-"]
 
     def only(self, call: int, argument: int, test: int, values) -> list[tuple]:
         """Lines of a filter that allow a call where the test of an argument holds for a value."""
-        lines = [(self.LOAD, 0, 0, self.ARGUMENTS + 8 * argument)]
+        lines = [(LOAD, 0, 0, ARGUMENTS + 8 * argument)]
         for value in values:
-            lines += [(test, 0, 1, value), (self.RETURN, 0, 0, self.ALLOW)]
-        lines.append((self.RETURN, 0, 0, self.NOT_PERMITTED))
-        return [(self.EQUAL, 0, len(lines), call), *lines]
+            lines += [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
+        lines.append((RETURN, 0, 0, NOT_PERMITTED))
+        return [(EQUAL, 0, len(lines), call), *lines]
 
     def bound_resources(self) -> None:
-
         size, seconds = self.task["bytes"], int(self.task["seconds"]) + 1
         limits = {
             resource.RLIMIT_AS: size << 10,  # bytes of memory
@@ -414,69 +483,7 @@ class Sandbox:
             resource.setrlimit(limit, (value, value))
 
 
-# read now, as the file may change while a run lasts; in the child nothing but this is imported
-SANDBOX = f"""import ctypes, json, os, signal, struct, sys, time
-from collections.abc import Iterator
-{inspect.getsource(Sandbox)}
-with open(int(sys.argv[1])) as task:
-    sandbox = Sandbox(json.load(task))
-sandbox.run()
-"""
-
-
-def run_program(
-    source: str,
-    given: str = "",
-    name: str = "__main__",
-    strict: bool = False,
-    seconds: float | None = None,
-) -> tuple[str, str]:
-    """(layers, output) of a program, ("{}", "") if it fails.
-
-    For Linux. Limits on time, memory and output always hold; threads and processes are counted
-    every WATCH_SECONDS. Network, other processes and files but Python's own are out of reach where
-    the kernel has every layer, and nothing is left running.
-    Not protected: what Python's folders tell, what stat() tells of any file (names, sizes, times),
-    and a kernel with a bug.
-    """
-    seconds = CODE_SECONDS if seconds is None else seconds
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.TemporaryFile("w+") as task,
-        tempfile.TemporaryFile() as stdout,
-    ):
-        settings = {
-            "source": source,
-            "name": name,
-            "strict": strict,
-            "layers": LAYERS,
-            "seconds": seconds,
-            "bytes": CODE_BYTES,
-            "folder": folder,
-            "folder_bytes": 16 * CODE_BYTES,
-        }
-        json.dump(settings, task)
-        task.seek(0)
-        child = subprocess.Popen(
-            [sys.executable, "-I", "-c", SANDBOX, str(task.fileno())],
-            stdin=subprocess.PIPE,
-            stdout=stdout,  # a file: a pipe can be held open
-            stderr=subprocess.DEVNULL,
-            pass_fds=[task.fileno()],
-            cwd=folder,
-            env={
-                "TMPDIR": folder,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "MALLOC_ARENA_MAX": "1",  # else each thread sets much of the memory aside
-            },
-            start_new_session=True,  # a group of processes that can be killed together
-        )
-        try:
-            wait = seconds + Sandbox.END_SECONDS + 2
-            child.communicate(given.encode(errors="replace"), timeout=wait)
-        except subprocess.TimeoutExpired:  # its second process should have ended it
-            os.killpg(child.pid, signal.SIGKILL)
-        stdout.seek(0)
-        layers, _, output = stdout.read().decode(errors="replace").partition("\n")
-        return (layers, output) if child.wait() == 0 else ("{}", "")
+if __name__ == "__main__":
+    with open(int(sys.argv[1])) as opened:
+        sandbox = Sandbox(json.load(opened))
+    sandbox.run()

@@ -14,14 +14,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
-from support.data import expecting, is_held_out
+from support.data import expecting, is_held_out, need
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
 CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
 CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
 
-# ---------------------------------------------------------------------- built-in tasks
+# ---- problems, their demonstrations, and their verifiers -----------------------------------------
 
 
 class Task(NamedTuple):
@@ -100,6 +100,30 @@ def arithmetic_demonstration(problem: dict, rng: random.Random) -> str:
     return solve(problem["prompt"], rng)
 
 
+def arithmetic(completion: str, answer: str) -> bool:
+    """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
+    is_text = type(answer) in (str, int, float) and str(answer).strip()
+    need(is_text, "it has no final answer")
+    return completion.rpartition("#")[1:] == ("#", str(answer))
+
+
+def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+    """(end in characters, reward) of each operation that stands there, and then of the outcome.
+
+    An operation pays 1 where it takes up the last result, is the prompt's next one, and is right.
+    """
+    value, end, steps = prompt[:1], 0, []
+    operations = re.findall("[+*][0-9]", prompt)
+    written = completion.partition("#")[0].split(";")
+    for operation, step in zip(operations, written):
+        end += len(step) + 1
+        is_digit = value in tuple("0123456789")
+        right = is_digit and step == solve(value + operation).partition("#")[0]
+        steps.append((end, float(right)))
+        value = step[-1:]
+    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+
+
 def countdown_problem(rng: random.Random) -> dict:
     """{"prompt": "8 5 6=19:", "answer": {"numbers": [8, 5, 6], "target": 19}}"""
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
@@ -161,6 +185,20 @@ def with_wrong_digit(text: str, rng: random.Random) -> str:
     return text[:place] + rng.choice("0123456789") + text[place + 1 :]
 
 
+def calculator_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+    """(end in characters, reward) of each call of the calculator, and then of the outcome.
+
+    A call pays 1 where it is what `12*34+56=` needs next: `12*34`, then `408+56`."""
+    product, sign, number = re.match("([0-9*]*)([+-]?)([0-9]*)", prompt).groups()
+    needed = (product, f"{exact_value(product)}{sign}{number}")
+    end, steps = 0, []
+    *calls, _ = completion.split("</calc>")
+    for call, expression in zip(calls, needed):
+        end += len(call + "</calc>")
+        steps.append((end, float(call.rpartition("<calc>")[2] == expression)))
+    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+
+
 TASKS = {
     "arithmetic": Task(
         problem=arithmetic_problem,
@@ -196,6 +234,8 @@ def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
         if is_held_out(problem["prompt"]) == held_out:
             yield problem
 
+
+# ---- the built-in policies -----------------------------------------------------------------------
 
 BUILT_IN = {
     "tiny": {"model_type": "qwen3", "num_hidden_layers": 2},

@@ -1,0 +1,107 @@
+"""Finds the program of a completion, and judges it by its cases: what `code` pays."""
+
+import json
+import keyword
+import re
+import textwrap
+import time
+
+from support import sandbox
+from support.data import expecting, need
+
+# the program may have an input() and a json of its own
+CALL_CASES = """
+import builtins as _builtins, json as _json
+def _call(case):
+    function = _builtins.globals().get("{name}")
+    return (function or _builtins.getattr(Solution(), "{name}"))(*case)
+_results = [_call(case) for case in _json.loads(_builtins.input())]
+_results = _json.loads(_json.dumps(_results))
+_builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
+
+
+def passes(text: str, answer: dict, strict: bool) -> bool:
+    """Whether the program of a text passes every case; UserError where none could."""
+    need(isinstance(answer, dict), 'expected {"fn": ..., "cases": ...} or {"stdin": ...}')
+    calls = "fn" in answer
+    cases = answer.get("cases" if calls else "stdin")
+    need(isinstance(cases, list) and cases, "it has no cases")
+    for case in cases:
+        need(isinstance(case, (list, tuple)) and len(case) == 2, f"{case!r:.80} is no pair")
+    if calls:
+        return passes_calls(text, answer["fn"], cases, strict)
+    return passes_texts(text, cases, strict)
+
+
+def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
+    """Cases of [arguments, result] of a function, all in one run."""
+    is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    need(is_name, f"fn {name!r:.80} is no name of a function")
+    arguments, results = zip(*cases)
+    for case in arguments:
+        need(isinstance(case, (list, tuple)), f"arguments {case!r:.80} are no list")
+    with expecting(f"results {results!r:.80} are no JSON"):
+        right = as_json(results)
+
+    defines = rf"^[ \t]*(?:async )?def {name}\b|^{name}\b.*=|\bimport\b.*\b{name}\b"
+    source = last_program(text, defines) + CALL_CASES.format(name=name)
+    _, output = sandbox.run_program(source, json.dumps(arguments), name="program", strict=strict)
+    return output is not None and output.splitlines()[-1:] == [right]
+
+
+def as_json(value: object) -> str:
+    """One way to write a value; raises where JSON has none, as for nan."""
+    return json.dumps(value, allow_nan=False, sort_keys=True)
+
+
+def passes_texts(text: str, cases: list, strict: bool) -> bool:
+    """Cases of [input, output], a run each."""
+    for case in cases:
+        are_texts = all(isinstance(part, str) for part in case)
+        need(are_texts, f"input and output {case!r:.80} are no strings")
+    source = last_program(text, r"\b(?:input|stdin|open)\b")
+    left = sandbox.CODE_SECONDS
+    for given, expected in cases:
+        if not source or left <= 0:
+            return False
+        start = time.monotonic()
+        _, output = sandbox.run_program(source, given, strict=strict, seconds=left)
+        if output is None or output.split() != expected.split():
+            return False
+        left -= max(time.monotonic() - start - sandbox.START_SECONDS, 0)
+    return True
+
+
+FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*([\w+-]*)([^`~]*)")
+STATEMENT = re.compile(
+    r"^[ \t]*(?:def|class|import|from|for|while|if|with|try|print|return)\b|^[ \t]*\w+ = ", re.M
+)
+
+
+def last_program(text: str, wanted: str) -> str:
+    """Source of the last fenced block of Python in which something `wanted` is, else of the last.
+
+    Blocks without a tag count only where none has one. Nothing where a block is left open."""
+    tagged, untagged = [], []
+    fence, tag, lines = "", "", []
+    for line in text.splitlines():
+        found = FENCE.search(line)
+        at_end = found and found.end() == len(line)
+        before = line[: found.start()] if found else line
+        if fence:
+            closes = at_end and found[1].startswith(fence) and not (found[2] + found[3]).strip()
+            lines.append(before if closes else line)
+            if closes:
+                source = textwrap.dedent("\n".join(lines))
+                if tag in ("python", "python3", "py", "py3"):
+                    tagged.append(source)
+                elif not tag and STATEMENT.search(source):  # no output of an example
+                    untagged.append(source)
+                fence = ""
+        elif at_end and not (before.strip() and found[3].strip()):  # no ``` within a sentence
+            fence, tag, lines = found[1], found[2].lower(), []
+    blocks = tagged or untagged
+    if fence or not blocks:
+        return ""
+    fitting = [block for block in blocks if re.search(wanted, block, re.MULTILINE)]
+    return (fitting or blocks)[-1]
