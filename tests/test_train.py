@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import gspo
-import rewards
 import rollout
 import train
 from tools import (
@@ -28,7 +27,6 @@ from tools import (
     metrics,
     newest,
     random_policy,
-    refused,
     rows_of,
     same_run,
     spied,
@@ -348,8 +346,8 @@ def test_dynamic_sampling_is_bounded_and_warns_once(seen, tmp_path):
     write_rows(Path("dead.jsonl"), rows)
     flags = "--data dead.jsonl --reward pay.py:by_prompt --algo dapo --steps 3"
     result = good(tmp_path, f"{BASE} {flags}")
-    warnings = [line for line in result.out.splitlines() if "step 1: " in line]
-    assert len(warnings) == 1 and "0 of 4" in warnings[0] and "20" in warnings[0]
+    [warning] = [line for line in result.out.splitlines() if "--dynamic-sampling" in line]
+    assert "20 groups drawn 0" in warning and "expected 4" in warning
     assert [row["prompts_drawn"] for row in metrics(result.folder)] == [20] * 3
     weights = load_file(newest(result.folder) / "model.safetensors")
     start = load_file("models/tiny/model.safetensors")
@@ -513,7 +511,8 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step():
         for steps in ([(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)])
     ]
     judged = train.Judged(samples, ["abcdef", "cab"], [{}, {}], scores)
-    batch = train.Batch(1, judged, mask, torch.zeros(1, 2), rewards=torch.tensor([8.0, 16.0]))
+    batch = train.Batch(1, judged, mask, paid=None, correct=None)
+    batch.rewards = torch.tensor([8.0, 16.0])
     per_token, steps = train.place_rewards(SimpleNamespace(tokenizer=Pieces()), batch)
     assert per_token.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
     assert steps.tolist() == [[True, False, True, True], [True, True, False, False]]
@@ -528,15 +527,60 @@ def test_rewards_of_tokens_hold_the_steps_of_a_verifier(algorithm, monkeypatch, 
     batch, checked = seen.batches[0], 0
     for i, (score, n) in enumerate(zip(batch.judged.scores, batch.samples.lengths.tolist())):
         ids = batch.samples.completions[i, :n]
-        if n > 1 and int(ids[:-1].min()) > 2:  # characters and an end, no other special token
+        if n > 1 and int(ids[0]) > 2:  # a character first, no special token
             expected = [0.0] * n
             expected[0] = float(batch.judged.texts[i][0] in "02468")
             expected[-1] += score.reward
-            last_step = len(batch.judged.texts[i]) - 1
-            expected[last_step] += score.steps[1][1]
             assert per_token[i, :n].tolist() == pytest.approx(expected, abs=1e-6)
             checked += 1
     assert checked >= 4
+
+
+# ---- rewards that are not 0 or 1
+
+
+@pytest.fixture
+def other_rewards(place):
+    """far pays 2 to 4; short is never positive; right is 0 or 1, always the latter on 1+..."""
+    Path("other.py").write_text(
+        "import pay\n\n"
+        "def far(completion, answer):\n    return 2 + 2 * pay.even(completion, answer)\n\n"
+        "def short(completion, answer):\n    return -len(completion) / 50\n\n"
+        "def right(completion, answer, prompt):\n"
+        "    return float(prompt[0] == '1' or completion[:1] in ('0', '2', '4'))\n"
+    )
+    rows = [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)]
+    write_rows(Path("rows.jsonl"), rows)
+    return "--model models/tiny --data rows.jsonl --eval-data rows.jsonl --reward"
+
+
+def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
+    """2 to 4: nothing is refilled, no group is dead, and nothing is called solved."""
+    result = good(tmp_path, f"{other_rewards} other.py:far --algo dapo --eval-every 1")
+    for row in metrics(result.folder):
+        assert row["prompts_drawn"] == 4 and row["dead"] == 0
+        assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
+        assert row["eval_reward"] > 2
+        assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
+    assert "solved" not in result.out and "warning" not in result.out
+
+
+@pytest.mark.parametrize(
+    "reward", ["other.py:right+0.2*other.py:short", "other.py:right+-1*pay.py:even"]
+)
+def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, seen, tmp_path):
+    """Groups of "1+" are all right, whatever their lengths cost: solved and dead, and still paid
+    differently, so that they move the policy."""
+    result = good(tmp_path, f"{other_rewards} {reward} --algo gspo --prompts-per-step 8")
+    for row, batch in zip(metrics(result.folder), seen.batches, strict=True):
+        correct = [score.terms["right"] for score in batch.judged.scores]
+        groups = [correct[i : i + 4] for i in range(0, 32, 4)]
+        assert row["solved"] == pytest.approx(sum(correct) / 32)
+        assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
+        assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
+        assert row["dead"] == row["dead_right"] + row["dead_wrong"]
+        easy = [i for i, row in enumerate(batch.judged.rows) if row["prompt"][0] == "1"]
+        assert float(batch.advantages[easy].abs().max()) > 0
 
 
 # ---- the critic
@@ -548,11 +592,11 @@ def test_the_critic_learns_a_constant_reward(tmp_path):
     result = good(
         tmp_path,
         f"{BASE} --algo ppo --reward pay.py:always --steps 6 --critic-lr 3e-3 "
-        "--lr 1e-6 --gae-lambda 1 --max-new-tokens 100",
+        "--lr 1e-6 --gae-lambda 1 --max-new-tokens 200",
     )
     rows = metrics(result.folder)
     assert rows[0]["value_loss"] > 0.05
-    assert rows[-1]["value_loss"] < 0.2 * rows[0]["value_loss"]
+    assert rows[-1]["value_loss"] < 0.3 * rows[0]["value_loss"]
 
 
 def test_ppo_whitens_its_advantages(losses, tmp_path):
