@@ -793,7 +793,7 @@ def load(kind: type, source: str, **options):
     here = Path(source).exists() or not is_path
     need(here, f"--model {source}: there is no such folder")
     with expecting(f"--model {source}: expected a folder or hub name of a causal language model"):
-        return kind.from_pretrained(source, **options)
+        return kind.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def inspect_model(source: str):

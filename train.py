@@ -398,7 +398,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     say(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0]['ids']))}'")
 
     # with adapters a checkpoint's weights are merged; the frozen ones are those of the beginning
-    weights = source if config.lora_rank or not saved else saved
+    weights = source if config.lora_rank or not saved else str(saved)
     policy = rollout.load_model(weights, config.device)
     ends = rollout.end_and_pad_ids(policy, tokenizer)
     prompts = [row["ids"][-64:] for row in held_out[:2]]

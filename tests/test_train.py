@@ -25,6 +25,7 @@ from tools import (
     gradients,
     launch,
     metrics,
+    needed,
     newest,
     random_policy,
     rows_of,
@@ -286,7 +287,8 @@ def test_the_learning_rate_warms_up(tmp_path):
 @pytest.mark.parametrize("algorithm", gspo.ALGOS)
 def test_every_algorithm_trains_and_has_a_critic_only_if_it_asks(algorithm, seen, tmp_path):
     before = load_file("models/tiny/model.safetensors")
-    good(tmp_path, f"{BASE} --algo {algorithm} --steps 1 --prompts-per-step 2 --eval-prompts 1")
+    flags = f"--algo {algorithm} {needed(algorithm)} --steps 1 --prompts-per-step 2"
+    good(tmp_path, f"{BASE} {flags} --eval-prompts 1")
     asks = gspo.ALGOS[algorithm].reads == "values"
     assert (seen.run.critic is not None) == asks
     assert len(seen.run.optimizer.param_groups) == 1 + asks

@@ -61,6 +61,11 @@ def steps(completion, answer):
 '''
 
 
+def needed(algorithm: str) -> str:
+    """What an algorithm cannot do without: the mixture, with the same tokens, is its teacher."""
+    return "--teacher models/moe" if gspo.ALGOS[algorithm].reads == "teacher" else ""
+
+
 def furnish(folder, models):
     """What a run expects where it stands: the models and the rewards."""
     Path(folder, "models").symlink_to(models)
