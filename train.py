@@ -70,6 +70,7 @@ class Config:
     eval_data: str | None = flag(None, "JSONL file to evaluate on, not a tenth", needs="data")
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default math")
     reward_model: str | None = flag(None, "classifier, called model in --reward", leaf="judge")
+    teacher: str | None = flag(None, "OPD: a larger model, folder or hub name")
     tool: str | None = flag(None, "answers completions: calculator, file.py:function", leaf="tools")
     steps: int = flag(50, "rollout steps", low=1)
     seed: int = flag(0, "of problems, samples, shuffles and adapters", low=0)
@@ -94,6 +95,7 @@ class Config:
     ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
     tau_pos: float | None = flag(None, "SAPO: steepness of the gate where A > 0", above=0)
     tau_neg: float | None = flag(None, "SAPO: the same where A < 0", above=0)
+    reward_coef: float | None = flag(None, "OPD: of the reward; default 1 with --reward", low=0)
     advantage_scale: str | None = flag(None, "what divides advantages", choices=SCALES)
     gamma: float | None = flag(None, "discount per token, PPO, REINFORCE++", above=0, high=1)
     gae_lambda: float | None = flag(None, "of PPO's advantages", low=0, high=1)
@@ -214,6 +216,8 @@ def numbers_of(algorithm: gspo.Algorithm) -> dict:
     numbers.pop("max_new_tokens", None)  # every run has it
     if algorithm.reads == "values":
         numbers["critic_lr"] = None
+    if algorithm.reads == "teacher":
+        numbers["teacher"] = None
     return numbers
 
 
@@ -236,6 +240,8 @@ def fill_defaults(config: Config) -> None:
         if getattr(config, name) is None:
             setattr(config, name, value)
 
+    if algorithm.reads == "teacher":  # a reward that is asked for adds up
+        default("reward_coef", 1.0 if config.reward else 0.0)
     if config.data and not built_in:
         default("reward", "math")
         default("max_new_tokens", 1024)
@@ -292,6 +298,8 @@ def check_together(config: Config) -> None:
         need(not taken, f"--name {config.name}: that run is there; new name or --resume?")
     here = torch.get_device_module(config.device).is_available()
     need(here, f"--device {config.device}: there is none here")
+    taught = gspo.ALGOS[config.algo].reads != "teacher" or config.teacher
+    need(taught, f"--algo {config.algo}: needs a --teacher")
 
 
 # ---- start ---------------------------------------------------------------------------------------
@@ -330,6 +338,7 @@ class Run:
     old_policy: transformers.PreTrainedModel  # the sampler: pi_theta, or a copy of it
     ref_policy: transformers.PreTrainedModel | None  # only with --kl-coef
     critic: torch.nn.Module | None  # only where advantages read values
+    teacher: transformers.PreTrainedModel | None  # only where they read its log-probs
     optimizer: torch.optim.Optimizer
     ends: dict  # eos_ids and pad_id
 
@@ -390,6 +399,9 @@ def start(config: Config, ranks: Ranks) -> Run:
     tokenizer, model_config = rollout.inspect_model(source)
     fits = rollout.has_experts(model_config) or not config.routing_replay
     need(fits, "--routing-replay: needs a mixture of experts")
+    if config.teacher:
+        same = rollout.inspect_model(config.teacher)[0].get_vocab() == tokenizer.get_vocab()
+        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
     form = data.PromptFormat(tokenizer, config)
     held_out = [form.encode(row) for row in itertools.islice(held_out, config.eval_prompts)]
     fewest = min(len(held_out), config.prompts_per_step)
@@ -466,11 +478,14 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
 def policies(config: Config, policy) -> dict:
     """The fields of Run that are models, and the optimiser of those that learn."""
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    old_policy, ref_policy, critic = policy, None, None  # nothing moves while it samples
+    old_policy, ref_policy, critic, teacher = policy, None, None, None
+    # nothing moves while the policy samples: in float32 on one step's weights it needs no copy
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
         old_policy = rollout.frozen_copy(policy, dtype)
     if config.kl_coef:
         ref_policy = rollout.frozen_copy(policy, dtype)
+    if config.teacher:
+        teacher = rollout.frozen_copy(rollout.load_model(config.teacher, config.device), dtype)
     if config.lora_rank:
         from support.lora import add_adapters
 
@@ -484,6 +499,7 @@ def policies(config: Config, policy) -> dict:
         "old_policy": old_policy,
         "ref_policy": ref_policy,
         "critic": critic,
+        "teacher": teacher,
         "optimizer": torch.optim.AdamW(groups, weight_decay=0.0, fused=config.device != "mps"),
     }
 
@@ -645,13 +661,15 @@ class Batch:
     # freeze: constants of the step, (N, T)
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
     values: Tensor | None = None
 
     # compare
     returns: Tensor | None = None  # (N, T), the critic's targets
 
     # improve
-    new_logprobs: Tensor | None = None  # (N, T), each row as its own update first saw it
+    new_logprobs: Tensor | None = None  # (N, T), each row as its own update saw it
+    first_logprobs: Tensor | None = None  # the same of the first update, when nothing had moved
     bad_updates: int = 0  # skipped, as something was not finite
 
     @property
@@ -771,6 +789,7 @@ def freeze(run: Run, batch: Batch) -> None:
     alone, in the micro-batches of the updates, so that the first ratio is exactly 1."""
     batch.old_logprobs = torch.zeros_like(batch.samples.sampler_logprobs)
     batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
+    batch.teacher_logprobs = torch.zeros_like(batch.old_logprobs)
     batch.values = torch.zeros_like(batch.old_logprobs)
     for rows in (part for update in batch.updates for part in update.parts):
         samples = batch.samples[rows]
@@ -781,9 +800,12 @@ def freeze(run: Run, batch: Batch) -> None:
                 batch.old_logprobs[rows], _ = run.logprobs(run.policy, samples)
         if run.ref_policy is not None:
             batch.ref_logprobs[rows], _ = run.logprobs(run.ref_policy, samples)
+        if run.teacher is not None:
+            batch.teacher_logprobs[rows], _ = run.logprobs(run.teacher, samples)
         if run.critic is not None:
             batch.values[rows] = run.values(samples)
-    run.ranks.sum(batch.old_logprobs, batch.ref_logprobs, batch.values)  # others' rows are 0
+    for scored in (batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs, batch.values):
+        run.ranks.sum(scored)  # others' rows are 0
 
 
 def compare(run: Run, batch: Batch) -> None:
@@ -803,6 +825,9 @@ def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     """(N, T) from rewards that stand at their tokens, log-probs and values."""
     config, algorithm = run.config, run.algorithm
     options = settings(config, algorithm.advantages)
+    if algorithm.reads == "teacher":
+        pair = (batch.teacher_logprobs, batch.old_logprobs, batch.mask)
+        return algorithm.advantages(batch.rewards, config.group_size, *pair, **options)
     token_rewards, _ = place_rewards(run, batch)
     if algorithm.kl_in == "reward":  # k1, per token
         kl = batch.old_logprobs - batch.ref_logprobs
@@ -850,8 +875,10 @@ def improve(run: Run, batch: Batch) -> list[dict]:
     for group in run.optimizer.param_groups:
         warm_up = min(1.0, batch.step / max(config.warmup_steps, 1))
         group["lr"] = group["initial_lr"] * warm_up
-    for number, update in enumerate(batch.updates * config.epochs):
-        metrics = accumulate_gradients(run, batch, update, first=number < len(batch.updates))
+    for update in batch.updates * config.epochs:
+        metrics = accumulate_gradients(run, batch, update)
+        if batch.first_logprobs is None:
+            batch.first_logprobs = batch.new_logprobs.clone()
         wrong = ", ".join(name for name, value in metrics.items() if not math.isfinite(value))
         if wrong:  # no step: it would ruin the weights
             batch.bad_updates += 1
@@ -865,14 +892,12 @@ def improve(run: Run, batch: Batch) -> list[dict]:
             run.progress.bad_in_a_row = 0
             made.append(metrics)
     run.optimizer.zero_grad()  # their memory is for sampling
-    run.ranks.sum(batch.new_logprobs)
+    run.ranks.sum(batch.new_logprobs, batch.first_logprobs)  # others' rows are 0
     return made
 
 
-def accumulate_gradients(run: Run, batch: Batch, update: Update, first: bool) -> dict[str, float]:
-    """The gradient of one update, summed over micro-batches and processes; returns its metrics.
-
-    first: whether its rows are seen for the first time."""
+def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, float]:
+    """The gradient of one update, summed over micro-batches and processes; returns its metrics."""
     unit = run.algorithm.unit
     denom = count_units(batch.mask[update.live], unit)
     # metrics are means over live rows; the loss is one over all, and that of the others is 0
@@ -882,8 +907,7 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update, first: bool) ->
     for rows in update.parts:
         loss, logprobs, metrics = losses(run, batch, rows, denom)
         (share * loss).backward()
-        if first:
-            batch.new_logprobs[rows] = logprobs
+        batch.new_logprobs[rows] = logprobs
         metrics["loss"] = share * loss.detach()
         totals.update({name: float(value) for name, value in metrics.items()})  # adds
     return run.ranks.sum_numbers(totals) | clip_gradients(run)
@@ -978,11 +1002,17 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     for name in updates[0] if updates else []:  # clip_fraction, ratio_mean, entropy, grad_norm, ...
         row[name] = statistics.fmean(metrics[name] for metrics in updates)
     row["bad_updates"] = batch.bad_updates
-    row |= drift("policy", batch, batch.old_logprobs, batch.live)
-    # of the first update's rows: nothing had moved yet
-    row |= drift("sampler", batch, samples.sampler_logprobs, batch.updates[0].live)
+    row |= drift("policy", batch, batch.new_logprobs - batch.old_logprobs, batch.live)
+    sampler_gap = batch.first_logprobs - samples.sampler_logprobs
+    row |= drift("sampler", batch, sampler_gap, batch.updates[0].live)
     if run.critic is not None:
         row["explained_variance"] = explained_variance(batch)
+    if run.teacher is not None:
+        gap = (batch.old_logprobs - batch.teacher_logprobs)[batch.mask]
+        row["teacher_kl"] = gap.mean()  # k1, of the sampled tokens
+        row["teacher_unlikely"] = (
+            (batch.teacher_logprobs[batch.mask] < math.log(1e-3)).float().mean()
+        )
     row["verifier_faults"] = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = max(run.ranks.gather(peak_memory(run.config.device)))
@@ -1009,11 +1039,10 @@ def mean_advantage(batch: Batch) -> Tensor:
     return size.mean()
 
 
-def drift(prefix: str, batch: Batch, before: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """How far some rows' log-probs are from those before: a KL in nats over their tokens (k3), the
-    spread of token log-ratios, and of their means over completions, log s."""
-    mask = batch.mask[rows]
-    log_ratio = (batch.new_logprobs - before)[rows]
+def drift(prefix: str, batch: Batch, log_ratio: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """How far two policies are apart on some rows: a KL in nats over their tokens (k3), the spread
+    of token log-ratios, and of their means over completions, log s."""
+    mask, log_ratio = batch.mask[rows], log_ratio[rows]
     tokens = log_ratio[mask]
     if len(tokens) == 0:
         return {}
