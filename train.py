@@ -273,8 +273,6 @@ def fill_defaults(config: Config) -> None:
 
 def check_together(config: Config) -> None:
     """UserError for flags that do not fit each other, or this machine."""
-    taught = gspo.ALGOS[config.algo].reads == "teacher"
-    need(not taught, f"--algo {config.algo}: needs a teacher, which no flag names yet")
     for field in dataclasses.fields(config):
         other = field.metadata["needs"]
         if other and getattr(config, field.name) != field.default:

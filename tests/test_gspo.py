@@ -1484,19 +1484,20 @@ def test_step_advantages_of_one_final_step_are_the_group_advantages():
 
 @pytest.mark.parametrize("paid", [False, True])
 def test_teacher_advantages_match_scalar_loop(paid):
-    """log pi_teacher - log pi_old of the sampled token; where there is a reward, r - mean of its
-    group is added to each token of its completion."""
+    """log pi_teacher - log pi_old of the sampled token; half of r - mean of its group is added to
+    each token of its completion."""
     batch = make_batch(0, 0.5)
     rewards = random_rewards(1, len(LENGTHS), 4) if paid else torch.zeros(len(LENGTHS)).double()
     teacher, old, mask = batch["ref"].requires_grad_(), batch["old_logprobs"], batch["mask"]
-    actual = gspo.teacher_advantages(rewards, 4, teacher, old, mask)
+    actual = gspo.teacher_advantages(rewards, 4, teacher, old, mask, reward_coef=0.5)
     assert not actual.requires_grad
     rows = []
     for row, of_reward in zip(rows_of(batch), group_loop(rewards.tolist(), 4, "none")):
-        rows.append([a - b + of_reward for a, b in zip(row.ref, row.old_logprobs)])
+        rows.append([a - b + 0.5 * of_reward for a, b in zip(row.ref, row.old_logprobs)])
     assert_own_tokens(actual, mask, rows)
     dirty = (filled(each, mask, math.nan) for each in (teacher, old))
-    assert torch.equal(gspo.teacher_advantages(rewards, 4, *dirty, mask.long()), actual)
+    again = gspo.teacher_advantages(rewards, 4, *dirty, mask.long(), reward_coef=0.5)
+    assert torch.equal(again, actual)
 
 
 def distilled(teacher, old, logits):
