@@ -30,7 +30,6 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import transformers
 from torch import Tensor
@@ -49,6 +48,7 @@ from support.console import (
 )
 from support.data import expecting, need, printable
 from support.flags import dashed, flag, leaf, parse
+from support.metrics import drift, of_critic, of_teacher
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
 
@@ -136,6 +136,7 @@ class Config:
 
 # what a resumed run cannot change: its weights are of these
 KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha")
+SHOWN_PROMPTS = 4  # of a step in samples.jsonl, of an evaluation in report.html
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 MAX_BAD_UPDATES = 5  # in a row, skipped as something was not finite; one more ends the run
 
@@ -434,7 +435,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     )
     run.reward.shaping.update(progress.shaping)
     if saved:
-        load_state(run, saved)
+        path = saved / "trainer/state.safetensors"
+        folders.read_state(path, *trainer_state(run), config.device)
     if saved and config.lora_rank:
         from support.lora import check_base
 
@@ -571,6 +573,16 @@ class Judged:
             rows=[row for part in parts for row in part.rows],
             scores=[score for part in parts for score in part.scores],
         )
+
+    def readable(self, i: int, step: int) -> dict:
+        """One completion, for a person: a row of samples.jsonl or evaluations.jsonl."""
+        return {
+            "step": step,
+            "prompt": data.text_of(self.rows[i]["prompt"]),
+            "answer": self.rows[i]["answer"],
+            "completion": self.texts[i],
+            "reward": self.scores[i].reward,
+        }
 
     def __getitem__(self, chosen: list[int]) -> "Judged":
         columns = (self.texts, self.rows, self.scores)
@@ -996,21 +1008,21 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
     row["truncated"] = samples.truncated.float().mean()
-    row["advantage_abs"] = mean_advantage(batch)
+    size = batch.advantages.abs()
+    row["advantage_abs"] = size.mean() if size.dim() == 1 else size[batch.mask].mean()
     for name in updates[0] if updates else []:  # clip_fraction, ratio_mean, entropy, grad_norm, ...
-        row[name] = statistics.fmean(metrics[name] for metrics in updates)
+        row[name] = statistics.fmean(update[name] for update in updates)
     row["bad_updates"] = batch.bad_updates
-    row |= drift("policy", batch, batch.new_logprobs - batch.old_logprobs, batch.live)
-    sampler_gap = batch.first_logprobs - samples.sampler_logprobs
-    row |= drift("sampler", batch, sampler_gap, batch.updates[0].live)
+    live, first = batch.live, batch.updates[0].live
+    moved = batch.new_logprobs - batch.old_logprobs
+    apart = batch.first_logprobs - samples.sampler_logprobs
+    row |= drift("policy", moved[live], batch.mask[live])
+    row |= drift("sampler", apart[first], batch.mask[first])
     if run.critic is not None:
-        row["explained_variance"] = explained_variance(batch)
+        row |= of_critic(batch.values[batch.mask], batch.returns[batch.mask])
     if run.teacher is not None:
-        gap = (batch.old_logprobs - batch.teacher_logprobs)[batch.mask]
-        row["teacher_kl"] = gap.mean()  # k1, of the sampled tokens
-        row["teacher_unlikely"] = (
-            (batch.teacher_logprobs[batch.mask] < math.log(1e-3)).float().mean()
-        )
+        taught = batch.teacher_logprobs[batch.mask], batch.old_logprobs[batch.mask]
+        row |= of_teacher(*taught)
     row["verifier_faults"] = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = max(run.ranks.gather(peak_memory(run.config.device)))
@@ -1029,35 +1041,6 @@ def expert_flips(run: Run, batch: Batch) -> dict[str, float]:
     return {"expert_flips": total["changed"] / max(total["seen"], 1)}
 
 
-def mean_advantage(batch: Batch) -> Tensor:
-    """Mean of |A| over completions, or over tokens."""
-    size = batch.advantages.abs()
-    if size.dim() == 2:
-        size = size[batch.samples.completion_mask]
-    return size.mean()
-
-
-def drift(prefix: str, batch: Batch, log_ratio: Tensor, rows: Tensor) -> dict[str, Tensor]:
-    """How far two policies are apart on some rows: a KL in nats over their tokens (k3), the spread
-    of token log-ratios, and of their means over completions, log s."""
-    mask, log_ratio = batch.mask[rows], log_ratio[rows]
-    tokens = log_ratio[mask]
-    if len(tokens) == 0:
-        return {}
-    return {
-        f"{prefix}_kl": (tokens.exp() - 1 - tokens).mean(),
-        f"{prefix}_token_std": tokens.std(correction=0),
-        f"{prefix}_sequence_std": gspo.completion_mean(log_ratio, mask).std(correction=0),
-    }
-
-
-def explained_variance(batch: Batch) -> Tensor:
-    """1 - var(return - value) / var(return): 1 for a perfect critic, 0 for a constant."""
-    returns = batch.returns[batch.mask]
-    error = returns - batch.values[batch.mask]
-    return 1 - error.var() / (returns.var() + 1e-8)
-
-
 def report(run: Run, batch: Batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
     warn(run, batch, row)
@@ -1067,7 +1050,8 @@ def report(run: Run, batch: Batch, row: dict) -> None:
     seconds_left = steps_left * statistics.fmean(run.step_seconds[-10:])
     say(step_line(row, run.config.steps, seconds_left))
     folders.append_rows(run.folder / "metrics.jsonl", [row])
-    samples = readable_samples(batch, run.config.group_size)
+    first_of_groups = range(0, len(batch.rewards), run.config.group_size)[:SHOWN_PROMPTS]
+    samples = [batch.judged.readable(i, batch.step) for i in first_of_groups]
     folders.append_rows(run.folder / "samples.jsonl", samples)
     if run.tracker:
         run.tracker(row)
@@ -1092,19 +1076,6 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
         if row["truncated"] == 1:
             why = "all completions are cut off (--max-new-tokens)"
         run.warn("quiet", f"{run.quiet_steps} steps taught nothing: {why}")
-
-
-def readable_samples(batch: Batch, group_size: int) -> list[dict]:
-    """The first completion of the first four groups."""
-    judged, found = batch.judged, []
-    for i in range(0, len(judged.texts), group_size)[:4]:
-        row = {"step": batch.step, "prompt": data.text_of(judged.rows[i]["prompt"])}
-        row |= {"completion": judged.texts[i], "answer": judged.rows[i]["answer"]}
-        found.append(row | {"reward": float(batch.rewards[i])})
-    return found
-
-
-SHOWN_PROMPTS = 4  # whose greedy answers every evaluation keeps, for report.html
 
 
 def evaluate(run: Run, pass_k: int = 0) -> dict:
@@ -1133,20 +1104,13 @@ def evaluate(run: Run, pass_k: int = 0) -> dict:
 
 def keep_answers(run: Run, greedy: Judged, correct: Tensor | None) -> None:
     """Some greedy answers to the same prompts, for report.html, and one for the console."""
-    run.answers = [
-        {
-            "step": run.progress.step,
-            "prompt": data.text_of(greedy.rows[i]["prompt"]),
-            "answer": greedy.rows[i]["answer"],
-            "completion": greedy.texts[i],
-            "reward": greedy.scores[i].reward,
-            "correct": None if correct is None else float(correct[i, 0]),
-        }
-        for i in range(len(greedy.texts))[:SHOWN_PROMPTS]
-    ]
-    shown = run.answers[0]
-    said = [printable(shown[name][-200:]) for name in ("prompt", "completion")]
-    say(f"held out: '{said[0]}' -> '{said[1]}' is paid {shown['reward']:g}")
+    shown = range(len(greedy.texts))[:SHOWN_PROMPTS]
+    run.answers = [greedy.readable(i, run.progress.step) for i in shown]
+    for i, row in enumerate(run.answers):
+        row["correct"] = None if correct is None else float(correct[i, 0])
+    first = run.answers[0]
+    said = [printable(first[name][-200:]) for name in ("prompt", "completion")]
+    say(f"held out: '{said[0]}' -> '{said[1]}' is paid {first['reward']:g}")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -1166,14 +1130,15 @@ def save(run: Run) -> Path:
                 write_adapter(run.policy, folder / "adapter", config.model)
             trainer = folder / "trainer"
             trainer.mkdir()
-            safetensors.torch.save_file(trainer_state(run), trainer / "state.safetensors")
+            folders.write_state(trainer / "state.safetensors", *trainer_state(run))
             folders.write_json(trainer / "progress.json", dataclasses.asdict(run.progress))
     run.ranks.from_first(None)  # the others wait until it is written
     return run.folder / f"checkpoints/step-{step}"
 
 
-def kept_parameters(run: Run) -> dict[str, Tensor]:
-    """All parameters of the run by name, those of the policy too."""
+def trainer_state(run: Run) -> tuple[dict[str, Tensor], set[str], torch.optim.Optimizer]:
+    """All parameters of the run by name, the names of those that the policy's own files have, and
+    the optimiser."""
     parts = {"policy": run.policy, "critic": run.critic, "ref_policy": run.ref_policy}
     if run.config.stale_steps > 1:
         parts["old_policy"] = run.old_policy
@@ -1181,42 +1146,8 @@ def kept_parameters(run: Run) -> dict[str, Tensor]:
     for part, module in parts.items():
         if module is not None:
             named |= {f"{part}.{name}": each for name, each in module.named_parameters()}
-    return named
-
-
-def trainer_state(run: Run) -> dict[str, Tensor]:
-    """What the policy's own files do not have: "weights NAME", and "MOMENT NAME" of AdamW."""
-    state = {}
     in_files = {f"policy.{name}" for name in run.policy.state_dict()}
-    for name, parameter in kept_parameters(run).items():
-        if name not in in_files:
-            state[f"weights {name}"] = parameter.data
-        for moment, value in run.optimizer.state.get(parameter, {}).items():
-            state[f"{moment} {name}"] = value
-    return state
-
-
-def load_state(run: Run, checkpoint: Path) -> None:
-    """Puts back what `trainer_state` wrote; the policy's own files are loaded already. UserError
-    unless it is what this run would write: keys and shapes."""
-    path, parameters = checkpoint / "trainer/state.safetensors", kept_parameters(run)
-    with expecting(f"--resume: expected the state of this run in {path}"):
-        state = safetensors.torch.load_file(path, device=run.config.device)
-        if len(state) > len(trainer_state(run)):  # some update was made
-            for parameter in (each for name, each in parameters.items() if each.requires_grad):
-                moments = {"exp_avg": parameter, "exp_avg_sq": parameter, "step": torch.zeros(())}
-                run.optimizer.state[parameter] = moments
-        expected = {key: value.shape for key, value in trainer_state(run).items()}
-        found = {key: value.shape for key, value in state.items()}
-        for key in sorted(expected.keys() | found.keys()):
-            shapes = found.get(key), expected.get(key)
-            need(shapes[0] == shapes[1], f"{key}: found {shapes[0]}, expected {shapes[1]}")
-        for key, value in state.items():
-            kind, name = key.split()
-            if kind == "weights":
-                parameters[name].data.copy_(value)
-            else:
-                run.optimizer.state[parameters[name]][kind] = value
+    return named, in_files, run.optimizer
 
 
 # ---- the loop ------------------------------------------------------------------------------------
