@@ -1,0 +1,569 @@
+"""What a program that nobody trusts can reach, with every layer and without any one of them."""
+
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from support import sandbox
+
+ALL = sandbox.LAYERS
+SPACES, FILES, TCP, SCOPES, CALLS = ALL
+
+
+def layers():
+    return sandbox.run_program("")[0]
+
+
+def needs(*names):
+    """Skips where the kernel lacks what a test is about."""
+    missing = [name for name in names if not layers().get(name)]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} for unprivileged processes here")
+
+
+def run_program(source):
+    """Output of a program, which must end in time."""
+    start = time.monotonic()
+    output = sandbox.run_program(textwrap.dedent(source))[1]
+    assert time.monotonic() - start < sandbox.CODE_SECONDS + 5
+    return output
+
+
+def test_sandbox_names_its_layers():
+    assert tuple(layers()) == sandbox.LAYERS
+
+
+@pytest.mark.parametrize("version, protects", [(1, False), (2, False), (3, True), (9, True)])
+def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, protects):
+    class Kernel:
+        """One where every call succeeds."""
+
+        def syscall(self, call, attributes, *arguments):
+            return version if attributes is None else 0
+
+    child = sandbox.Sandbox({"layers": ["landlock files"], "folder": ""})
+    child.libc, child.allow = Kernel(), lambda *arguments: None
+    child.restrict_files()
+    assert child.layers == {"landlock files": protects}
+
+
+def test_sandbox_reads_no_folder_that_a_user_put_on_the_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path), sys.prefix + "-of-another"])
+    found = sandbox.Sandbox({"layers": []}).readable_folders()
+    assert os.path.dirname(os.__file__) in found and "/usr/lib" in found
+    assert not {str(tmp_path), sys.prefix + "-of-another"} & set(found)
+
+
+def test_sandbox_allows_pairs_of_streams():
+    source = """
+        import socket
+        a, b = socket.socketpair()
+        a.send(b'through')
+        print(b.recv(9).decode())"""
+    assert run_program(source) == "through\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise ValueError",
+        "raise SystemExit(3)",
+        "import os\nos._exit(1)",
+        "import os\nos.abort()",
+        "import signal\nsignal.raise_signal(signal.SIGSEGV)",
+        "x = (",
+        "print('done')\n1 / 0",
+        "import sys\nprint('done')\nsys.stdout.flush()\nsys.exit('too bad')",
+        "x = 'a' * (1 << 40)",
+    ],
+)
+def test_sandbox_tells_failure_from_silence(source):
+    """No output of a program that failed, not even an empty one."""
+    assert sandbox.run_program(source)[1] is None
+    assert sandbox.run_program("pass")[1] == ""
+
+
+def test_sandbox_that_is_strict_runs_nothing_without_every_layer(monkeypatch):
+    needs(*ALL)
+    assert sandbox.run_program("print(1)", strict=True)[1] == "1\n"
+    monkeypatch.setattr(sandbox, "LAYERS", (*ALL, "one that no kernel has"))
+    assert sandbox.run_program("print(1)")[1] == "1\n"
+    assert sandbox.run_program("print(1)", strict=True)[1] is None
+
+
+# every layer, and then all but one of them
+SWITCHED_OFF = [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in sandbox.LAYERS]]
+
+
+IN_A_CHILD = """
+import os
+child = os.fork()
+if child == 0:
+    {}
+    os._exit(0)
+check(-os.waitpid(child, 0)[1])
+"""  # the program itself leads a session
+EFFECTS = {  # what reaches out of the sandbox: the program, and the layers each of which stops it
+    "reads a file": ("print(open('FOLDER/secret').read())", [FILES]),
+    "lists a folder": ("import os\nassert 'secret' in os.listdir('FOLDER')", [FILES]),
+    "reads an environment": ("print(open('/proc/PID/environ').read())", [FILES]),
+    "reads memory": ("open('/proc/PID/mem', 'rb')", [FILES]),
+    "writes a file": ("open('FOLDER/new', 'w').write('x')", [FILES]),
+    "appends": ("open('FOLDER/secret', 'a').write('x')", [FILES]),
+    "truncates": ("import os\nos.truncate('FOLDER/secret', 0)", [FILES, CALLS]),
+    "removes a file": ("import os\nos.remove('FOLDER/secret')", [FILES]),
+    "renames": ("import os\nos.rename('FOLDER/secret', 'FOLDER/other')", [FILES]),
+    "makes a folder": ("import os\nos.mkdir('FOLDER/new')", [FILES]),
+    "makes a link": ("import os\nos.link('FOLDER/secret', 'FOLDER/new')", [FILES]),
+    "makes a symbolic link": ("import os\nos.symlink('/', 'FOLDER/new')", [FILES]),
+    "makes a device": ("import os\nos.mkfifo('FOLDER/new')", [FILES]),
+    "changes a mode": ("import os\nos.chmod('FOLDER/secret', 0o777)", [CALLS]),
+    "changes an owner": ("import os\nos.chown('FOLDER/secret', UID, GID)", [CALLS]),
+    "changes times": ("import os\nos.utime('FOLDER/secret', (1, 1))", [CALLS]),
+    "sets an attribute": ("import os\nos.setxattr('FOLDER/secret', 'user.a', b'1')", [CALLS]),
+    "signals": ("import os\nos.kill(PID, 0)", [SPACES, SCOPES, CALLS]),
+    "stops a process": ("import os\nos.kill(PID, 19)", [SPACES, SCOPES, CALLS]),
+    "changes a priority": ("import os\nos.setpriority(os.PRIO_PROCESS, PID, 19)", [SPACES, CALLS]),
+    "changes a limit": (
+        "import resource\nresource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))",
+        [SPACES, CALLS],
+    ),
+    "connects": (
+        "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
+        [SPACES, TCP, CALLS],
+    ),
+    "listens": ("import socket\nsocket.create_server(('127.0.0.1', 0))", [TCP, CALLS]),
+    "sends a datagram": (
+        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP))",
+        [SPACES, CALLS],
+    ),
+    "sends to a service by a pair": (
+        "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
+        "a.sendto(b'x', 'FOLDER/datagrams')",
+        [CALLS],
+    ),
+    "connects a pair to a service": (
+        "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
+        "a.connect('FOLDER/datagrams')",
+        [CALLS],
+    ),
+    "calls a service": ("import socket\nsocket.socket(1).connect('FOLDER/service')", [CALLS]),
+    "calls an abstract service": (
+        "import socket\nsocket.socket(1).connect('\\0ABSTRACT')",
+        [SPACES, SCOPES, CALLS],
+    ),
+    "starts a process": ("import os\nif os.fork() == 0: os._exit(0)", [CALLS]),
+    "becomes a program": (
+        "import os\nos.execv(PYTHON, ['python', '-c', 'print(\"done\")'])",
+        [CALLS],
+    ),
+    "leaves its session": (IN_A_CHILD.format("os.setsid()"), [CALLS]),
+    "leaves its group": (IN_A_CHILD.format("os.setpgid(0, 0)"), [CALLS]),
+    "makes namespaces": ("check(libc.unshare(0x10000000))", [CALLS]),
+    "mounts": ("check(libc.mount(b'tmpfs', b'FOLDER', b'tmpfs', 0, None))", [FILES, CALLS]),
+    "traces": ("check(libc.ptrace(0x4206, PID, 0, 0))", [SPACES, CALLS]),
+    "shares memory": ("check(libc.shmget(0, 4096, 0o1600))", [CALLS]),
+    "calls by a ring": ("check(libc.syscall(425, 1, ctypes.create_string_buffer(120)))", [CALLS]),
+    "calls clone3": ("check(libc.syscall(435, ctypes.create_string_buffer(64), 64))", [CALLS]),
+}
+if os.uname().machine == "x86_64":
+    EFFECTS |= {
+        "calls by another table": ("check(libc.syscall(0x40000000 + 39))", [CALLS]),
+        "calls as 32 bits do": (
+            "import mmap\n"
+            "page = mmap.mmap(-1, 4096, prot=7)\n"
+            "page.write(bytes([0xB8, 20, 0, 0, 0, 0xCD, 0x80, 0xC3]))\n"  # getpid(), int 0x80
+            "start = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+            "check(ctypes.CFUNCTYPE(ctypes.c_int)(start)())",
+            [CALLS],
+        ),
+    }
+PREPARED = """
+import ctypes
+libc = ctypes.CDLL(None)
+def check(result):
+    if result < 0:
+        raise OSError
+"""
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """What a program might reach on this machine, and the words of EFFECTS that stand for it."""
+    (tmp_path / "secret").write_text("a secret")
+    os.chmod(tmp_path, 0o755)
+    abstract = f"test-of-the-sandbox-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        victim = subprocess.Popen(["sleep", "600"])
+        stack.callback(victim.wait)
+        stack.callback(victim.kill)
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        datagrams = stack.enter_context(socket.socket(type=socket.SOCK_DGRAM))
+        datagrams.bind(("127.0.0.1", 0))
+        letters = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+        letters.bind(str(tmp_path / "datagrams"))
+        for name in (str(tmp_path / "service"), "\0" + abstract):
+            service = stack.enter_context(socket.socket(socket.AF_UNIX))
+            service.bind(name)
+            service.listen()
+        yield {
+            "FOLDER": str(tmp_path),
+            "PYTHON": repr(sys.executable),
+            "PID": str(victim.pid),
+            "PORT": str(server.getsockname()[1]),
+            "UDP": str(datagrams.getsockname()[1]),
+            "UID": str(os.getuid()),
+            "GID": str(os.getgid()),
+            "ABSTRACT": abstract,
+        }
+
+
+def state(folder):
+    """All that is outside, as far as a test can see it."""
+    files = {}
+    for path in sorted(Path(folder).iterdir()):
+        found = path.lstat()
+        files[path.name] = (found.st_mode, found.st_uid, found.st_mtime_ns, found.st_nlink)
+    return files, (Path(folder) / "secret").read_text(), os.listxattr(Path(folder) / "secret")
+
+
+def reached(names, words):
+    """Effects, of those named, whose programs say that they were done."""
+
+    def run(name):
+        source = PREPARED + EFFECTS[name][0] + "\nprint('done')"
+        for word, value in words.items():
+            source = source.replace(word, value)
+        return "done" in (sandbox.run_program(source)[1] or "")
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [name for name, done in zip(names, pool.map(run, names)) if done]
+
+
+@pytest.mark.parametrize("off", SWITCHED_OFF)
+def test_sandbox_has_no_effect_outside(off, monkeypatch, outside):
+    """With every layer, and with one switched off: what the others stop does not happen."""
+    there = {name for name, works in layers().items() if works and name != off}
+    names = [name for name, (_, guards) in EFFECTS.items() if there & set(guards)]
+    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in ALL if x != off))
+    before = state(outside["FOLDER"])
+    assert reached(names, outside) == []
+    assert state(outside["FOLDER"]) == before
+
+
+RARE = {  # not for every user, or not on every kernel, even without a sandbox
+    *("reads an environment", "reads memory", "changes a priority", "changes a limit", "traces"),
+    *("starts a process", "becomes a program", "makes namespaces", "mounts", "sets an attribute"),
+    *("makes a device", "calls by a ring", "calls clone3", "calls by another table"),
+    *("calls as 32 bits do", "changes an owner", "leaves its session", "leaves its group"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in EFFECTS if name not in RARE])
+def test_sandbox_effects_happen_without_layers(name, monkeypatch, outside):
+    """Else the test above would show nothing."""
+    monkeypatch.setattr(sandbox, "LAYERS", ())
+    assert reached([name], outside) == [name]
+
+
+def test_sandbox_keeps_the_environment(monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "a secret")
+    assert "a secret" not in run_program("import os\nprint(dict(os.environ))")
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """The path of the sandbox's file, a copy: by it its processes are told from other tests'."""
+    path = tmp_path / "sandbox.py"
+    shutil.copy(sandbox.__file__, path)
+    monkeypatch.setattr(sandbox, "__file__", str(path))
+    return str(path)
+
+
+def processes(mark):
+    """Ids of the children of `run_program`."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            if mark in (process / "cmdline").read_text():
+                found.add(process.name)
+    return found
+
+
+def test_processes_of_the_sandbox_are_found(mark):
+    """The tests below rely on it."""
+    source = "import time\nprint('begun', flush=True)\ntime.sleep(2)"
+    runner = threading.Thread(target=sandbox.run_program, args=(source,))
+    runner.start()
+    found = set()
+    while len(found) < 3 and runner.is_alive():  # a busy machine starts them late
+        found = processes(mark)
+    runner.join()
+    assert len(found) == 3 and not processes(mark)
+
+
+LASTING = {
+    "fork bomb": """
+        import os
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                pass""",
+    "fork bomb of sessions": """
+        import ctypes, os
+        while True:
+            try:
+                if os.fork() == 0:
+                    os.setsid()
+                    ctypes.CDLL(None).prctl(1, 0)
+            except OSError:
+                pass""",
+    "threads without end": """
+        import _thread, threading, time
+        threading.stack_size(32768)
+        while True:
+            _thread.start_new_thread(time.sleep, (60,))""",
+    "daemon": """
+        import os, time
+        try:
+            if os.fork() == 0:
+                os.setsid()
+        except OSError:
+            pass
+        time.sleep(60)""",
+    "own session": """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            os.setsid()
+        except OSError:
+            pass
+        time.sleep(60)""",
+    "outlives its parent": """
+        import ctypes, os, time
+        ctypes.CDLL(None).prctl(1, 0)
+        try:
+            os.setsid()
+        except OSError:
+            pass
+        hoard = bytearray(1 << 28)
+        time.sleep(60)""",
+    "twice orphaned": """
+        import ctypes, os, time
+        for _ in range(2):
+            try:
+                if os.fork():
+                    os._exit(0)
+                os.setsid()
+            except OSError:
+                pass
+            ctypes.CDLL(None).prctl(1, 0)
+        time.sleep(60)""",
+    "stops itself": "import os, signal\nsignal.raise_signal(signal.SIGSTOP)",
+    "blocks signals": """
+        import signal, time
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        time.sleep(60)""",
+    "kills its parent": """
+        import os, signal, time
+        for pid in (os.getppid(), 1, -1):
+            try:
+                if pid != 1 or os.getppid() == 1:
+                    os.kill(pid, signal.SIGKILL) if pid > 1 else None
+            except OSError:
+                pass
+        time.sleep(60)""",
+    "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()",
+    "busy loop": "while True: pass",
+}
+
+
+def left_running(mark):
+    """Children of `run_program`, which get five seconds to be gone."""
+    for _ in range(100):
+        if not processes(mark):
+            break
+        time.sleep(0.05)
+    return processes(mark)
+
+
+@pytest.mark.parametrize(
+    "off", [None, *[pytest.param(off, marks=pytest.mark.slow) for off in (SPACES, CALLS)]]
+)
+def test_sandbox_leaves_nothing_running(off, mark, monkeypatch):
+    """With namespaces, or by seccomp and a hunt through the tree of processes, in their place."""
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1)
+    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in ALL if x != off))
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(run_program, LASTING.values()))
+    assert not any(outputs)
+    assert time.monotonic() - start < 20
+    assert left_running(mark) == set()
+
+
+ENDLESS = ["fork bomb", "fork bomb of sessions", "threads without end"]
+TREES = ["daemon", "own session", "outlives its parent", "twice orphaned", *ENDLESS[:2]]
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("layers", [ALL, (CALLS,), ()], ids=["all", "seccomp alone", "none"])
+def test_sandbox_counts_threads_and_processes(name, layers, mark, monkeypatch):
+    """It ends long before its time is over, whoever runs it, and few were there at once."""
+    if os.getuid() and name != "threads without end":
+        pytest.skip("the kernel allows no process at all")
+    if CALLS in layers and name != "threads without end":
+        pytest.skip("seccomp allows no process at all")
+    monkeypatch.setattr(sandbox, "LAYERS", layers)
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 20)
+    start = time.monotonic()
+    assert sandbox.run_program(LASTING[name])[1] is None
+    assert time.monotonic() - start < 10
+    assert left_running(mark) == set()
+
+
+def test_sandbox_allows_dozens_of_threads():
+    source = """
+        import threading
+        barrier = threading.Barrier(33)
+        for _ in range(32):
+            threading.Thread(target=barrier.wait).start()
+        barrier.wait()
+        print('done')"""
+    assert run_program(source) == "done\n"
+
+
+def test_sandbox_gives_the_program_no_priority():
+    """Its watcher takes one, where it may."""
+    source = "import os\nprint(os.getpriority(os.PRIO_PROCESS, 0))"
+    assert run_program(source) == f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
+
+
+GENERIC_CALLS = """
+    setxattr 5 lsetxattr 6 fsetxattr 7 removexattr 14 lremovexattr 15 fremovexattr 16 ioctl 29
+    ioprio_set 30 umount2 39 mount 40 pivot_root 41 truncate 45 chroot 51 fchmod 52 fchmodat 53
+    fchownat 54 fchown 55 utimensat 88 unshare 97 syslog 116 ptrace 117 sched_setparam 118
+    sched_setscheduler 119 sched_setaffinity 122 kill 129 tkill 130 tgkill 131 rt_sigqueueinfo 138
+    setpriority 140 setpgid 154 setsid 157 mq_open 180 msgget 186 semget 190 shmget 194 socket 198
+    socketpair 199 add_key 217 request_key 218 keyctl 219 clone 220 execve 221 migrate_pages 238
+    move_pages 239 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 setns 268
+    process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 bpf 280 execveat 281
+    userfaultfd 282 pidfd_send_signal 424 io_uring_setup 425 io_uring_enter 426
+    io_uring_register 427 open_tree 428 move_mount 429 fsopen 430 fsmount 432 pidfd_open 434
+    clone3 435 pidfd_getfd 438 process_madvise 440 mount_setattr 442 fchmodat2 452 setxattrat 463
+    removexattrat 466 open_tree_attr 467 file_setattr 469
+"""  # of Linux's table for newer architectures, scripts/syscall.tbl, which aarch64 has
+
+
+def test_sandbox_knows_the_numbers_of_calls_on_aarch64():
+    words = GENERIC_CALLS.split()
+    expected = dict(zip(words[::2], map(int, words[1::2])))
+    table = [line.split() for line in sandbox.REFUSED.strip().splitlines()]
+    found = {row[0]: int(row[2]) for row in table if row[0] != "#" and row[2] != "-"}
+    for name in ("clone", "tgkill", "prlimit64", "ioctl", "socketpair"):
+        found[name] = getattr(sandbox, name.upper())["aarch64"]
+    found["clone3"] = sandbox.CLONE3
+    assert found == expected
+    missing = {row[0] for row in table if row[0] != "#" and row[2] == "-"}
+    assert missing == {"fork", "vfork", "chmod", "chown", "lchown", "utime", "utimes", "futimesat"}
+
+
+def test_sandbox_knows_the_numbers_of_calls_on_this_machine():
+    """As far as the headers of the system's own C library are there, and know them."""
+    if os.uname().machine != "x86_64" or not Path("/usr/include").is_dir():
+        pytest.skip("no headers")
+    headers = Path("/usr/include").glob("**/asm/unistd_64.h")
+    known = dict(re.findall(r"#define __NR_(\w+) (\d+)", "".join(p.read_text() for p in headers)))
+    table = [line.split() for line in sandbox.REFUSED.strip().splitlines()]
+    wrong = [row for row in table if row[0] in known and row[1] != known[row[0]]]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_sandbox_finds_the_whole_tree_of_processes(name, mark, monkeypatch):
+    """Where there is no layer at all: its own process is the one that orphans come to."""
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1)
+    monkeypatch.setattr(sandbox, "LAYERS", ())
+    assert not run_program(LASTING[name])
+    assert left_running(mark) == set()
+
+
+@pytest.mark.slow
+def test_sandbox_leaves_nothing_running_after_200_hostile_programs(mark, monkeypatch):
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1)
+    sources = [
+        *LASTING.values(),
+        *(PREPARED + source for source, _ in EFFECTS.values()),
+    ]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(run_program, itertools.islice(itertools.cycle(sources), 200)))
+    assert left_running(mark) == set()
+
+
+def test_sandbox_does_not_wait_for_who_holds_its_output(monkeypatch):
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 2)
+    source = """
+        import os, time
+        try:
+            child = os.fork()
+        except OSError:
+            child = 1
+        if child == 0:
+            time.sleep(60)
+        print('done')"""
+    start = time.monotonic()
+    assert run_program(source) in ("done\n", None)
+    assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: print('x' * 100_000)",
+        "x = [0] * (1 << 30)",
+        "x = 'a' * (1 << 40)",
+        "x = []\nwhile True: x.append(bytearray(1 << 20))",
+        "files = [open('/dev/null') for _ in range(1000)]\nprint('opened')",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()",
+        "def f(): return f()\nf()",
+        "import time\nwhile True: 9 ** 9 ** 9",
+    ],
+    ids=["output", "memory", "string", "parts", "open files", "threads", "recursion", "power"],
+)
+def test_sandbox_bounds_resources(source, monkeypatch):
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 2)
+    assert sandbox.run_program(source)[1] is None
+
+
+def test_sandbox_fills_no_disk(tmp_path):
+    needs("landlock files")
+    source = f"""
+        import os
+        for folder in ({str(tmp_path)!r}, '/tmp', '/dev/shm', '/var/tmp'):
+            try:
+                with open(os.path.join(folder, 'filled-by-a-program'), 'wb') as file:
+                    file.write(b'x')
+                print('wrote', folder)
+            except OSError:
+                pass
+        print('done')"""
+    assert run_program(source) == "done\n"
+    assert not os.listdir(tmp_path)
+
+
+def test_sandbox_bounds_a_file_even_without_landlock():
+    source = "import resource\nprint(resource.getrlimit(resource.RLIMIT_FSIZE))"
+    assert run_program(source) == f"({sandbox.CODE_BYTES}, {sandbox.CODE_BYTES})\n"
