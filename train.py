@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -401,8 +401,17 @@ def start(config: Config, ranks: Ranks) -> Run:
     if config.teacher:
         same = rollout.inspect_model(config.teacher)[0].get_vocab() == tokenizer.get_vocab()
         need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
-    form = data.PromptFormat(tokenizer, config)
-    held_out = [form.encode(row) for row in itertools.islice(held_out, config.eval_prompts)]
+    vocabulary, context = (
+        model_config.get_text_config().vocab_size,
+        rollout.context_of(model_config),
+    )
+    form = data.PromptFormat(tokenizer, config, vocabulary, context)
+    held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
+    if config.data:
+        rows = form.encode_rows(rows, f"--data {config.data}")
+        prompts = data.shuffled_epochs(rows, config.seed)
+    else:
+        prompts = form.encode_problems(rows)
     fewest = min(len(held_out), config.prompts_per_step)
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
     generate = rollout.generate
@@ -412,8 +421,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     weights = source if config.lora_rank or not saved else str(saved)
     policy = rollout.load_model(weights, config.device)
     ends = rollout.end_and_pad_ids(policy, tokenizer)
-    prompts = [row["ids"][-64:] for row in held_out[:2]]
-    rollout.check_scorer(policy, prompts, ends["pad_id"])
+    rollout.check_scorer(policy, [row["ids"][-64:] for row in held_out[:2]], ends["pad_id"])
     if config.gradient_checkpointing:
         rollout.checkpoint_layers(policy)
     if config.reward_model:
@@ -427,7 +435,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         tokenizer=tokenizer,
         reward=reward,
         generate=generate,
-        prompts=itertools.islice(map(form.encode, rows), progress.prompts_drawn, None),
+        prompts=itertools.islice(prompts, progress.prompts_drawn, None),
         held_out=held_out,
         progress=progress,
         ends=ends,
@@ -446,8 +454,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     return run
 
 
-def read_data(config: Config, reward: rewards.Reward) -> tuple[Iterator[dict], Iterator[dict]]:
-    """Rows to train on, without end, and held-out ones."""
+def read_data(config: Config, reward: rewards.Reward) -> tuple[Iterable[dict], Iterable[dict]]:
+    """Rows to train on, of a file or problems without end, and held-out ones."""
     if config.data is None:
         task = TASKS[config.task]
         reward.check(list(itertools.islice(problems(task, config.seed), 1)))
@@ -458,7 +466,7 @@ def read_data(config: Config, reward: rewards.Reward) -> tuple[Iterator[dict], I
         held_out = data.read_rows(config.eval_data, "--eval-data", reward.check_answer)
     else:
         rows, held_out = data.hold_out(rows, f"--data {config.data}")
-    return data.shuffled_epochs(rows, config.seed), iter(held_out)
+    return rows, held_out
 
 
 def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:

@@ -1,17 +1,15 @@
 """Mistakes of the user, rows of data, and how prompts become tokens."""
 
 import contextlib
-import dataclasses
 import difflib
 import itertools
 import json
 import random
-import typing
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-# ---------------------------------------------------------------------- mistakes of the user
+# ---- mistakes of the user ------------------------------------------------------------------------
 
 
 class UserError(ValueError):
@@ -48,6 +46,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What a sentence about an unknown word may end with."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def read_rows(
@@ -143,29 +144,103 @@ def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
         yield from random.Random(f"{seed} {epoch}").sample(rows, len(rows))
 
 
-@dataclasses.dataclass
-class PromptFormat:
-    """How the text of a prompt becomes token ids."""
+# ---- prompts to tokens ---------------------------------------------------------------------------
 
-    tokenizer: typing.Any  # of transformers
-    flags: typing.Any  # with system, chat_template_args (JSON) and prompt_template
+
+class PromptFormat:
+    """How the text of a prompt becomes token ids, and how many of them fit."""
+
+    def __init__(self, tokenizer, flags, vocabulary: int | None = None, context: int | None = None):
+        """flags: with system, prompt_template, chat_template_args and max_new_tokens; vocabulary:
+        how many tokens the model embeds; context: how many it reads, prompt and completion."""
+        self.tokenizer = tokenizer
+        self.system = flags.system
+        self.vocabulary, self.longest = vocabulary, None
+        # a shell passes \\n as two characters: a line break is meant
+        self.template = flags.prompt_template.replace("\\n", "\n")
+        for name in ("system", "prompt_template"):
+            with expecting(f"--{name.replace('_', '-')}: expected UTF-8"):
+                (getattr(flags, name) or "").encode()  # half a pair of surrogates is no character
+        with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
+            self.template_args = {**json.loads(flags.chat_template_args)}
+        if context is not None:
+            self.longest = context - flags.max_new_tokens
+            need(
+                self.longest > 0,
+                f"--max-new-tokens {flags.max_new_tokens}: the context of the model is {context} "
+                "tokens, prompt and completion; expected fewer",
+            )
 
     def encode(self, row: dict) -> dict:
-        """The row with "ids", the tokens of its prompt, in the tokenizer's chat template if any."""
+        """The row with "ids", the tokens of its prompt; UserError where the model cannot read it"""
         prompt = row["prompt"]
+        shown = f"prompt {text_of(prompt)[:60]!r}"
         if isinstance(prompt, str):
-            prompt = self.flags.prompt_template.replace("{prompt}", prompt)
-        if not self.tokenizer.chat_template:
-            need(self.flags.system is None, "--system: the model has no chat template")
-            return {**row, "ids": self.tokenizer.encode(prompt)}
-        chat = messages_of(prompt)
-        if self.flags.system is not None:
-            chat = [{"role": "system", "content": self.flags.system}, *chat]
-        with expecting("--chat-template-args: expected JSON, and what the template takes"):
-            ids = self.tokenizer.apply_chat_template(
-                chat,
-                add_generation_prompt=True,
-                return_dict=False,
-                **json.loads(self.flags.chat_template_args),
-            )
+            prompt = self.template.replace("{prompt}", prompt)
+        elif self.template != "{prompt}":
+            raise UserError(f"--prompt-template: expected texts; the {shown} is a list of messages")
+        if self.tokenizer.chat_template:
+            ids = self.in_chat_template(messages_of(prompt), shown)
+        else:
+            given = self.system is not None or self.template_args
+            need(not given, "--system, --chat-template-args: the model has no chat template")
+            is_text = isinstance(prompt, str)
+            need(is_text, f"{shown}: a list of messages, and the model has no chat template")
+            ids = self.tokenizer.encode(prompt)
+        self.check_ids(ids, prompt, shown)
         return {**row, "ids": ids}
+
+    def in_chat_template(self, chat: list[dict], shown: str) -> list[int]:
+        if self.system is not None:  # an empty one stands against the template's own
+            has_own = chat[0]["role"] == "system"
+            need(not has_own, f"--system: the {shown} has a system message of its own")
+            chat = [{"role": "system", "content": self.system}, *chat]
+        with expecting(
+            f"--system, --chat-template-args, {shown}: expected what the template takes"
+        ):
+            return self.tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_dict=False, **self.template_args
+            )
+
+    def check_ids(self, ids: list[int], prompt: str | list[dict], shown: str) -> None:
+        """UserError for tokens that the model does not know."""
+        need(ids, f"{shown}: expected at least one token")
+        known = self.vocabulary is None or max(ids) < self.vocabulary
+        need(
+            known,
+            f"--model: its tokenizer makes token {max(ids)} of the {shown}, and it embeds "
+            f"{self.vocabulary}; expected a tokenizer that fits the model",
+        )
+        unknown = self.tokenizer.unk_token_id
+        if unknown in ids and unknown not in (
+            self.tokenizer.eos_token_id,
+            self.tokenizer.bos_token_id,
+        ):
+            strange = [
+                c for c in sorted(set(text_of(prompt))) if unknown in self.tokenizer.encode(c)
+            ]
+            raise UserError(
+                f"{shown}: expected another --model for the characters {''.join(strange)!r}"
+            )
+
+    def fits(self, row: dict) -> bool:
+        """Whether the context has room for the longest completion behind it."""
+        return self.longest is None or len(row["ids"]) <= self.longest
+
+    def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
+        """The rows of a file with their tokens, less those that are too long, which is said."""
+        encoded = [self.encode(row) for row in rows]
+        kept = [row for row in encoded if self.fits(row)]
+        skipped = len(rows) - len(kept)
+        sentence = (
+            f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} tokens"
+        )
+        sentence += ", the model's context less --max-new-tokens"
+        need(kept, sentence)
+        if skipped:
+            print("skipped:", sentence)
+        return kept
+
+    def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
+        """Problems without end, with their tokens; what is too long is skipped."""
+        return filter(self.fits, map(self.encode, rows))
