@@ -1,5 +1,5 @@
-"""README's "Copy the loss", and copying.md: their code blocks run, and have the gradients of the
-peers' own GSPO.
+"""docs/copying.md: its code runs, and our losses have the gradients of the peers' at the settings
+that it names.
 
 Those of TRL and verl run where they are installed (an environment of their own will do, with
 transformers and pytest):
@@ -8,6 +8,7 @@ transformers and pytest):
 """
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -21,42 +22,31 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import gspo
 from tools import ROOT, random_policy
 
-
-def blocks(text: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-PAGE = ROOT / "README.md"
-SECTION = f"\n{PAGE.read_text()}".split("\n## Copy the loss\n")[1].split("\n## ")[0]
-SIX_LINES, TRL, VERL, UPDATES = blocks(SECTION)
-COPYING = (ROOT / "tests/copying.md").read_text()
-[LOOP] = blocks(COPYING)
+COPYING = (ROOT / "docs/copying.md").read_text()
+# by the name of the file, in the first line of a block
+BLOCKS = dict(re.findall(r"```python\n# ([\w.]+)(.*?)```", COPYING, re.DOTALL))
 
 
-def is_missing(peer: str) -> bool:
-    return importlib.util.find_spec(peer) is None
+def block(name: str) -> str:
+    """One of the page's programs; its first line, a comment, is gone."""
+    assert name in BLOCKS, f"docs/copying.md: no block of python begins with # {name}"
+    return BLOCKS[name].partition("\n")[2]
 
 
-# ---- six lines -----------------------------------------------------------------------------------
+def replaced(source: str, changes: dict[str, str]) -> str:
+    """A program with other numbers, so that it runs here, in seconds."""
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
 
 
-def test_six_lines_run_and_the_gradient_raises_the_better_completion():
-    scope = {}
-    exec(SIX_LINES, scope)
-    # A = ±0.7071 in both groups, s = 1, 4 completions of 6 tokens: dloss/dlogpi = -A / 24
-    expected = torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None].expand(4, 6) * 0.5**0.5 / 24
-    torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
-    assert len([line for line in SIX_LINES.splitlines() if line]) == 6
+def needs(peer: str):
+    missing = importlib.util.find_spec(peer) is None
+    return pytest.mark.skipif(missing, reason=f"{peer} is not installed")
 
 
 # ---- a bare loop ---------------------------------------------------------------------------------
-
-PLACES = {  # what the tests replace in the loop, so that it runs here, in seconds
-    "model": '"Qwen/Qwen3-0.6B", 1e-6, 100, 8, 2, 4\n',
-    "temperature": '"42"}, 1.0\n',
-    "length": '"max_new_tokens": 16',
-    "reward": "float(text.strip() == PROBLEMS[problem])",
-}
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +66,18 @@ def policy(tmp_path_factory):
 def run_loop(model, steps=2, micro_batch=4, lr=1e-3) -> SimpleNamespace:
     """The loop with a random policy, which is paid for even digits: its names, and the gradients
     and weights at each of its updates."""
-    source = LOOP
-    for old, new in {
-        PLACES["model"]: f'"{model}", {lr}, {steps}, 8, 2, {micro_batch}\n',
-        PLACES["temperature"]: '"42"}, 0.7\n',
-        PLACES["length"]: '"max_new_tokens": 40',
-        PLACES["reward"]: 'sum(c in "02468" for c in text) / (len(text) or 1)',
-    }.items():
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-
+    numbers = f'"{model}", {lr}, {steps}, 8, 2, {micro_batch}'
+    source = replaced(
+        block("loop.py"),
+        {
+            '"Qwen/Qwen3-0.6B", 1e-6, 100, 8, 2, 4': numbers,
+            '"42"}, 1.0\n': '"42"}, 0.7\n',
+            '"max_new_tokens": 16': '"max_new_tokens": 40',
+            "float(text.strip() == PROBLEMS[problem])": (
+                'sum(c in "02468" for c in text) / (len(text) or 1)'
+            ),
+        },
+    )
     gradients = []
 
     def note(optimizer, *_):
@@ -140,16 +132,6 @@ def test_loop_logprobs_are_those_of_each_row_alone(loop):
     assert not loop.seen[:, 0].all()  # some rows are padded on the left
 
 
-def test_loop_samples_from_the_whole_distribution(loop):
-    """Whatever the model's own generation_config asks for, here the two likeliest tokens."""
-    with torch.no_grad():
-        positions = (loop.seen.cumsum(1) - 1).clamp(min=0)
-        outputs = loop.model(loop.tokens, attention_mask=loop.seen, position_ids=positions)
-    likely = outputs.logits[:, -loop.width - 1 : -1].topk(2).indices
-    sampled = loop.tokens[:, -loop.width :, None]
-    assert (sampled != likely).all(2)[loop.mask].float().mean() > 0.1
-
-
 def test_loop_old_logprobs_are_those_before_the_updates(policy):
     """After a step that moves nothing they are still the policy's; after one that does, not."""
     for lr, moved in ((0.0, False), (1e-3, True)):
@@ -169,86 +151,6 @@ def test_loop_gradients_do_not_depend_on_the_micro_batches(loop, policy):
                 torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
 
 
-# ---- the updates of a rollout alone --------------------------------------------------------------
-
-
-def run_updates(policy, loop, **settings) -> SimpleNamespace:
-    """`improve` of the README on what the whole loop sampled last, from the policy's first weights,
-    with rows in order: the gradients at each update, and the weights afterwards."""
-    scope = {}
-    exec(f"import torch\nfrom gspo import group_advantages, gspo_loss\n{UPDATES}", scope)
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = []
-
-    def note(optimizer, *_):
-        gradients.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
-
-    hook = register_optimizer_step_pre_hook(note)
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "randperm", torch.arange)
-            rewards = torch.tensor(loop.rewards)
-            scope["improve"](
-                model, optimizer, loop.tokens, loop.seen, loop.mask, rewards, **settings
-            )
-    finally:
-        hook.remove()
-    return SimpleNamespace(gradients=gradients, model=model)
-
-
-def gradient_by_rows(model, loop, rows, old) -> list[torch.Tensor]:
-    """Of the loss of these rows: each completion without padding, by one softmax a token, and
-    min(s A, clip(s) A) as the paper writes it."""
-    model.zero_grad()
-    grouped = torch.tensor(loop.rewards).reshape(-1, loop.GROUP_SIZE)
-    advantages = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-6)
-    total = 0.0
-    for row in rows:
-        s = (row_logprobs(model, loop, row) - old[row]).mean().exp()
-        advantage = advantages.flatten()[row]
-        total = total + torch.min(s * advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * advantage)
-    (-total / len(rows)).backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def row_logprobs(model, loop, row: int) -> torch.Tensor:
-    tokens = loop.tokens[row][loop.seen[row].bool()]
-    length = int(loop.mask[row].sum())
-    logprobs = model(tokens[None]).logits[0, -length - 1 : -1].log_softmax(-1)
-    return logprobs[range(length), tokens[-length:]]
-
-
-def test_updates_have_the_gradients_of_each_row_alone(loop, policy):
-    """16 rows in two updates: in the second the policy has moved, the old log-probs have not."""
-    found = run_updates(policy, loop, group_size=loop.GROUP_SIZE, updates=2, micro_batch=3)
-    assert len(found.gradients) == 2
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    with torch.no_grad():
-        old = [row_logprobs(model, loop, row) for row in range(len(loop.mask))]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for gradients, rows in zip(found.gradients, (range(8), range(8, 16))):
-        expected = gradient_by_rows(model, loop, rows, old)
-        assert max(gradient.abs().max() for gradient in expected) > 1e-3
-        for one, two in zip(gradients, expected):
-            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-3)
-        optimizer.step()
-    for one, two in zip(found.model.parameters(), model.parameters()):
-        torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-3)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 4, 16])
-def test_updates_do_not_depend_on_the_micro_batches(micro_batch, loop, policy):
-    settings = {"group_size": loop.GROUP_SIZE, "updates": 4}
-    one = run_updates(policy, loop, **settings, micro_batch=4)
-    other = run_updates(policy, loop, **settings, micro_batch=micro_batch)
-    assert len(one.gradients) == len(other.gradients) == 4
-    for gradients, expected in zip(other.gradients, one.gradients):
-        for a, b in zip(gradients, expected):
-            torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
-
-
 # ---- TRL -----------------------------------------------------------------------------------------
 
 EPSILONS = {"epsilon": 3e-4, "epsilon_high": 4e-4}  # gspo_loss's
@@ -260,7 +162,7 @@ def even(completions, **_):
 
 def our_trainer():
     scope = {}
-    exec(TRL, scope)
+    exec(block("our_trainer.py"), scope)
     return scope["OurGSPO"]
 
 
@@ -300,7 +202,7 @@ def trl_trainer(kind, model, folder, **settings):
     )
 
 
-@pytest.mark.skipif(is_missing("trl"), reason="TRL is not installed")
+@needs("trl")
 def test_trl_subclass_has_the_gradients_of_trls_own_gspo(models, tmp_path):
     """Two rollouts of 16 completions, each two updates of two micro-batches, by both trainers."""
     import trl
@@ -331,18 +233,16 @@ def test_trl_subclass_has_the_gradients_of_trls_own_gspo(models, tmp_path):
         torch.testing.assert_close(two, one, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.skipif(is_missing("trl"), reason="TRL is not installed")
-@pytest.mark.parametrize("training", [True, False])
+@needs("trl")
 @pytest.mark.parametrize("extra", ["nothing", "old", "tools", "token weights", "weights"])
-def test_trl_subclass_has_the_gradient_of_one_batch(extra, training, models, tmp_path):
+def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
     """With what else TRL may hand in: log-probs before the updates, a mask without the tokens of
     tools, weights against the mismatch of vLLM; the last of three micro-batches."""
     import trl
 
     trainer = trl_trainer(our_trainer(), models / "tiny", tmp_path)
-    if training:
-        trainer.current_gradient_accumulation_steps = 3
-    model = trainer.model.train(training)
+    trainer.current_gradient_accumulation_steps = 3
+    model = trainer.model.train()
     generator = torch.Generator().manual_seed(0)
     inputs = one_batch([6, 4, 1, 0], generator)
     if extra != "nothing":
@@ -361,6 +261,33 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, training, models, tmp
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
     assert gradients[0].norm() > 1e-3
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-3)
+
+
+@needs("trl")
+def test_trl_script_takes_four_updates_a_rollout_and_clips(models, tmp_path, monkeypatch):
+    """The page's script with a tiny model, two rollouts: GSPO's settings reach TRL's trainer."""
+    source = replaced(
+        block("trl_gspo.py"),
+        {
+            '"Qwen/Qwen3-0.6B"': repr(str(models / "tiny")),
+            "learning_rate=1e-6, max_steps=400, logging_steps=4,": "learning_rate=1e-3, "
+            "max_steps=8, logging_steps=1, use_cpu=True, bf16=False, report_to='none', "
+            "save_strategy='no', model_init_kwargs={'dtype': 'float32'},",
+            "float(text.strip() == gold)": "len(text) % 3 / 2",
+            "GRPOTrainer(": "trainer = GRPOTrainer(",
+            ".train()": "; trainer.train()",
+        },
+    )
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    exec(source, scope)
+    trainer = scope["trainer"]
+    history = [row for row in trainer.state.log_history if "clip_ratio/region_mean" in row]
+    clipped = [row["clip_ratio/region_mean"] for row in history]
+    assert len(clipped) == 8
+    assert [share > 0 for share in clipped] == [False, True, True, True] * 2
+    wanted = IN_TRL["gspo_loss"]
+    assert {name: getattr(trainer.args, name) for name in wanted} == wanted
 
 
 def one_batch(lengths, generator) -> dict:
@@ -402,7 +329,7 @@ IN_TRL = {  # the table of copying.md: our loss -> TRL's settings
 }
 
 
-@pytest.mark.skipif(is_missing("trl"), reason="TRL is not installed")
+@needs("trl")
 @pytest.mark.parametrize("name", IN_TRL)
 def test_our_losses_have_the_gradients_of_trls(name, models, tmp_path):
     """Of the model's weights, for ratios within the band and far outside."""
@@ -429,7 +356,7 @@ def test_our_losses_have_the_gradients_of_trls(name, models, tmp_path):
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-3)
 
 
-def test_the_table_of_other_losses_names_what_is_tested():
+def test_page_names_the_settings_that_are_tested():
     rows = re.findall(r"(?m)^\| `(\w+_loss)` \| (.*?) \| (.*?) \|$", COPYING)
     assert {name for name, in_trl, _ in rows if in_trl != "–"} == IN_TRL.keys()
     assert {name for name, _, in_verl in rows if in_verl != "–"} == IN_VERL.keys()
@@ -449,14 +376,14 @@ print(get_policy_loss_fn("our_gspo").__module__)
 """
 
 
-@pytest.mark.skipif(is_missing("verl"), reason="verl is not installed")
+@needs("verl")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_verl_loss_has_the_gradients_of_verls_own_gspo(weighted):
     """Called as verl's ppo_loss calls it, on one of two ranks: 4 of a step's 16 completions."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
-    exec(VERL, {})
+    exec(block("our_gspo.py"), {})
     generator = torch.Generator().manual_seed(0)
     lengths = torch.tensor([7, 3, 1, 5])
     mask = torch.arange(7) < lengths[:, None]
@@ -502,12 +429,13 @@ IN_VERL = {  # the table of copying.md: our loss -> loss_mode, loss_agg_mode, lo
     "grpo_loss": ("vanilla", "seq-mean-token-mean", 0.2, 0.2),
     "dapo_loss": ("vanilla", "token-mean", 0.2, 0.28),
     "cispo_loss": ("cispo", "token-mean", 1.0, 4.0),
+    "dppo_loss": ("dppo_tv", "token-mean", 0.2, 0.2),
     "sapo_loss": ("sapo", "seq-mean-token-mean", 0.2, 0.2),
     "gmpo_loss": ("geo_mean", "token-mean", 0.4, 0.4),
 }
 
 
-@pytest.mark.skipif(is_missing("verl"), reason="verl is not installed")
+@needs("verl")
 @pytest.mark.parametrize("name", IN_VERL)
 def test_our_losses_have_the_values_and_gradients_of_verls(name):
     """Of the log-probs, for ratios within the band and far outside."""
@@ -522,7 +450,7 @@ def test_our_losses_have_the_values_and_gradients_of_verls(name):
         clip_ratio=low,
         clip_ratio_low=low,
         clip_ratio_high=high,
-        clip_ratio_c=NO_DUAL_CLIP,
+        clip_ratio_c=20.0 if name == "dppo_loss" else NO_DUAL_CLIP,
     )
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
@@ -548,10 +476,11 @@ def test_our_losses_have_the_values_and_gradients_of_verls(name):
     assert expected.abs() > 1e-2 and theirs.grad.any()
 
 
-@pytest.mark.skipif(is_missing("verl"), reason="verl is not installed")
+@needs("verl")
 def test_verl_finds_the_module(tmp_path):
-    (tmp_path / "our_gspo.py").write_text(VERL)
-    environment = {"VERL_USE_EXTERNAL_MODULES": "our_gspo", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    (tmp_path / "our_gspo.py").write_text(block("our_gspo.py"))
+    path = os.pathsep.join([str(tmp_path), str(ROOT), *sys.path])
+    environment = {"VERL_USE_EXTERNAL_MODULES": "our_gspo", "PYTHONPATH": path}
     command = [sys.executable, "-c", VERL_ALONE]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.stdout.split() == ["our_gspo"], result.stderr
