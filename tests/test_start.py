@@ -1,8 +1,5 @@
-"""How a run begins: what is looked at before weights load, and what a start that fails leaves.
+"""How a run begins: what a start that fails leaves, what the model sees, what the console says."""
 
-Nothing, that is: one sentence, status 2, and the disk as it was."""
-
-import contextlib
 import io
 import json
 import os
@@ -14,25 +11,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, OpenAIGPTConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
+from support import console, data, folders, ranks, tasks
+from support.data import UserError
 from tools import (
     BASE,
     ROOT,
     SMALL,
     command_line,
     copied,
+    furnish,
     good,
     launch,
     metrics,
     newest,
-    random_policy,
     refused,
     strict,
     write_rows,
@@ -42,14 +40,11 @@ pytestmark = pytest.mark.usefixtures("place")
 NAMELESS = SMALL.replace("--name run", "")
 MINUTES = 300  # seconds that a process may take on a busy machine
 
-# ------------------------------------------------------------------------------ tools
 
-
-def started(arguments: list[str], folder: Path = Path(), **environment) -> subprocess.Popen:
+def started(arguments: list[str], **environment) -> subprocess.Popen:
     """train.py in a process of its own."""
     return subprocess.Popen(
         [sys.executable, ROOT / "train.py", *arguments],
-        cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -78,73 +73,51 @@ def no_weights(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("too late: weights are made or loaded")
 
-    monkeypatch.setattr(train, "warm_start", refuse)
+    monkeypatch.setattr(tasks, "warm_start", refuse)
     monkeypatch.setattr(rollout, "load_model", refuse)
 
 
-# ------------------------------------------------------------------------------ what is held out
-
-
-def held_out_and_trained(seen):
-    trained = {row["prompt"] for batch in seen.batches for row in batch.rows}
-    return {row["prompt"] for row in seen.run.held_out}, trained
+# ---- what is held out
 
 
 def test_a_prompt_that_comes_twice_is_held_out_wherever_it_stands(seen, tmp_path):
     """37 distinct prompts, each ten times: none is both trained on and evaluated on."""
     write_rows(Path("often.jsonl"), [{"prompt": f"{i % 37}+1=", "answer": "0"} for i in range(370)])
     good(tmp_path, f"{BASE} --data often.jsonl --steps 2 --prompts-per-step 160 --group-size 2")
-    held_out, trained = held_out_and_trained(seen)
+    trained = {row["prompt"] for batch in seen.batches for row in batch.judged.rows}
+    held_out = {row["prompt"] for row in seen.run.held_out}
     assert held_out and len(trained) > 20
     assert not held_out & trained
 
 
-def test_the_split_does_not_move_with_other_flags(tmp_path):
-    """A resumed run with shorter prompts, or a file in another order, holds the same ones out."""
+def test_the_split_does_not_move_with_other_rows():
+    """A file in another order, or without its long rows, holds the same ones out."""
     rows = [{"prompt": f"{'1+' * (i % 7)}{i}=", "answer": "0"} for i in range(60)]
-    held_out = train.hold_out(rows, "")[1]
+    held_out = data.hold_out(rows, "")[1]
     short = [row for row in rows if len(row["prompt"]) < 9]
-    assert train.hold_out(short, "")[1] == [row for row in held_out if row in short]
-    backwards = train.hold_out(rows[::-1], "")[1]
+    assert data.hold_out(short, "")[1] == [row for row in held_out if row in short]
+    backwards = data.hold_out(rows[::-1], "")[1]
     assert backwards[::-1] == held_out and 2 <= len(held_out) <= 12
+    for count in range(2, 9):  # where the hash of none, or of all, says so: one
+        kept, held_out = data.hold_out(rows[:count], "")
+        assert kept and held_out and len(kept) + len(held_out) == count
 
 
-def test_a_small_file_holds_out_one_prompt():
-    """Where the hash of none, or of all, says so; two prompts at least are needed."""
-    for count in range(2, 9):
-        rows = [{"prompt": f"{i}="} for i in range(count)]
-        kept, held_out = train.hold_out(rows, "")
-        assert kept and held_out
-        assert sorted(row["prompt"] for row in kept + held_out) == [f"{i}=" for i in range(count)]
-
-
-# ------------------------------------------------------------------------------ folders
+# ---- folders
 
 
 def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
     """`cp -r step-1 step-1-good`: neither the next save nor a resume falls over it, or removes it,
-    and it is not the newest, whatever it is called."""
-    flags = f"{BASE} --save-every 1 --keep 1"
-    folder = good(tmp_path, f"{flags} --steps 1").folder
+    and it is not the newest, whatever it is called. The newest two of the run's own stay."""
+    folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
     first = folder / "checkpoints/step-1"
     copies = [first.with_name(name) for name in ("step-1-good", "step-99x", "best")]
     for copy in copies:
         shutil.copytree(first, copy)
-    good(tmp_path, "--resume --name run --steps 3", small=False)
-    assert [row["step"] for row in metrics(folder)] == [1, 2, 3]
+    good(tmp_path, "--resume --name run --steps 4", small=False)
+    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
     left = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert left == {"step-3", *[copy.name for copy in copies]}
-
-
-@pytest.mark.slow
-def test_three_runs_at_once_get_a_number_each(tmp_path):
-    arguments = [*NAMELESS.split(), *BASE.split(), "--steps", "1", "--runs", "runs"]
-    processes = [started(arguments) for _ in range(3)]
-    told = [process.communicate(timeout=MINUTES) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], told
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["gspo-1", "gspo-2", "gspo-3"]
-    for folder in Path("runs").iterdir():
-        assert len(metrics(folder)) == 1
+    assert left == {"step-3", "step-4", *[copy.name for copy in copies]}
 
 
 def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
@@ -163,30 +136,38 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
     assert len(rivals) == 4 and (tmp_path / "runs/gspo-5/metrics.jsonl").exists()
 
 
-TEXTS = [
-    train.dashed(field.name)
-    for field in train.FLAGS
-    if str in train.value_types(field) and not field.metadata["choices"] and field.name != "system"
-]
+def test_a_start_that_is_killed_leaves_nothing_that_stands_in_the_way(monkeypatch, tmp_path):
+    """While weights load and the policy is evaluated, which may take minutes: --name takes it."""
+
+    def killed(*args, **kwargs):
+        raise SystemExit(9)
+
+    for where in ("evaluate", "own_folder"):
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(train, where, killed)
+            launch(tmp_path, BASE)
+    (tmp_path / "run").mkdir(exist_ok=True)  # and not one further
+    assert len(metrics(good(tmp_path, BASE).folder)) == 2
 
 
-@pytest.mark.parametrize("flag", TEXTS)
-def test_an_empty_text_is_refused(flag, no_weights, tmp_path):
-    """--data "$FILE" where nobody set FILE would train on the built-in problems."""
-    arguments = [*SMALL.split(), *BASE.split(), "--lora-rank", "2"]
-    arguments += ["--runs", str(tmp_path / "runs"), flag, ""]
-    before = on_disk(tmp_path)
-    result = launch_only(arguments)
-    assert result.returncode == 2 and f"{flag}: it is empty" in result.stderr
-    assert on_disk(tmp_path) == before
+def test_a_run_that_is_there_is_not_written_over(tmp_path):
+    folder = good(tmp_path, BASE).folder
+    before = {path: path.stat().st_mtime_ns for path in on_disk(folder)}
+    sentence = refused(tmp_path, BASE)
+    assert "--name run" in sentence and "--resume" in sentence
+    assert {path: path.stat().st_mtime_ns for path in on_disk(folder)} == before
 
 
-def launch_only(arguments: list[str]) -> subprocess.CompletedProcess:
-    """train.main with these arguments alone; in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = train.main(arguments)
-    return subprocess.CompletedProcess(arguments, status, out.getvalue(), err.getvalue())
+def test_no_home_is_no_matter_where_a_cache_is_named(models, tmp_path, monkeypatch):
+    """In a container that knows no user: Path.home() raises."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    good(tmp_path, "--model tiny --steps 1")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert "XDG_CACHE_HOME" in refused(tmp_path / "other", "--model tiny")
 
 
 def test_a_cache_that_cannot_be_written_is_found_at_once(no_weights, tmp_path, monkeypatch):
@@ -198,35 +179,11 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(no_weights, tmp_path, m
     assert "--runs" not in sentence
 
 
-@pytest.mark.parametrize(
-    "prompts, template, strange",
-    [
-        (["1+1=", "1+1=", "one plus one="], None, "eelnnoopsu"),
-        (["1+1=", "1+2="], "Q{prompt}", "Q"),
-        (None, "{prompt}?", "?"),
-    ],
-)
-def test_characters_that_tiny_lacks_are_found_at_once(
-    prompts, template, strange, no_weights, tmp_path
-):
-    flags = ["--algo", "gspo"]
-    if prompts:
-        write_rows(Path("rows.jsonl"), [{"prompt": text, "answer": "2"} for text in prompts])
-        flags += ["--data", "rows.jsonl"]
-    if template:
-        flags += ["--prompt-template", template]
-    sentence = refused_and_nothing_left(tmp_path, "", *flags)
-    assert "--model" in sentence
-    for character in set(strange):
-        assert character in sentence
-
-
-# ------------------------------------------------------------------------------ verifiers
+# ---- verifiers
 
 
 def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path, monkeypatch):
-    """Nothing but zeros would come. This one works until weights are there: an earlier look at it
-    cannot find it out."""
+    """Nothing but zeros would come. This one works until weights are there."""
     Path("late.py").write_text(
         "import os\n\n\ndef late(completion, answer):\n    return float(os.environ['LATE'])\n"
     )
@@ -242,40 +199,8 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
     assert "late" in sentence and "every completion" in sentence and "KeyError" in sentence
 
 
-@pytest.fixture
-def openai_gpt(tmp_path):
-    """Flags of a model that has no gradient checkpointing, and keeps positions in float32."""
-    shape = dict(vocab_size=18, n_positions=64, n_embd=32, n_layer=2, n_head=2, eos_token_id=1)
-    folder = random_policy(tmp_path / "openai", OpenAIGPTConfig(**shape))
-    return f"--model {folder} --reward pay.py:even"
-
-
-def test_a_model_without_gradient_checkpointing_is_one_sentence(openai_gpt, tmp_path):
-    sentence = refused(tmp_path / "runs", f"{openai_gpt} --gradient-checkpointing")
-    assert "--gradient-checkpointing" in sentence and "OpenAIGPT" in sentence
-    good(tmp_path / "runs", f"{openai_gpt} --steps 1")
-
-
-@pytest.mark.parametrize("lora", ["", "--lora-rank 2 --lora-targets o_proj"])
-def test_a_model_that_cannot_run_in_bfloat16_is_one_sentence(lora, openai_gpt, tmp_path):
-    """OpenAI's GPT keeps positions in float32 among weights in bfloat16; other models go on."""
-    sentence = refused(tmp_path / "runs", f"{openai_gpt} --dtype bfloat16")
-    assert "--dtype bfloat16" in sentence and "float32" in sentence
-    good(tmp_path / "other", f"{BASE} --dtype bfloat16 --steps 1 {lora}")
-
-
-def test_a_verifier_that_fails_on_some_is_told_and_the_run_goes_on(tmp_path):
-    Path("some.py").write_text(
-        "def some(completion, answer):\n    return 1.0 / (len(completion) % 2)\n"
-    )
-    result = good(tmp_path, f"{BASE} --reward some.py:some --steps 1")
-    assert result.out.count("ZeroDivisionError") == 1
-    assert 0 < metrics(result.folder)[0]["verifier_faults"] < 16
-
-
 def test_a_reward_beyond_float32_is_a_fault(tmp_path):
-    """1e300 is a number, and its mean in float32, or its square, is Infinity, which is no JSON.
-    The look at it before the run begins, on the first row, finds nothing here."""
+    """1e300 is a number, and its mean in float32, or its square, is Infinity, which is no JSON."""
     write_rows(Path("rows.jsonl"), [{"prompt": f"{i}=", "answer": "0"} for i in range(9)])
     Path("vast.py").write_text(
         "def vast(completion, answer):\n"
@@ -284,136 +209,11 @@ def test_a_reward_beyond_float32_is_a_fault(tmp_path):
     result = good(
         tmp_path, f"{BASE} --reward vast.py:vast --data rows.jsonl --eval-data rows.jsonl"
     )
-    assert "vast: " in result.out and "it returned 1e+300" in result.out
     for row in metrics(result.folder):  # strict JSON
         assert 0 < row["verifier_faults"] < 16 and 0 <= row["reward"] <= 1
 
 
-# ------------------------------------------------------------------------------ resuming
-
-
-def test_a_resumed_run_keeps_its_model(models, tmp_path):
-    good(tmp_path, f"{BASE} --steps 1")
-    sentence = refused(tmp_path, "--resume --name run --steps 2 --model models/moe", small=False)
-    assert "--model models/moe" in sentence and "models/tiny" in sentence
-    good(tmp_path, "--resume --name run --steps 2 --model models/tiny", small=False)
-
-
-def test_a_resumed_built_in_policy_keeps_its_task(tmp_path):
-    """It knows the characters of no other; any other model may change."""
-    good(tmp_path, "--model tiny --steps 1")
-    sentence = refused(tmp_path, "--resume --name run --steps 2 --task countdown", small=False)
-    assert "--task countdown" in sentence and "arithmetic" in sentence
-    good(tmp_path, "--resume --name run --steps 2 --task arithmetic", small=False)
-
-    good(tmp_path / "other", f"{BASE} --steps 1")
-    result = good(tmp_path / "other", "--resume --name run --steps 2 --task sums", small=False)
-    assert "task was arithmetic, from now on it is sums" in result.out
-
-
-def test_a_task_gives_way_to_data_that_come_with_a_resume(seen, tmp_path):
-    """At the start the two are refused together; but what a run was given cannot be taken back."""
-    write_rows(Path("rows.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(9)])
-    good(tmp_path, f"{BASE} --task calculator --tool-after = --steps 1")
-    good(tmp_path, "--resume --name run --steps 2 --data rows.jsonl --tool calculator", small=False)
-    assert all(row["prompt"].endswith("+1=") for row in seen.batches[-1].rows)
-
-
-def test_a_reference_that_comes_with_a_resume_is_the_model_of_the_start(seen, tmp_path):
-    """Not the checkpoint, from which the KL would be 0."""
-    good(tmp_path, f"{BASE} --steps 1")
-    good(tmp_path, "--resume --name run --steps 2 --kl-coef 0.1", small=False)
-    first = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    saved = newest(tmp_path / "run").with_name("step-1")
-    moved = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
-    reference = seen.run.ref_policy.state_dict()
-    for name, weight in first.state_dict().items():
-        assert torch.equal(reference[name], weight)
-    assert any(not torch.equal(reference[name], w) for name, w in moved.state_dict().items())
-
-
-def test_defaults_are_resolved_anew_with_a_resume(tmp_path):
-    """A dtype that nobody asked for is the device's: float32 here, though the run began on a GPU.
-    What was given stays."""
-    folder = good(tmp_path, f"{BASE} --steps 1").folder
-    config = strict((folder / "config.json").read_text())
-    assert "dtype" not in config["given"] and "lr" in config["given"]
-    config |= {"dtype": "bfloat16", "device": "cuda"}
-    (folder / "config.json").write_text(json.dumps(config))
-    result = good(tmp_path, "--resume --name run --steps 2 --device cpu", small=False)
-    now = strict((folder / "config.json").read_text())
-    assert (now["device"], now["dtype"], now["lr"]) == ("cpu", "float32", 1e-3)
-    assert "dtype was bfloat16, from now on it is float32" in result.out
-
-
-def test_two_resumes_of_one_run_at_once(tmp_path):
-    """The second one finds the lock, and leaves the rows alone; the lock goes with its process."""
-    folder = good(tmp_path, f"{BASE} --steps 1").folder
-    rows = (folder / "metrics.jsonl").read_bytes()
-    with open(folder / "lock", "w") as held:
-        assert train.take_lock(held)
-        sentence = refused(tmp_path, "--resume --name run --steps 2", small=False)
-    assert "another process" in sentence and str(folder) in sentence
-    assert (folder / "metrics.jsonl").read_bytes() == rows
-    good(tmp_path, "--resume --name run --steps 2", small=False)
-
-
-def test_a_lock_is_of_its_process(tmp_path):
-    """kill -9 of a run frees it: nothing must be removed by hand."""
-    flags = f"{BASE} --steps 10000 --save-every 1"
-    process = started(command_line("runs", flags))
-    while process.poll() is None and len(train.checkpoints(Path("runs/run"))) == 0:
-        time.sleep(0.05)
-    assert process.poll() is None, process.communicate()
-    assert "another process" in refused("runs", "--resume --name run", small=False)
-    process.kill()
-    process.communicate(timeout=MINUTES)
-    step = train.steps_of(train.checkpoints(Path("runs/run"))[-1])
-    good("runs", f"--resume --name run --steps {step + 1}", small=False)
-
-
-@pytest.mark.parametrize(
-    "change, word",
-    [
-        (lambda config: config | {"clip_middle": 1}, "clip_middle"),
-        (lambda config: {k: v for k, v in config.items() if k != "lr"}, "lr"),
-        (lambda config: [], "config.json"),
-    ],
-    ids=["unknown", "missing", "list"],
-)
-def test_a_config_of_another_train_py_is_one_sentence(change, word, tmp_path):
-    folder = good(tmp_path, f"{BASE} --steps 1").folder
-    config = change(strict((folder / "config.json").read_text()))
-    (folder / "config.json").write_text(json.dumps(config))
-    sentence = refused(tmp_path, "--resume --name run --steps 2", small=False)
-    assert "config.json" in sentence and word in sentence
-
-
-@pytest.mark.parametrize("rows", ["", '{"step": 1}\n{"step": 2}\n'], ids=["lost", "changed"])
-def test_a_run_that_lost_its_rows_does_not_draw_its_prompts_again(rows, tmp_path):
-    """The rows say how many were drawn. Without them the first ones would come once more."""
-    folder = good(tmp_path, f"{BASE} --steps 2").folder
-    path = folder / "metrics.jsonl"
-    path.write_text(rows)
-    config = (folder / "config.json").read_bytes()
-    sentence = refused(tmp_path, "--resume --name run --steps 3", small=False)
-    assert f"{path}: expected a row" in sentence and "prompts_drawn" in sentence
-    assert (folder / "config.json").read_bytes() == config
-
-
-@pytest.mark.parametrize("garbage", ["what is this\n", "[1]\n", '{"reward": 1}\n', "\x00\x00\n"])
-def test_garbage_in_the_metrics_is_one_sentence(garbage, tmp_path):
-    folder = good(tmp_path, f"{BASE} --steps 2").folder
-    path = folder / "metrics.jsonl"
-    first, second = path.read_text().splitlines(keepends=True)
-    path.write_text(first + garbage + second)
-    before = path.read_bytes()
-    sentence = refused(tmp_path, "--resume --name run --steps 3", small=False)
-    assert f"{path}, line 2" in sentence
-    assert path.read_bytes() == before
-
-
-# ------------------------------------------------------------------------------ what the model sees
+# ---- what the model sees
 
 
 @pytest.fixture(scope="module")
@@ -429,82 +229,260 @@ def spoken(models):
 def test_the_first_prompt_is_shown_as_the_model_sees_it(spoken, seen, tmp_path):
     flags = '--system 12 --prompt-template 3+{prompt} --chat-template-args {"mark":"**"}'
     result = good(tmp_path, f"{BASE} --model models/spoken --steps 1 {flags}")
-    first = seen.run.held_out[0]
-    text = f"#12;3+{first['prompt']}**="
-    assert f"first held-out prompt, {len(text)} tokens: '{text}'\n" in result.out
-    assert result.out.count("first held-out prompt") == 1
+    text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
+    assert seen.run.tokenizer.decode(seen.run.held_out[0]["ids"]) == text
+    assert result.out.count(f"'{text}'\n") == 1
 
 
-def test_chat_template_args_that_the_template_does_not_read_are_refused(
-    spoken, no_weights, tmp_path
-):
-    """Jinja would take them without a word."""
-    flags = '--model models/spoken --reward pay.py:even --chat-template-args {"marks":"**"}'
-    assert "does not use marks" in refused_and_nothing_left(tmp_path, flags)
+def test_what_the_user_gave_is_printed_without_control_characters(tmp_path):
+    """Prompts, a command to paste: nothing may move the cursor, ring, or be run by a shell."""
+    prompt = "1\x1b[2J\x07\r$(touch ran)`touch ran`'\"!="
+    write_rows(Path("strange.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
+    result = good(tmp_path, f"{BASE} --data strange.jsonl --eval-data strange.jsonl --steps 1")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.out)
+    words = result.out.splitlines()[-1].removeprefix("python rollout.py")
+    subprocess.run(["sh", "-c", f"printf '%s\\n' {words}"], capture_output=True, check=False)
+    assert not Path("ran").exists()
 
 
-def test_a_line_break_in_a_template_is_two_characters_in_a_shell(models, seen, tmp_path):
-    r"""--prompt-template '1\n{prompt}': the model sees a line break, and no backslash."""
-    result = good(tmp_path, f"{BASE} --steps 1", "--prompt-template", r"1\n{prompt}")
-    expected = "1\n" + seen.run.held_out[0]["prompt"]
-    assert seen.run.held_out[0]["ids"] == seen.run.tokenizer.encode(expected)
-    assert "\\\\n" not in result.out.split("first held-out prompt")[1].splitlines()[0]
+# ---- the console
 
 
-def test_a_line_break_of_the_first_prompt_is_escaped_once(capsys):
-    tokenizer = SimpleNamespace(decode=lambda ids: "user\n'Hi'")
-    train.show_first_prompt(SimpleNamespace(held_out=[{"ids": [1, 2]}], tokenizer=tokenizer))
-    assert capsys.readouterr().out == "first held-out prompt, 2 tokens: 'user\\n'Hi''\n"
+def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
+    """What is trained, an example, the way so far and how long it takes; where the results are."""
+    flags = "--steps 4 --eval-every 2 --eval-samples 2 --max-new-tokens 16 --kl-coef 0.05"
+    result = good(tmp_path, f"{BASE} {flags}", "--reward", "pay.py:even + arithmetic")
+    lines = result.out.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split(" | ")[0] for line in steps] == [f"step {i}/4" for i in range(1, 5)]
+    words = [
+        "reward",
+        "solved",
+        "len",
+        "truncated",
+        "dead",
+        "ratio",
+        "clip",
+        "kl",
+        "entropy",
+        "grad",
+    ]
+    for line in steps:
+        assert "loss" not in line and all(f"| {word} " in line for word in words)
+        assert re.search(r"\| [\d,]+ tok/s \| [\d.]+ s \| \d+ (s|min|h) left$", line)
+    assert sum("held out" in line for line in steps) == 2
+    assert sum("evaluating 8 prompts, greedy and 2 samples each" in line for line in lines) == 2
+    assert sum(line.startswith("held out: '") for line in lines) == 3  # an answer each time
+    assert "M parameters" in result.out
+    assert re.search(r"pass@2 .* -> .* pass@2 .*minutes", lines[-3])
+    assert (
+        str(newest(result.folder)) in lines[-2] and str(result.folder / "report.html") in lines[-2]
+    )
+    words = shlex.split(lines[-1])
+    assert words[:4] == ["python", "rollout.py", "--model", str(newest(result.folder))]
 
 
-def test_the_command_to_try_has_the_flags_of_the_prompt(spoken, tmp_path):
-    """Word for word: with other templates the model would be asked something else."""
-    flags = ["--system", "12", "--prompt-template", "3+{prompt}"]
-    flags += ["--chat-template-args", '{"mark": "**"}']
-    result = good(tmp_path, f"{BASE} --model models/spoken --steps 1", *flags)
-    words = shlex.split(result.out.splitlines()[-1])
-    assert words[:3] == ["python", "rollout.py", "--model"]
-    for flag, value in zip(flags[::2], flags[1::2]):
-        assert words[words.index(flag) + 1] == value
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--lora-rank 2", r"0\.0 of 0\.0 M parameters"),
+        ("--warmup-steps 10", "smoke test"),
+        ("--reward pay.py:never --steps 10", "10 steps taught nothing.*paid alike"),
+        ("--reward pay.py:never", "2 steps taught nothing"),
+        (
+            "--max-new-tokens 1 --steps 10 --group-size 2 --seed 1",
+            "taught nothing.*--max-new-tokens",
+        ),
+    ],
+)
+def test_what_cannot_teach_is_said_once(flags, said, tmp_path):
+    result = good(tmp_path, f"{BASE} --prompts-per-step 2 {flags}")
+    assert len(re.findall(said, result.out)) == 1
 
 
-# ------------------------------------------------------------------------------ Ctrl-C
+def test_a_live_run_is_not_warned_about(tmp_path):
+    result = good(tmp_path, f"{BASE} --steps 12 --prompts-per-step 2 --max-new-tokens 24")
+    assert "warning" not in result.out and "smoke" not in result.out
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs signals")
-def test_ctrl_c_during_the_imports_is_silent():
-    """In the seconds before main: no traceback of some library's import."""
-    process = started(["--algo", "gspo"], PYTHONVERBOSE="1")
-    seen = []
-    for line in process.stderr:  # the interpreter names every module that it imports
-        seen.append(line)
-        if re.match(r"import 'torch\.", line):
-            break
-    process.send_signal(signal.SIGINT)
-    rest = process.stderr.read()
-    process.wait(timeout=MINUTES)
-    assert process.returncode == -signal.SIGINT
-    assert "Traceback" not in "".join(seen) + rest
-    assert "KeyboardInterrupt" not in rest
+class Broken(io.StringIO):
+    """A console whose reader has gone, from the first step on."""
+
+    def write(self, text):
+        if "step 1" in text:
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
 
 
-WATCH_TORCH = """
-import os, sys
+def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", Broken())
+    status = train.main(command_line(tmp_path, f"{BASE} --steps 3"))
+    assert status == 0
+    assert len(metrics(tmp_path / "run")) == 3 and newest(tmp_path / "run").name == "step-3"
 
-class Watch:
-    def find_spec(name, path, target=None):
-        if name == "torch":
-            print(os.environ["GOMP_SPINCOUNT"])
 
-sys.meta_path.insert(0, Watch)
-import train
-"""
+def test_a_console_of_few_characters_gets_others_escaped(monkeypatch, tmp_path):
+    """LANG=C, or a Windows console: a prompt with ü must not end the run."""
+    rows = [{"prompt": f"{i}ü=", "answer": "ü"} for i in range(12)]
+    write_rows(Path("umlaut.jsonl"), rows)
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    flags = f"{BASE} --data umlaut.jsonl --eval-data umlaut.jsonl --steps 1"
+    assert train.main(command_line(tmp_path, flags)) == 0
+    sys.stdout.flush()
+    assert b"\\xfc" in written.getvalue() and b"step 1/1" in written.getvalue()
+
+
+def test_numbers_of_the_console_say_something_at_any_size():
+    row = {"step": 3, "tokens_per_second": 31234.5}
+    assert "31,234 tok/s" in console.step_line(row, 12, 3700)
+    assert console.step_line(row, 12, 3700).startswith("step 3/12 |")
+    times = [console.duration(seconds) for seconds in (7, 119, 3000, 7100, 90000)]
+    assert times == ["7 s", "119 s", "50 min", "118 min", "25 h"]
+
+
+# ---- the environment
+
+
+@pytest.mark.parametrize(
+    "environment, word",
+    [
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK"),
+    ],
+)
+def test_an_environment_that_torchrun_did_not_make(environment, word, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=word), ranks.joined_ranks():
+        pass
+
+
+def test_a_lock_is_of_its_process(tmp_path):
+    """kill -9 of a run frees it: nothing must be removed by hand. Meanwhile it is refused."""
+    process = started(command_line("runs", f"{BASE} --steps 10000 --save-every 1"))
+    while process.poll() is None and not folders.checkpoints(Path("runs/run")):
+        time.sleep(0.05)
+    assert process.poll() is None, process.communicate()
+    sentence = refused("runs", "--resume --name run", small=False)
+    assert "another process" in sentence and "runs/run" in sentence
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=MINUTES)
+    step = int(newest("runs/run").name[5:])
+    good("runs", f"--resume --name run --steps {step + 1}", small=False)
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_are_told_to_spin_briefly_before_torch_loads(given, found):
     """Without it, beside one busy process for each core, a run takes ten times as long."""
+    watch = (
+        "import os, sys\n\nclass Watch:\n    def find_spec(name, path, target=None):\n"
+        "        if name == 'torch':\n            print(os.environ['GOMP_SPINCOUNT'])\n"
+        "            os._exit(0)\n\nsys.stdout.reconfigure(line_buffering=True)\n"
+        "sys.meta_path.insert(0, Watch)\nimport train\n"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    command = [sys.executable, "-c", WATCH_TORCH]
+    command = [sys.executable, "-c", watch]
     output = subprocess.check_output(command, cwd=ROOT, env=environment | given, text=True)
     assert output.split() == [found]
+
+
+# ---- what a run leaves
+
+
+@pytest.fixture(scope="module")
+def finished(models, tmp_path_factory):
+    """A run with an evaluation in its middle; `policy` is the trained model as it was in memory."""
+    here, kept, start = tmp_path_factory.mktemp("finished"), [], train.start
+    furnish(here, models)
+
+    def keep(config, ranks):
+        kept.append(start(config, ranks))
+        return kept[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setattr(train, "start", keep)
+        flags = "--steps 4 --save-every 1 --eval-every 2 --kl-coef 0.05 --lr 2e-4"
+        result = good(here / "runs", f"{BASE} {flags} --max-new-tokens 16 --eval-samples 2")
+    result.policy = kept[0].policy
+    return result
+
+
+def test_a_run_leaves_rows_answers_and_a_config(finished):
+    rows = metrics(finished.folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert ["eval_solved" in row for row in rows] == [False, True, False, True]
+    for row in rows:
+        assert 0 < row["memory_gb"] < 50 and row["lr"] == 2e-4
+        assert 0 < row["entropy"] < 3 and 0.8 < row["ratio_mean"] < 1.2
+        assert row["sampler_kl"] < 1e-6 < row["grad_norm"]
+        assert row["prompts_drawn"] == 4 and row["kl"] >= 0
+    config = strict((finished.folder / "config.json").read_text())
+    assert (config["completions_per_update"], config["dtype"]) == (4, "float32")
+    assert config["clip_low"] == 3e-4 and config["name"] == "run"
+    samples = (finished.folder / "samples.jsonl").read_text().splitlines()
+    samples = [strict(line) for line in samples]
+    assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
+    assert all(row["prompt"].endswith("=") for row in samples)
+    assert not any("<eos>" in row["completion"] for row in samples)
+    shown = (finished.folder / "evaluations.jsonl").read_text().splitlines()
+    steps = [strict(line)["step"] for line in shown]
+    assert sorted(set(steps)) == [0, 2, 4] and steps == sorted(steps)
+    assert (finished.folder / "report.html").exists()
+
+
+def test_the_model_loads_in_transformers_with_the_same_logits(finished, models):
+    folder = newest(finished.folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(folder).encode("7+5*3=")])
+    with torch.no_grad():
+        torch.testing.assert_close(finished.policy.eval()(ids).logits, loaded(ids).logits)
+    before = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
+    assert not torch.allclose(before(ids).logits, loaded(ids).logits)  # it was trained
+
+
+def test_no_pickle_in_a_run(finished):
+    """Every file is JSON, text or safetensors: no pickle, and no zip, which torch.save writes."""
+    for path in finished.folder.rglob("*"):
+        if path.is_file() and path.name != "lock":
+            assert path.suffix in (".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".html")
+            start = path.read_bytes()[:2]
+            assert start != b"PK" and not start.startswith(b"\x80"), path
+
+
+def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
+    """`train.py --algo gspo`, two steps of it: no model, no data, no reward, no name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    flags = "--algo gspo --steps 2 --prompts-per-step 4 --eval-prompts 4 --eval-samples 2"
+    result = launch("runs", flags, small=False)
+    assert result.status == 0, result.err
+    config = strict(Path("runs/gspo-1/config.json").read_text())
+    assert config["reward"] == "arithmetic" and len(metrics("runs/gspo-1")) == 2
+    assert len(list(Path("cache/gspo").iterdir())) == 1
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", None)  # the second run starts at once
+    good("runs", f"{flags} --name run", small=False)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
+    """The packages are not among ours: a module with their functions stands in for them."""
+    Path(f"{name}.py").write_text(
+        "import json\n\ndef told(*what):\n    with open('told', 'a') as file:\n"
+        "        file.write(json.dumps(what) + '\\n')\n\n"
+        "def init(**settings):\n    told('init', settings)\n\n"
+        "def log(row, step):\n    told('log', row)\n\ndef finish():\n    told('finish')\n"
+    )
+    monkeypatch.syspath_prepend(".")
+    good(tmp_path, f"{BASE} --track {name}")
+    result = good(tmp_path, "--resume --steps 3 --name run", small=False)
+    told = [json.loads(line) for line in Path("told").read_text().splitlines()]
+    assert [each[1] for each in told if each[0] == "log"] == metrics(result.folder)
+    first, second = [each[1] for each in told if each[0] == "init"]
+    assert first["name"] == second["name"] and first["name"].startswith("run-")
+    assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
+    sys.modules.pop(name)
