@@ -1212,7 +1212,8 @@ def train(run: Run) -> None:
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
     prompt = data.messages_of(run.held_out[0]["prompt"])[-1]["content"]
     say(f"the model is in {checkpoint}, the report in {run.folder}/report.html; try it:")
-    say(shlex.join(["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]))
+    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
+    say(printable(shlex.join(command)))
 
 
 def stop_on_signals(run: Run) -> None:
