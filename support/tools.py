@@ -1,0 +1,188 @@
+"""A tool that answers in the middle of a completion: sampling in turns.
+
+    --tool calculator                    answers <calc>12*34</calc> with =408
+    --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
+
+What the tool returns is appended, and the policy goes on. The tool's tokens are no action of the
+policy's: `completion_mask` leaves them out, so they enter no ratio, no KL, no entropy, no gradient.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from rewards import find_verifier
+from rollout import Rollout, context_of, padded
+from support.data import need, reason
+
+
+class Tool(NamedTuple):
+    """What answers completions while they are sampled."""
+
+    function: Callable[[str], str | None]  # of the completion so far -> what is appended to it
+    after: str  # it is asked when a completion has just written this
+
+
+def calculate(completion: str) -> str:
+    """`=408` after `<calc>12*34</calc>`; `=?` after what is not two numbers and + - or * between.
+
+    Of digits alone, few of them, and nothing is evaluated: a completion may hold anything."""
+    call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
+    operation = re.fullmatch("([0-9]{1,9})([-+*])([0-9]{1,9})", call)
+    if operation is None:
+        return "=?"
+    left, sign, right = operation.groups()
+    functions = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+    return f"={functions[sign](int(left), int(right))}"
+
+
+TOOLS = {"calculator": Tool(calculate, after="</calc>")}
+
+
+def parse_tool(place: str) -> Tool:
+    """Reads `--tool`: a name of TOOLS, or file.py:function@TEXT, asked after TEXT."""
+    if place in TOOLS:
+        return TOOLS[place]
+    where, _, after = place.partition("@")
+    expected = f"expected file.py:function@TEXT, asked after TEXT, or one of {', '.join(TOOLS)}"
+    need(":" in where and after, f"--tool {place}: {expected}")
+    try:
+        return Tool(find_verifier(where, "function"), after)
+    except (Exception, SystemExit) as error:  # a user's file may do anything
+        need(False, f"--tool {place}: {reason(error)}; {expected}")
+
+
+LONGEST_REPLY = 100_000  # characters that are read: to tokenise more takes time
+
+
+@dataclasses.dataclass
+class Completion:
+    """One that is being written."""
+
+    prompt: list[int]
+    uniforms: Tensor  # (T,)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    own: list[bool] = dataclasses.field(default_factory=list)  # which tokens the policy wrote
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # 0 where the tool did
+    ended: bool = False  # by an end token of the policy's
+
+    @property
+    def room(self) -> int:
+        return len(self.uniforms) - len(self.tokens)
+
+    def write(self, tokens: list[int], logprobs: list[float] | None = None):
+        """As much as there is room for; without log-probs the tool wrote it."""
+        tokens = tokens[: self.room]
+        self.tokens += tokens
+        self.own += [logprobs is not None] * len(tokens)
+        self.logprobs += (logprobs or [0.0] * len(tokens))[: len(tokens)]
+
+
+class Turns:
+    """Stands in for rollout.generate, with a tool: `generate` is told to stop at tokens with which
+    a completion may ask, too, and is called again with the replies, until all have ended."""
+
+    def __init__(self, generate: Callable, tool: Tool, tokenizer):
+        self.generate, self.tool, self.tokenizer = generate, tool, tokenizer
+        self.faults, self.fault = 0, ""  # how often it failed, and the first one's text
+        self.asking = [token for token in range(len(tokenizer)) if self.may_ask(token)]
+        need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
+
+    def may_ask(self, token: int) -> bool:
+        """Whether the token's text begins with an end of what the tool is asked after. One with a
+        part of a character reads as U+FFFD."""
+        text, after = self.read([token]), self.tool.after
+        beginnings = [text[:size] for size in range(1, len(text) + 1)]
+        fits = any(after.endswith(each) or each.endswith(after) for each in beginnings)
+        return fits or ("\ufffd" in text and not after.isascii())
+
+    def read(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def __call__(self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, **options) -> Rollout:
+        """The same tokens however turns fall: a row's uniforms alone decide on what it draws."""
+        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id}
+        everything = []
+        for prompt, group in zip(prompts, uniforms):
+            everything += [Completion(prompt, row) for row in group]
+
+        turn = self.generate(model, prompts, uniforms, **options)
+        under_way = everything
+        while True:
+            self.take(under_way, turn, eos_ids)
+            under_way = [each for each in under_way if each.room and not each.ended]
+            if not under_way:
+                return put_together(everything, pad_id, model.device)
+            texts = [each.prompt + each.tokens for each in under_way]
+            width = max(each.room for each in under_way)
+            width = min(width, context_of(model.config) - max(map(len, texts)))
+            rest = torch.zeros(len(texts), 1, width)
+            for row, each in zip(rest[:, 0], under_way):
+                left = each.uniforms[len(each.tokens) :][:width]
+                row[: len(left)] = left
+            turn = self.generate(model, texts, rest, **options)
+
+    def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
+        """What a turn has sampled, and what the tool says to it."""
+        texts, logprobs = turn.completions.tolist(), turn.sampler_logprobs.tolist()
+        for row, (each, length) in enumerate(zip(completions, turn.lengths.tolist())):
+            each.write(texts[row][:length], logprobs[row])
+            each.ended = each.tokens[-1] in eos_ids
+            if each.room and not each.ended and self.is_asked(each.tokens):
+                each.write(self.reply(self.read(each.tokens)))
+
+    def is_asked(self, ids: list[int]) -> bool:
+        """Whether the last token completes what the tool is asked after."""
+        after = self.tool.after
+        text = self.read(ids)
+        return after in text and text.count(after) > self.read(ids[:-1]).count(after)
+
+    def reply(self, text: str) -> list[int]:
+        """The tokens of what the tool returns; its text is plain text: nothing in it is control."""
+        try:
+            said = self.tool.function(text)
+            is_reply = said is None or isinstance(said, str)
+            need(is_reply, f"it returned {said!r:.80}, which is no text")
+            return self.tokenizer.encode(
+                (said or "")[:LONGEST_REPLY], add_special_tokens=False, split_special_tokens=True
+            )
+        except (Exception, SystemExit) as error:  # a user's function may do anything
+            self.faults += 1
+            self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
+            return []
+
+    def measure(self, samples: Rollout) -> dict[str, Tensor]:
+        """Replies of a completion, and the share of the tool's tokens."""
+        steps = torch.arange(samples.completion_mask.shape[1], device=samples.lengths.device)
+        written = (steps < samples.lengths[:, None]) & ~samples.completion_mask
+        begins = written[:, 1:] & ~written[:, :-1]  # the first token is always the policy's
+        return {
+            "tool_calls": begins.sum() / len(written),
+            "tool_tokens": written.sum() / samples.lengths.sum(),
+        }
+
+
+def put_together(completions: list[Completion], pad_id: int, device) -> Rollout:
+    """One rollout of completions that are written, in their order."""
+
+    def column(name, padding):
+        rows = [torch.tensor(getattr(each, name)) for each in completions]
+        return pad_sequence(rows, batch_first=True, padding_value=padding).to(device)
+
+    prompts = [each.prompt for each in completions]
+    left = {"padding_side": "left", "padding_value": pad_id}
+    sizes = [[len(each.prompt), len(each.tokens), not each.ended] for each in completions]
+    prompt_lengths, lengths, truncated = torch.tensor(sizes, device=device).unbind(1)
+    return Rollout(
+        tokens=torch.cat([padded(prompts, device, **left), column("tokens", pad_id)], dim=1),
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
+        completion_mask=column("own", False),
+        sampler_logprobs=column("logprobs", 0.0),
+        truncated=truncated.bool(),
+    )

@@ -1,0 +1,415 @@
+"""A tool that answers in the middle of a completion: what it writes is read by the model, and is no
+action of the policy's."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import gspo
+import rollout
+import train
+from support.data import UserError
+from support.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
+from test_ranks import alike, together
+from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
+
+END, LIMIT = 1, 16
+PROMPTS = ["1+2=", "34*5+6=", "7="]
+TOKENIZER = character_tokenizer()
+
+
+def says(text):
+    """The tool of most tests: its answer depends on the text, and is sometimes none."""
+    return [None, "=7", "", "#12", "3;"][len(text) % 5]
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return rollout.load_model(str(models / "tiny"), "cpu")
+
+
+def uniforms(group_size=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(len(PROMPTS), group_size, LIMIT, generator=generator)
+
+
+def ids_of(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def sampled(model, function=says, after=";", drawn=None, **options):
+    turns = Turns(rollout.generate, Tool(function, after), TOKENIZER)
+    options = dict(eos_ids=[END], pad_id=0, temperature=1.0) | options
+    drawn = uniforms() if drawn is None else drawn
+    return turns(model, [ids_of(prompt) for prompt in PROMPTS], drawn, **options)
+
+
+@torch.no_grad()
+def by_hand(model, function=says, after=";", temperature=1.0):
+    """What a loop without cache, slots, batches or turns samples: for each row its tokens, which of
+    them were given, their log-probs, and whether it was cut off."""
+    for prompt, rows in zip(PROMPTS, uniforms()):
+        for row in rows:
+            tokens, given, logprobs = [], [], []
+            while len(tokens) < LIMIT and (not tokens or given[-1] or tokens[-1] != END):
+                ids = torch.tensor([ids_of(prompt) + tokens])
+                logits = model(ids, use_cache=False).logits[:, -1]
+                uniform = row[None, len(tokens), None]
+                token, logprob = rollout.sample(logits, uniform, temperature)
+                tokens.append(int(token))
+                given.append(False)
+                logprobs.append(float(logprob))
+                text = TOKENIZER.decode(tokens, skip_special_tokens=True)
+                if tokens[-1] != END and text.endswith(after) and tokens[-1] in ids_of(after):
+                    reply = ids_of(function(text) or "")[: LIMIT - len(tokens)]
+                    tokens += reply
+                    given += [True] * len(reply)
+                    logprobs += [0.0] * len(reply)
+            yield tokens, given, logprobs, given[-1] or tokens[-1] != END
+
+
+def same_as_by_hand(out, rows):
+    rows = list(rows)
+    assert any(any(given) for _, given, _, _ in rows) and len(rows) == len(out.lengths)
+    for i, (tokens, given, logprobs, cut) in enumerate(rows):
+        length = len(tokens)
+        assert out.lengths[i] == length and bool(out.truncated[i]) == cut
+        assert out.texts()[i][-length:] == tokens
+        assert out.completion_mask[i, :length].tolist() == [not each for each in given]
+        assert not out.completion_mask[i, length:].any()
+        assert out.sampler_logprobs[i, :length].tolist() == pytest.approx(logprobs, abs=2e-5)
+        assert (out.sampler_logprobs[i, length:] == 0).all()
+
+
+# ------------------------------------------------------------------------------ sampling
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_gb": 3e-5}, {"temperature": 0.0}], ids=str)
+def test_sampling_in_turns_is_a_loop_that_appends_what_the_tool_says(model, options):
+    """Few slots, too, so that samples take the places of others."""
+    rows = by_hand(model, temperature=options.get("temperature", 1.0))
+    same_as_by_hand(sampled(model, **options), rows)
+
+
+def test_a_marker_of_several_tokens(model):
+    """`+` may end it, and mostly does not: then the completion goes on as if nothing was."""
+    after = next(
+        text[at - 1 : at + 1]
+        for text in map(TOKENIZER.decode, sampled(model).completions.tolist())
+        for at in range(1, 9)
+        if text[at] != text[at - 1]
+    )
+    same_as_by_hand(sampled(model, after=after), by_hand(model, after=after))
+
+
+def test_the_limit_bounds_the_whole_completion_and_cuts_a_reply(model):
+    def much(text):
+        return "3" * 100
+
+    out = sampled(model, much)
+    same_as_by_hand(out, by_hand(model, much))
+    assert (out.truncated & (out.lengths == LIMIT) & ~out.completion_mask[:, -1]).any()
+
+
+def test_a_context_that_is_almost_full_takes_more_turns(model):
+    """A long text beside one with much room: together they would not fit. The same tokens."""
+    expected = sampled(model)
+    config, longest = model.config, max(len(ids_of(prompt)) for prompt in PROMPTS)
+    before, config.max_position_embeddings = config.max_position_embeddings, longest + LIMIT
+    out = sampled(model)
+    config.max_position_embeddings = before
+    assert torch.equal(out.tokens, expected.tokens)
+
+
+def test_a_tool_that_is_silent_changes_nothing(model):
+    out = sampled(model, lambda text: None)
+    prompts = [ids_of(prompt) for prompt in PROMPTS]
+    plain = rollout.generate(model, prompts, uniforms(), eos_ids=[END], pad_id=0)
+    for name, found, expected in zip(plain._fields, out, plain):
+        if name == "sampler_logprobs":
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        else:
+            assert torch.equal(found, expected), name
+
+
+def test_an_end_token_that_may_ask_ends_and_one_in_a_reply_does_not(model):
+    asked = []
+    ends = ids_of(";")
+    out = sampled(model, asked.append, eos_ids=ends)
+    assert not asked and (~out.truncated).any()
+    out = sampled(model, lambda text: "5", after="+", eos_ids=ids_of("5"))
+    given = (out.completions == ids_of("5")[0]) & ~out.completion_mask
+    steps = torch.arange(LIMIT)
+    assert (given & (steps < out.lengths[:, None] - 1)).any()
+
+
+def test_a_share_of_the_prompts_is_what_it_is_among_all(model):
+    whole, parts = sampled(model), []
+    turns = Turns(rollout.generate, Tool(says, ";"), TOKENIZER)
+    for prompt, drawn in zip(PROMPTS, uniforms()):
+        parts.append(turns(model, [ids_of(prompt)], drawn[None], eos_ids=[END], pad_id=0))
+    joined = rollout.Rollout.cat(parts, pad_id=0)
+    assert joined.texts() == whole.texts()
+    width = joined.completion_mask.shape[1]
+    assert torch.equal(joined.completion_mask, whole.completion_mask[:, :width])
+
+
+def test_scores_are_the_samplers_around_replies(model):
+    out = sampled(model)
+    scored, _ = rollout.completion_logprobs(model, out, temperature=1.0)
+    torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_what_is_measured_is_a_count(model):
+    out = sampled(model)
+    found = Turns(rollout.generate, Tool(says, ";"), TOKENIZER).measure(out)
+    calls = tokens = 0
+    for _, given, _, _ in by_hand(model):
+        calls += sum(now and not before for before, now in zip([False, *given], given))
+        tokens += sum(given)
+    assert float(found["tool_calls"]) == pytest.approx(calls / 9)
+    assert float(found["tool_tokens"]) == pytest.approx(tokens / int(out.lengths.sum()))
+
+
+# ------------------------------------------------------------------------------ what it is asked
+
+
+def byte_tokenizer():
+    """One token a byte, but one for 'é' and one for '>b'."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    merges = [("Ã", "©"), (">", "b")]
+    for pair in merges:
+        vocabulary["".join(pair)] = len(vocabulary)
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize(
+    "text, after, expected",
+    [
+        ("a</c>d</c>c.", "</c>", ["a</c>", "a</c>d</c>"]),
+        ("</c </c> > >", "</c>", ["</c </c>"]),
+        ("c>>>c>", "c>", ["c>", "c>>>c>"]),
+        ("a</c>b.", "</c>", ["a</c>b"]),  # one token holds more than the end
+        ("。a→b。→", "→", ["。a→", "。a→b。→"]),
+        ("。→é→", "→é", ["。→é"]),
+        ("no such text > </b>", "</c>", []),
+    ],
+)
+def test_it_is_asked_when_its_text_is_complete(text, after, expected):
+    """Once each, whatever the tokens; a token at a time, where one may ask."""
+    tokenizer = byte_tokenizer()
+    turns = Turns(None, Tool(str, after), tokenizer)
+    ids, asked = tokenizer.encode(text), []
+    for count in range(1, len(ids) + 1):
+        if turns.is_asked(ids[:count]):
+            assert ids[count - 1] in turns.asking
+            asked.append(tokenizer.decode(ids[:count]))
+    assert asked == expected
+
+
+def test_few_tokens_may_ask():
+    """`>` and `>b`; no other holds an end of `</c>` where it begins."""
+    turns = Turns(None, Tool(str, "</c>"), byte_tokenizer())
+    assert [turns.read([token]) for token in turns.asking] == [">", ">b"]
+
+
+def test_a_text_that_no_token_can_complete_is_refused():
+    with pytest.raises(UserError, match="--tool: no token"):
+        Turns(None, Tool(str, "</c>"), TOKENIZER)
+
+
+def leave(text):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (lambda text: 1 / 0, "ZeroDivisionError"),
+        (lambda text: 7, "it returned 7, which is no text"),
+        (lambda text: b"7", "which is no text"),
+        (lambda text: "\ud800", ""),  # no text either: half of a character
+        (leave, "SystemExit"),
+    ],
+    ids=["raises", "number", "bytes", "surrogate", "exits"],
+)
+def test_a_tool_that_fails_is_a_fault_and_no_reply(function, words):
+    turns = Turns(None, Tool(function, ";"), TOKENIZER)
+    assert [turns.reply("1;"), turns.reply("2;")] == [[], []]
+    assert turns.faults == 2 and words in turns.fault and "1;" in turns.fault
+
+
+def test_a_reply_is_plain_text_and_read_no_further_than_needed():
+    """`<eos>` is five characters, which this tokenizer mostly does not know."""
+    turns = Turns(None, Tool(lambda text: "1<eos>2<pad>", ";"), TOKENIZER)
+    found = turns.reply("3;")
+    assert not {0, END}.intersection(found) and len(found) == 12
+    turns.tool = Tool(lambda text: "1" * 10**7, ";")
+    assert len(turns.reply("3;")) == LONGEST_REPLY and turns.faults == 0
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("<calc>12*7</calc>", "=84"),
+        ("<calc>1+2</calc>=3<calc>3-20</calc>", "=-17"),
+        ("12*7</calc>", "=84"),  # it need not be opened
+        ("<calc>999999999*999999999</calc>", "=999999998000000001"),
+        ("<calc>1234567890*1</calc>", "=?"),
+        ("<calc>1/0</calc>", "=?"),
+        ("<calc>2**9</calc>", "=?"),
+        ("<calc>1+2+3</calc>", "=?"),
+        ("<calc>1+2\n</calc>", "=?"),
+        ("<calc>٣+٣</calc>", "=?"),
+        ("<calc>__import__('os')</calc>", "=?"),
+        ("", "=?"),
+    ],
+)
+def test_the_calculator_computes_one_operation_of_two_numbers(text, expected):
+    assert calculate(text) == expected
+
+
+# ------------------------------------------------------------------------------ runs
+
+TOOL = """
+def answer(text):
+    return "=7" if len(text) % 2 else None
+
+def fails(text):
+    raise ArithmeticError("\\x1b[31mboom")
+"""
+WITH = f"{BASE} --tool tool.py:answer@; --max-new-tokens 16"
+
+
+@pytest.fixture
+def stand(place):
+    Path("tool.py").write_text(TOOL)
+    return place
+
+
+def test_a_place_is_read(stand):
+    assert parse_tool("calculator").after == "</calc>"
+    tool = parse_tool("tool.py:answer@</a@b>")
+    assert tool.after == "</a@b>" and tool.function("1") == "=7"
+
+
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ("tool.py:answer", "asked after TEXT"),
+        ("calc", "calculator"),
+        ("tool.py:answers@;", "did you mean 'answer'"),
+        ("no.py:answer@;", "FileNotFoundError"),
+    ],
+)
+def test_a_place_that_is_none_is_one_sentence(place, words, stand, tmp_path):
+    sentence = refused(tmp_path / "runs", BASE, "--tool", place)
+    assert words in sentence and "--tool" in sentence
+
+
+ALGORITHMS = [
+    name if name in ("gspo", "ppo") else pytest.param(name, marks=pytest.mark.slow)
+    for name in gspo.ALGOS
+]
+
+
+@pytest.mark.usefixtures("stand")
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen):
+    """Two steps with all that reads tokens: whatever scorer and critic said of the tool's, all
+    metrics and weights are the same bits."""
+    knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4 --epochs 2"
+    if algorithm == "gspo-token":
+        knobs += " --reward pay.py:steps"
+    flags = f"{WITH} --algo {algorithm} {knobs}"
+    plain = good(tmp_path / "plain", flags)
+    for batch in seen.batches:
+        forced = batch.samples.lengths.sum() - batch.samples.completion_mask.sum()
+        assert forced > 0 and torch.equal(batch.mask, batch.samples.completion_mask)
+        row = metrics(plain.folder)[batch.step - 1]
+        assert row["tool_tokens"] == pytest.approx(float(forced / batch.samples.lengths.sum()))
+        assert row["tool_calls"] > 0 and row["tool_faults"] == 0
+
+    score, values = rollout.completion_logprobs, rollout.completion_values
+
+    def babbling(model, samples, *more, **options):
+        found = score(model, samples, *more, **options)
+        return [torch.where(samples.completion_mask, one, 3.7) for one in found]
+
+    def guessing(critic, samples):
+        return torch.where(samples.completion_mask, values(critic, samples), -2.5)
+
+    monkeypatch.setattr(rollout, "check_scorer", lambda *arguments: None)  # it has no tool
+    monkeypatch.setattr(rollout, "completion_logprobs", babbling)
+    monkeypatch.setattr(rollout, "completion_values", guessing)
+    other = good(tmp_path / "other", flags)
+    assert timeless(plain.folder) == timeless(other.folder)
+    assert digests(plain.folder) == digests(other.folder)
+
+
+@pytest.mark.usefixtures("stand")
+def test_a_run_shows_the_whole_text(tmp_path):
+    folder = good(tmp_path, f"{WITH} --steps 3").folder
+    rows = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
+    asked = [row["completion"] for row in rows if ";" in row["completion"][:10]]
+    assert asked
+    for text in asked:
+        place = text.index(";") + 1
+        assert (text[place : place + 2] == "=7") == (place % 2 == 1)
+
+
+@pytest.mark.usefixtures("stand")
+def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
+    result = good(tmp_path, f"{BASE} --tool tool.py:fails@; --max-new-tokens 16 --steps 3")
+    rows = metrics(result.folder)
+    assert all(row["tool_faults"] > 0 and row["tool_calls"] == 0 for row in rows)
+    assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
+
+
+@pytest.mark.usefixtures("stand")
+def test_a_resumed_run_with_a_tool_is_the_same_run(tmp_path):
+    whole = good(tmp_path / "whole", f"{WITH} --algo ppo --steps 3 --save-every 1").folder
+    good(tmp_path / "parts", f"{WITH} --algo ppo --steps 2 --save-every 1")
+    parts = good(tmp_path / "parts", "--resume --name run --steps 3", small=False).folder
+    assert digests(whole) == digests(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stand")
+def test_two_processes_with_a_tool_train_as_one(tmp_path):
+    flags = f"{WITH} --algo gspo-token --reward pay.py:steps --steps 4 --lr 1e-4"
+    alike(together(2, tmp_path / "several", flags), together(1, tmp_path / "one", flags))
+
+
+@pytest.mark.usefixtures("stand")
+def test_experts_are_replayed_around_replies(tmp_path):
+    flags = f"{WITH} --model models/moe --routing-replay --eval-every 1"
+    rows = metrics(good(tmp_path, flags).folder)
+    assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in rows)
+
+
+def test_a_task_brings_its_tool_where_the_model_is_its_own(stand):
+    assert train.parse_flags(["--task", "calculator"]).tool == "calculator"
+    assert train.parse_flags(["--task", "arithmetic"]).tool is None
+    assert train.parse_flags(["--model", "models/tiny", "--data", "rows.jsonl"]).tool is None
+
+
+@pytest.mark.slow
+def test_the_tiny_policy_learns_to_use_the_calculator(tmp_path):
+    """In 8 steps (in 50 it solves nearly all)."""
+    flags = "--task calculator --steps 8 --name run --eval-samples 0 --eval-every 0"
+    rows = metrics(good(tmp_path, flags, small=False).folder)
+    assert rows[0]["solved"] < 0.25 and rows[0]["tool_calls"] < 0.6
+    assert rows[-1]["solved"] > 0.4 and rows[-1]["tool_calls"] > 1
+    assert all(math.isfinite(row["grad_norm"]) for row in rows)
