@@ -20,7 +20,7 @@ import runpy
 import sys
 import unicodedata
 from collections.abc import Callable
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ LEAVES = {  # files in support/ without which a verifier of ours is none
     "math_lenient": ["answers"],
     "code": ["programs", "sandbox"],
     "code_strict": ["programs", "sandbox"],
+    "judge": ["judge"],
 }
 
 
@@ -348,13 +349,6 @@ verifier(arithmetic_steps)
 verifier(calculator_steps)
 
 
-@verifier
-@shaping
-def model(completion: str, answer: object = None, reward_model: float = nan) -> float:
-    """What `--reward-model` said of it: train.py adds that to the row. Without one, a fault."""
-    return reward_model
-
-
 # ---- verifiers of programs -----------------------------------------------------------------------
 
 
@@ -426,6 +420,9 @@ class Reward:
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Scores completions, each against its row of the data ("prompt", "answer", ...)."""
+        for term in self.terms.values():
+            if hasattr(term.function, "read"):  # a reward model reads many at once
+                term.function.read(completions, rows)
         if {"code", "code_strict"} & self.terms.keys():  # programs take time
             # torchrun says how many processes of this run share the machine's cores
             workers = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -528,15 +525,19 @@ def check_results(name: str, term: Term, row: dict) -> None:
     need(not failed, f"--reward {name}: it raises on any completion: {', '.join(errors[:1])}")
 
 
-def parse_reward(spec: str) -> Reward:
-    """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`."""
+def parse_reward(spec: str, device: str = "cpu") -> Reward:
+    """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`.
+
+    device: of a reward model, `judge:FOLDER_OR_NAME`."""
     terms = {}
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
-        name = place.rpartition(":")[2]
+        name, function = place.rpartition(":")[2], None
+        if place.startswith("judge:"):
+            name, function = "judge", judge(place.removeprefix("judge:"), device)
         try:
             need(name not in terms, "a name stands there twice")
-            function = find_verifier(place)
+            function = function or find_verifier(place)
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
@@ -548,6 +549,13 @@ def parse_reward(spec: str) -> Reward:
             raise UserError(message) from error
         check_leaves(place)
     return Reward(terms)
+
+
+def judge(source: str, device: str) -> Callable:
+    check_leaves("judge")
+    from support.judge import Judge
+
+    return Judge(source, device)
 
 
 def find_verifier(place: str, kind: str = "verifier") -> Callable:
@@ -586,70 +594,6 @@ def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
     """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
     tokens_in_cache = max(length - max_length + cache, 0)
     return -min(tokens_in_cache / max(cache, 1), 1.0)
-
-
-# ---------------------------------------------------------------------- tools
-
-
-class Tool(NamedTuple):
-    """What answers completions while they are sampled."""
-
-    function: Callable[[str], str | None]  # of the completion so far -> what is appended to it
-    after: str  # it is asked when a completion has just written this
-
-
-def calculate(completion: str) -> str:
-    """`=408` after `<calc>12*34</calc>`; `=?` after what is not two numbers and + - or * between.
-
-    Of digits alone, few of them, and nothing is evaluated: a completion may hold anything."""
-    call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
-    operation = re.fullmatch("([0-9]{1,9})([-+*])([0-9]{1,9})", call)
-    if operation is None:
-        return "=?"
-    left, sign, right = operation.groups()
-    functions = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    return f"={functions[sign](int(left), int(right))}"
-
-
-TOOLS = {"calculator": Tool(calculate, after="</calc>")}
-
-
-def parse_tool(place: str | None, after: str | None) -> Tool | None:
-    """Reads `--tool` and `--tool-after`: a name of TOOLS or `file.py:function`; None for none.
-
-    UserError where the function cannot be called with a text, or returns no text."""
-    need(place or not after, f"--tool-after {after}: needs --tool")
-    if place is None:
-        return None
-    if place in TOOLS:
-        return TOOLS[place]._replace(after=after or TOOLS[place].after)
-    try:
-        need(":" in place, "it is neither")
-        function = find_verifier(place, "function")
-    except (Exception, SystemExit) as error:  # a user's file may do anything
-        expected = f"expected file.py:function or one of {', '.join(TOOLS)}"
-        raise UserError(f"--tool {place}: {reason(error)}; {expected}") from error
-    need(after, f"--tool {place}: needs --tool-after, the text after which it is asked")
-    check_tool(place, Tool(function, after))
-    return Tool(function, after)
-
-
-def check_tool(place: str, tool: Tool) -> None:
-    """Tries a user's function on some texts, as Reward.check does: it may raise on some."""
-    expected = "expected def function(text), which returns text or None"
-    need(not inspect.iscoroutinefunction(tool.function), f"--tool {place} is async: {expected}")
-    errors = []
-    texts = (tool.after, f"1+1{tool.after}", f"<calc>1+1{tool.after}")
-    for text in texts:
-        try:
-            reply = tool.function(text)
-        except (Exception, SystemExit) as error:  # a user's function may do anything
-            errors.append(reason(error))
-            continue
-        is_reply = reply is None or isinstance(reply, str)
-        need(is_reply, f"--tool {place}: on {text!r:.80} it returned {reply!r:.80}; {expected}")
-    found = ", ".join(dict.fromkeys(errors))
-    need(len(errors) < len(texts), f"--tool {place}: it raises on any text: {found}; {expected}")
 
 
 # ---- command line --------------------------------------------------------------------------------

@@ -69,9 +69,8 @@ class Config:
     data: str | None = flag(None, "JSONL file to train on: prompt and answer")
     eval_data: str | None = flag(None, "JSONL file to evaluate on, not a tenth", needs="data")
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default math")
-    reward_model: str | None = flag(None, "classifier, called model in --reward", leaf="judge")
     teacher: str | None = flag(None, "OPD: a larger model, folder or hub name")
-    tool: str | None = flag(None, "answers completions: calculator, file.py:function", leaf="tools")
+    tool: str | None = flag(None, "answers: calculator, or file.py:function@TEXT", leaf="tools")
     steps: int = flag(50, "rollout steps", low=1)
     seed: int = flag(0, "of problems, samples, shuffles and adapters", low=0)
 
@@ -386,9 +385,7 @@ class Run:
 def start(config: Config, ranks: Ranks) -> Run:
     """A run that can begin. What can be wrong with the input is found before weights load; nothing
     is written before the policy has been evaluated."""
-    reward = rewards.parse_reward(config.reward)
-    both = ("model" in reward.terms) == bool(config.reward_model)
-    need(both, "--reward-model: it and the verifier model in --reward need each other")
+    reward = rewards.parse_reward(config.reward, config.device)
     rows, held_out = read_data(config, reward)
     saved, progress = checkpoint_to_resume(config)
     source = config.model
@@ -415,6 +412,10 @@ def start(config: Config, ranks: Ranks) -> Run:
     fewest = min(len(held_out), config.prompts_per_step)
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
     generate = rollout.generate
+    if config.tool:
+        from support.tools import Turns, parse_tool
+
+        generate = Turns(generate, parse_tool(config.tool), tokenizer)
     say(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0]['ids']))}'")
 
     # with adapters a checkpoint's weights are merged; the frozen ones are those of the beginning
@@ -424,10 +425,6 @@ def start(config: Config, ranks: Ranks) -> Run:
     rollout.check_scorer(policy, [row["ids"][-64:] for row in held_out[:2]], ends["pad_id"])
     if config.gradient_checkpointing:
         rollout.checkpoint_layers(policy)
-    if config.reward_model:
-        from support.judge import RewardWithModel
-
-        reward = RewardWithModel(reward, config.reward_model, config.device)
     run = Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],
@@ -724,6 +721,8 @@ def collect(run: Run, step: int) -> Batch:
     MAX_REFILLS are over."""
     config, size, drawn = run.config, run.config.group_size, []
     run.reward.faults = 0
+    if config.tool:
+        run.generate.faults = 0
     attempts = 1
     if config.dynamic_sampling:
         attempts += MAX_REFILLS
@@ -1032,6 +1031,9 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
         taught = batch.teacher_logprobs[batch.mask], batch.old_logprobs[batch.mask]
         row |= of_teacher(*taught)
     row["verifier_faults"] = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
+    if run.config.tool:
+        row |= run.generate.measure(samples)
+        row["tool_faults"] = run.ranks.sum_numbers({"faults": run.generate.faults})["faults"]
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = max(run.ranks.gather(peak_memory(run.config.device)))
     row |= run.seconds
@@ -1046,7 +1048,9 @@ def expert_flips(run: Run, batch: Batch) -> dict[str, float]:
         return {}
     changed, seen = batch.experts.flips(lambda rows: run.logprobs(run.policy, batch.samples[rows]))
     total = run.ranks.sum_numbers({"changed": changed, "seen": seen})
-    return {"expert_flips": total["changed"] / max(total["seen"], 1)}
+    if not total["seen"]:  # a dense model with the configuration of a mixture
+        return {}
+    return {"expert_flips": total["changed"] / total["seen"]}
 
 
 def report(run: Run, batch: Batch, row: dict) -> None:
@@ -1073,6 +1077,8 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
         run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
     if row["verifier_faults"]:
         run.warn("fault", f"a verifier failed and paid 0: {run.reward.fault}")
+    if row.get("tool_faults"):
+        run.warn("tool", f"the tool failed, and said nothing: {run.generate.fault}")
     by_itself = config.old_logprobs == "sampler" and config.stale_steps == 1
     if by_itself and config.dtype == "float32" and row.get("sampler_kl", 0) > 1e-4:
         far = f"the sampler's log-probs are {row['sampler_kl']:.1g} nats from the policy's"
