@@ -1,0 +1,171 @@
+"""The slowest comparisons of answers, and our verdicts beside Math-Verify's.
+
+python tests/bench_answers.py             # a search for slow calls: half a minute
+python tests/bench_answers.py --beside    # the pairs of test_answers.py, where math_verify is
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.answers import same_answer  # noqa: E402
+
+MAX_TEXT = 10_000  # characters of an answer: rewards.py takes no longer one
+SIZES = (10, 20, 40, 60, 100, 150, 200, 330, 480, 1_000, 5_000, 9_990)
+
+
+def joined(sign: str, item: str, low: int = 2) -> Callable[[int], str]:
+    """A text of n items; # in an item is its number."""
+    return lambda n: sign.join(item.replace("#", str(low + i)) for i in range(n))
+
+
+def nested(opening: str, inside: str, closing: str = "") -> Callable[[int], str]:
+    return lambda n: opening * n + inside + closing * n
+
+
+HOSTILE = {  # name -> a text of about n pieces that might take long to read or to compute
+    "sum of powers": joined("+", "x^{#}"),
+    "sum of high powers": joined("+", "x^{9#}"),
+    "sum of fractions": joined("+", "1/#"),
+    "sum of inverses": joined("+", "1/(x+#)"),
+    "product": joined("", "(x+#)"),
+    "sum of roots": joined("+", "√#"),
+    "roots of letters": joined("+", "√(x+#)"),
+    "higher roots": joined("+", "\\sqrt[#]{x+#}"),
+    "rational powers": joined("+", "(x+#)^{1/#}"),
+    "unknown powers": joined("+", "x^{y+#}"),
+    "powers of numbers": joined("+", "3^{9#}"),
+    "powers of fractions": joined("+", "(2/3)^{9#}"),
+    "nested roots": nested("√", "x"),
+    "nested roots of sums": nested("√(x+", "1", ")"),
+    "tower": joined("^", "e"),
+    "tower in braces": nested("e^{", "e", "}"),
+    "factorials": joined("+", "2#!"),
+    "large factorials": joined("+", "29#!", 10),
+    "binomials": joined("+", "\\binom{x}{#}"),
+    "large binomials": joined("+", "\\binom{29#}{1400}", 10),
+    "sines": joined("+", "\\sin #x"),
+    "nested sines": nested("\\sin(", "x", ")"),
+    "logarithms": joined("+", "\\ln(x+#i)"),
+    "logarithms to a base": joined("+", "\\log_# x"),
+    "arcs": joined("+", "\\arcsin #"),
+    "floors": joined("+", "⌊x/#⌋"),
+    "nested floors": nested("⌊", "x/2", "⌋"),
+    "calls": joined("+", "f(x+#)"),
+    "nested calls": nested("f(", "x", ")"),
+    "list of roots": joined(",", "√√√√√√(x+#i)"),
+    "set of roots": lambda n: "\\{" + joined(",", "√√√(x+#)")(n) + "\\}",
+    "list of points": joined(",", "(#,x)"),
+    "list of sets": joined(",", "\\{#,1,2,3,4,5,6,7,8\\}"),
+    "list of short sets": joined(",", "\\{x,y,#\\}"),
+    "sets of sets": joined(",", "\\{\\{x,y\\},\\{#,z\\}\\}"),
+    "set of equations": lambda n: "\\{" + joined(",", "x=#y")(n) + "\\}",
+    "list of names": joined(",", "x=#"),
+    "list of equations": joined(",", "x^2+y=#"),
+    "equations with roots": joined(",", "√x+y=#z"),
+    "list of inequalities": joined(",", "x<#"),
+    "inequalities of three letters": joined(" or ", "x+y<#z"),
+    "chain of equations": joined("=", "√#"),
+    "chain of inequalities": joined("<", "√#"),
+    "ratio": joined(":", "√#"),
+    "union": joined("∪", "(#,x)"),
+    "signs": joined("±", "1"),
+    "list of signs": joined(",", "±#"),
+    "matrix": lambda n: "\\begin{pmatrix}" + joined("\\\\", "√x&√y&√#")(n) + "\\end{pmatrix}",
+    "inverse matrices": joined("+", "A^{-1}B"),
+    "capitals": joined("", "AB"),
+    "brackets": nested("(", "x", ")"),
+    "bars": nested("|", "x", "|"),
+    "fractions in fractions": nested("\\frac{1}{1+", "x", "}"),
+    "inverses": nested("1/", "x"),
+    "over": nested("5\\over ", "x"),
+    "minuses": nested("-", "1"),
+    "squares": joined("", "x^2"),
+    "squares of squares": nested("", "x", "^2"),
+    "digits": nested("7", ""),
+    "digits and points": nested("7.", ""),
+    "groups of digits": nested("7,777,", ""),
+    "exponents": joined("+", "1e999"),
+    "repeating decimal": lambda n: "0." + "1" * n + "\\overline{" + "3" * n + "}",
+    "mixed numbers": joined(" ", "3 1/2"),
+    "percents": nested("", "5", "%"),
+    "dollars": nested("$", "1"),
+    "commas": nested(",", ""),
+    "spaces": nested(" ", "1", " "),
+    "units": nested("", "5", " m"),
+    "units over units": nested("", "5 ", "m/"),
+    "units in boxes": nested("", "5 ", "\\text{m}"),
+    "boxes": nested("\\text{", ""),
+    "words before": nested("is ", "5"),
+    "words behind": nested("", "5 ", "to "),
+    "words": nested("word ", ""),
+    "range": joined("-", "5"),
+    "range and a letter": lambda n: "5-" * n + "5 x",
+    "time": nested("", "3:30", " "),
+    "choice": nested("", "(A) ", " 5"),
+}
+
+
+def variants(text: str) -> Iterator[str]:
+    """Texts to compare it with."""
+    yield "x"
+    yield "1, 2, 3"
+    yield text + " "
+    yield text[1:] + text[:1]
+    yield text.replace("x", "y")
+    yield text.replace("x", "(x+0)")
+    yield text.replace("1", "2", 1)
+    yield "m=" + text
+    for sign in ",+":
+        yield sign.join(text.split(sign)[::-1])
+
+
+def slowest() -> None:
+    """Milliseconds of processor time of the slowest comparison of each kind."""
+    calls, found = 0, {}
+    for name, make in HOSTILE.items():
+        for size in SIZES:
+            text = make(size)[:MAX_TEXT]
+            for other in dict.fromkeys(variants(text)):
+                for pair in ((text, other), (other, text)):
+                    start = time.process_time()
+                    same_answer(*pair)
+                    calls += 1
+                    took = 1000 * (time.process_time() - start)
+                    found[name] = max(found.get(name, (0, 0)), (took, len(text)))
+    print(f"{calls} calls; slowest of each kind, milliseconds and characters")
+    for name, (took, length) in sorted(found.items(), key=lambda item: -item[1][0])[:20]:
+        print(f"{took:8.1f} {length:6d}  {name}")
+
+
+def beside() -> None:
+    """Wrong verdicts of ours and of Math-Verify on the pairs of test_answers.py."""
+    from math_verify import parse, verify
+
+    from test_answers import AIMED, PAIRS, judged
+
+    def theirs(given: str, gold: str) -> bool:
+        read = [parse(f"${text}$", parsing_timeout=None) for text in (gold, given)]
+        return verify(*read, timeout_seconds=None)
+
+    for title, table in (("PAIRS", PAIRS), ("AIMED", AIMED)):
+        cases = [case[1:] for case in judged(table)]
+        for name, function in (("ours", same_answer), ("Math-Verify", theirs)):
+            start = time.process_time()
+            wrong = [verdict for *pair, verdict in cases if function(*pair) != verdict]
+            rate = len(cases) / (time.process_time() - start)
+            right = sum(verdict for *_, verdict in cases)
+            print(
+                f"{title} {name}: pays {wrong.count(False)} of {len(cases) - right} wrong answers,"
+                f" refuses {wrong.count(True)} of {right} right ones; {rate:.0f} a second"
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--beside", action="store_true", help="beside Math-Verify")
+    beside() if parser.parse_args().beside else slowest()
