@@ -810,17 +810,17 @@ def inspect_model(source: str):
 
 
 def context_of(config) -> int:
-    """Tokens of a text: its prompt and completion; where the model does not say, 2^20.
+    """Tokens of a text, prompt and completion, up to which it means the same in every pass.
 
     With rope_type longrope all frequencies change when the longest text of a pass has more than
-    the original context, so that the same tokens would be scored otherwise than sampled."""
+    the original context; Doge picks a number of keys, padding among them. 2^20 at most."""
     text = config.get_text_config()
-    limits = [getattr(text, "max_position_embeddings", None) or 2**20]
+    limits = [getattr(text, name, None) for name in ("max_position_embeddings", "keep_window_size")]
     ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):
+    for rope in (ropes, *ropes.values()):  # one, or one for each kind of layers
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
-    return min(limits)
+    return min(limit for limit in (*limits, 2**20) if limit and limit > 0)
 
 
 def has_experts(config) -> bool:

@@ -2,15 +2,18 @@
 
     python tests/bench_architectures.py                 # all of them, minutes
     python tests/bench_architectures.py opt falcon_h1   # some
-    python tests/bench_architectures.py --markdown tests/architectures.md
+    python tests/bench_architectures.py --markdown docs/architectures.md
 
 Each row compares, in float32, log-probs of completions that we sampled: by the sampler, by the
 scorer, and by a forward pass of the whole model over each text alone. Right: all agree to 1e-3, and
-with gradient checkpointing, in training mode, to the same bits as without gradients. Refused:
-one sentence instead. An encoder that has a causal head is built as a decoder.
+with gradient checkpointing to the same bits as without gradients. Refused: one sentence instead.
+Texts have up to 21 tokens, more than every window, chunk, floor and original context of the tiny
+configurations: what changes with the length of a text, or of a pass, is seen. An encoder that has a
+causal head is built as a decoder.
 """
 
 import argparse
+import contextlib
 import sys
 import warnings
 from pathlib import Path
@@ -58,6 +61,12 @@ SMALL = {
     **dict.fromkeys(["linear_num_key_heads", "linear_num_value_heads"], 4),
     **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 8),
     "mamba_d_ssm": 64,
+    # what changes at some length
+    **dict.fromkeys(["sliding_window_size", "attention_window_size", "window_size"], 6),
+    **dict.fromkeys(["local_attention", "attention_chunk_size"], 6),
+    **dict.fromkeys(["floor_scale", "log_scaling_n_floor", "index_topk", "index_block_size"], 4),
+    **dict.fromkeys(["index_topk_blocks", "index_local_blocks"], 1),
+    "keep_window_size": 18,
     "rotary_dim": 4,
     "first_k_dense_replace": 1,
     "sliding_window": 6,
@@ -106,6 +115,38 @@ EXTRA = {
     ),
     "zaya": dict(num_experts_per_tok=1),
 }
+# other rotary embeddings than a model's own
+ORIGINAL = 18  # tokens
+YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=ORIGINAL)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    original_max_position_embeddings=ORIGINAL,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
+LONG = dict(
+    rope_type="longrope",
+    short_factor=[1.0] * 4,
+    long_factor=[8.0] * 4,
+    original_max_position_embeddings=ORIGINAL,
+)
+DYNAMIC = dict(rope_type="dynamic", factor=8.0)
+VARIANTS = {
+    "llama, yarn": dict(rope_parameters=dict(rope_theta=1e4, **YARN)),
+    "llama, llama3": dict(rope_parameters=dict(rope_theta=1e4, **LLAMA3)),
+    "llama, dynamic": dict(
+        rope_parameters=dict(rope_theta=1e4, **DYNAMIC), max_position_embeddings=ORIGINAL
+    ),
+    "phi3, longrope": dict(
+        rope_parameters=dict(rope_theta=1e4, **LONG), original_max_position_embeddings=ORIGINAL
+    ),
+    "minicpm3, longrope": dict(rope_parameters=dict(rope_theta=1e4, **LONG)),
+    "phimoe, longrope": dict(
+        rope_parameters=dict(rope_theta=1e4, short_mscale=1.2, long_mscale=1.4, **LONG)
+    ),
+}
+NEW_TOKENS = 12
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17]]
 
 
@@ -128,6 +169,9 @@ def small_fields(config) -> dict:
         for name in NAMES_OF_DEPTH:
             if name in fields:
                 fields[name] = len(kinds)
+    if "original_max_position_embeddings" in (given.get("rope_parameters") or {}):
+        shorter = {"original_max_position_embeddings": ORIGINAL}
+        fields["rope_parameters"] = given["rope_parameters"] | shorter
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
@@ -136,8 +180,9 @@ def small_fields(config) -> dict:
 
 
 def build(kind: str):
-    fields = small_fields(AutoConfig.for_model(kind))
-    fields.update(EXTRA.get(kind, {}))
+    """A tiny random model of a type, or of one of VARIANTS."""
+    kind, fields = kind.split(",")[0], VARIANTS.get(kind, {})
+    fields = small_fields(AutoConfig.for_model(kind)) | EXTRA.get(kind, {}) | fields
     config = AutoConfig.for_model(kind, **fields)
     if "Decoder" not in kind and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = True
@@ -156,37 +201,41 @@ def examine(kind: str) -> tuple[str, str]:
         return "not built", f"{type(error).__name__}: {error}".splitlines()[0][:150]
     try:
         R.check_scorer(model, PROMPTS[:2], pad_id=0)
+        room = R.context_of(model.config) - max(map(len, PROMPTS))
+        out = sampled(model, min(room, NEW_TOKENS))
         with torch.no_grad():
-            out = R.generate(
-                model,
-                PROMPTS,
-                group_size=3,
-                max_new_tokens=12,
-                eos_ids=[2],
-                pad_id=0,
-                generator=torch.Generator().manual_seed(0),
-            )
             scored, _ = R.completion_logprobs(model, out, temperature=1.0)
-            own = R.whole_model_logprobs(model, out)
+            own = torch.zeros_like(scored)
+            for row, length, text in zip(own, out.lengths, out.texts()):
+                row[:length] = R.text_logprobs(model, text)[-length:]
         sampler_gap = float((out.sampler_logprobs - own).abs().max())
         scorer_gap = float((scored - own).abs().max())
-        path = "ours, packed" if R.takes_our_attention(model) else "`generate`, padded"
+        how = "ours, packed" if R.takes_our_attention(model) else "`generate`, padded"
         if max(sampler_gap, scorer_gap) > 1e-3:
-            return "WRONG", f"{path}: sampler {sampler_gap:.1e}, scorer {scorer_gap:.1e}"
-        return "right", f"{path}; {with_checkpointing(model, out)}"
+            return "WRONG", f"{how}: sampler {sampler_gap:.1e}, scorer {scorer_gap:.1e}"
+        if room < NEW_TOKENS:
+            how += ", up to the original context"
+            with contextlib.suppress(R.UserError):
+                sampled(model, NEW_TOKENS)
+                return "WRONG", "samples texts that are longer than its context"
+        return "right", f"{how}; {with_checkpointing(model, out)}"
     except R.UserError as error:
         return "refused", str(error)
     except Exception as error:
         return "CRASH", f"{type(error).__name__}: {error}".splitlines()[0][:150]
 
 
+def sampled(model, new_tokens: int):
+    uniforms = torch.rand(len(PROMPTS), 3, new_tokens, generator=torch.Generator().manual_seed(0))
+    return R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
+
+
 def with_checkpointing(model, out) -> str:
-    if not model.supports_gradient_checkpointing:
+    before, _ = R.completion_logprobs(model, out, temperature=1.0)
+    try:
+        R.checkpoint_layers(model)
+    except R.UserError:
         return "no gradient checkpointing"
-    model.train()
-    model.gradient_checkpointing_enable()
-    with torch.no_grad():
-        before, _ = R.completion_logprobs(model, out, temperature=1.0)
     after, entropy = R.completion_logprobs(model, out, temperature=1.0)
     if not torch.equal(before, after):
         return f"FIRST RATIO {(after - before).abs().max():.1e}"
@@ -226,7 +275,7 @@ def main():
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     found = {}
-    for kind in args.kinds or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    for kind in args.kinds or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]:
         found[kind] = verdict, why = examine(kind)
         print(f"{kind:28} {verdict:10} {why}", flush=True)
     if args.markdown:
