@@ -734,12 +734,15 @@ def logits_of(model, hidden: Tensor) -> Tensor:
         for own, weight in module.named_parameters(recurse=False)
     }
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    before = vars(body).get("forward")  # seldom there
     body.forward = lambda *_, **options: HandedOver(hidden.float()[None])
     try:
         with torch.autocast(hidden.device.type, enabled=False):
             return functional_call(model, weights, kwargs={"input_ids": ids}).logits[0].float()
     finally:
         del body.forward
+        if before:
+            body.forward = before
 
 
 def completion_values(critic, rollout: Rollout) -> Tensor:

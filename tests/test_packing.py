@@ -1,0 +1,179 @@
+"""support/packing.py against the plain way of rollout.py, which test_rollout.py holds to the
+model's own forward pass: values, entropies, gradients, samples, and what is computed for them."""
+
+import pytest
+import torch
+
+import rollout as R
+from support import packing
+from test_rollout import PROMPTS, gradients, sampled, tiny, watch, without
+
+KINDS = ["qwen3", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+
+
+def rollout_of(groups, forced=0.0):
+    """A rollout of {prompt: completions}, or pairs of them; padding is any token, and a share of
+    the completions' tokens is not the policy's own."""
+    rows = [(prompt, completion) for prompt, group in groups for completion in group]
+    width, longest = [max(map(len, column)) for column in zip(*rows)]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 40, (len(rows), width + longest), generator=generator)
+    for line, (prompt, completion) in zip(tokens, rows):
+        text = torch.tensor([*prompt, *completion])
+        line[width - len(prompt) : width + len(completion)] = text
+    lengths = torch.tensor([len(completion) for _, completion in rows])
+    mask = torch.arange(longest) < lengths[:, None]
+    return R.Rollout(
+        tokens=tokens,
+        prompt_lengths=torch.tensor([len(prompt) for prompt, _ in rows]),
+        lengths=lengths,
+        completion_mask=mask & (torch.rand(mask.shape, generator=generator) >= forced),
+        sampler_logprobs=torch.zeros(len(rows), longest),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+    )
+
+
+P, Q = [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18]
+C, D = [20, 21, 22, 23, 24, 25, 26, 27], [30, 31, 32]
+CASES = {
+    "identical": [(P, [C, C, C]), (Q, [C, C])],
+    "prefixes of each other": [(P, [C, C[:3], C[:1], C[:7], C + D])],
+    "shorter first": [(P, [C[:1], C[:3], C, C[:5]])],
+    "one-token prompts": [([3], [C, D]), ([3], [D, C[:5]]), ([4], [C, C[:2]])],
+    "one-token completions": [(P, [[1], [2], [1]]), (Q, [[2], [2]])],
+    "one token each": [([1], [[5], [5]]), ([2], [[6], [7]])],
+    "duplicate prompts": [(P, [C, D]), (Q, [D]), (P, [C, D, C[:2]])],
+    "a prompt goes on as a completion": [
+        (P, [C, C[:2] + D]),
+        (P + C[:2], [C[2:], D]),
+        (P + C, [D]),
+    ],
+    "few tokens": [
+        (p, [[1, 2, 1], [2], [2, 2, 1, 1, 1], [1, 2]]) for p in ([1, 2], [2], [1], [1, 1])
+    ],
+    "one row": [(Q, [C])],
+    "long and short": [(P + Q + C + P, [D]), ([9], [C + D + C + C, D])],
+}
+
+
+def scores(model, out, temperature=0.7):
+    """Values, entropies, and gradients of a sum with a weight of its own for each."""
+    logprobs, entropy = R.completion_logprobs(model, out, temperature)
+    weights = torch.linspace(0.5, 1.5, logprobs.numel()).view_as(logprobs)
+    (weights * (logprobs + 0.3 * entropy)).sum().backward()
+    return [logprobs.detach(), entropy.detach()], gradients(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("forced", [0.0, 0.4])
+def test_packed_scores_are_the_plain_ones_in_value_and_gradient(kind, forced, monkeypatch):
+    """Windows of 6 tokens, caps, sinks, experts, shared heads; finite everywhere: padding that saw
+    no key would make NaN gradients."""
+    model = tiny(kind)
+    for name, groups in CASES.items():
+        out = rollout_of(groups, forced)
+        values, grads = scores(model, out)
+        with torch.no_grad():
+            assert torch.equal(R.completion_logprobs(model, out, 0.7)[0], values[0]), name
+        assert not values[0][~out.completion_mask].any()
+        with monkeypatch.context() as patch:
+            without(patch, "packing")
+            expected, own = scores(model, out)
+        for one, other in zip(values, expected):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0, msg=name)
+        scale = max(float(g.abs().max()) for g in own)
+        assert len(grads) == len(own)
+        for one, other in zip(grads, own):
+            torch.testing.assert_close(one, other, atol=1e-5 * scale, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_micro_batches_together_give_the_scores_of_all(kind):
+    model = tiny(kind)
+    for name, groups in CASES.items():
+        out = rollout_of(groups)
+        whole, _ = R.completion_logprobs(model, out, 1.0)
+        for tokens in (1, 12, 40):
+            parts = R.micro_batches(model, out, tokens)
+            assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(whole))), name
+            for rows in parts:
+                assert torch.equal(rows, rows.sort().values)
+                texts = out[rows].texts()
+                prefixes = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
+                assert len(prefixes) <= tokens or len(rows) == 1, name
+                logprobs, _ = R.completion_logprobs(model, out[rows], 1.0)
+                torch.testing.assert_close(logprobs, whole[rows], atol=1e-5, rtol=0, msg=name)
+
+
+def test_micro_batches_are_whole_groups_and_begin_with_the_longest():
+    """Three groups of 8, 13 and 4 nodes."""
+    groups = [(P, [D, D[:2], D]), (Q[:2], [C + D, C, C]), ([9], [D, D, D[:1]])]
+    out = rollout_of(groups)
+    parts = [part.tolist() for part in R.micro_batches(tiny(), out, 24)]
+    assert parts == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
+    assert [p.tolist() for p in R.micro_batches(tiny(), out, 13)] == [[3, 4, 5], [0, 1, 2, 6, 7, 8]]
+    assert [len(part) for part in R.micro_batches(tiny(), out, 10_000)] == [9]
+    assert R.micro_batches(tiny(), out[[]], 100) == []
+
+
+def test_the_trie_of_the_worked_example():
+    """The one in the comment of packing.py: "c d x" and "c e y" of "a b", "g z" of "f"."""
+    a, b, c, d, e, f, g, x, y, z = range(5, 15)
+    out = rollout_of([([a, b], [[c, d, x], [c, e, y]]), ([f], [[g, z]])])
+    packed = packing.Packed(out)
+    assert packed.ids.tolist() == [[a, b, f, c, d, e, g]]
+    prompts, texts = packed.blocks
+    assert prompts.brought_positions().tolist() == [0, 1, 0]
+    assert texts.brought_positions().tolist() == [2, 3, 3, 1]
+    assert texts.queries.flatten()[texts.brought].tolist() == [3, 4, 5, 6]
+    assert texts.keys.tolist() == [[0, 1, 3, 4], [0, 1, 3, 5], [2, 6, 0, 0]]
+    assert packed.parents.tolist() == [1, 3, 3, 2, 4, 5, 6]
+    assert packed.targets.tolist() == [c, d, e, g, x, y, z]
+    assert packed.prediction.tolist() == [0, 1, 4, 0, 2, 5, 3, 6]
+
+
+def prefixes_read(out) -> set:
+    """What a model must read to predict every completion token: of each text all but the last."""
+    return {tuple(text[: n + 1]) for text in out.texts() for n in range(len(text) - 1)}
+
+
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_scoring_reads_no_padding_and_each_prefix_once(temperature, monkeypatch):
+    model, tokens = tiny(), []
+    prompts = [*PROMPTS, [5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6]]
+    out = sampled(model, prompts, group_size=8, max_new_tokens=30, temperature=temperature)
+    watch(monkeypatch, model.model, "forward", lambda ids, **_: tokens.append(ids.numel()))
+    R.completion_logprobs(model, out, 1.0)
+    assert tokens == [len(prefixes_read(out))]
+    assert tokens[0] < out.lengths.sum() + sum(map(len, prompts))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [dict(temperature=0.3), dict(cache_gb=3e-5), {}], ids=str)
+def test_samples_in_shared_slots_are_those_in_slots_of_their_own(kind, options, monkeypatch):
+    model = tiny(kind)
+    options = dict(group_size=7, max_new_tokens=24) | options
+    shared = sampled(model, **options)
+    without(monkeypatch, "packing")
+    alone = sampled(model, **options)
+    assert len(set(shared.lengths.tolist())) > 1
+    assert torch.equal(shared.tokens, alone.tokens)
+    assert torch.equal(shared.truncated, alone.truncated)
+    torch.testing.assert_close(shared.sampler_logprobs, alone.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("cache_gb", [None, 5e-5])
+@pytest.mark.parametrize("temperature", [0.05, 1.0])
+def test_shared_slots_step_each_prefix_once(temperature, cache_gb, monkeypatch):
+    """A sample that starts later shares no slot with those that have started."""
+    model, row_steps = tiny(), []
+    watch(monkeypatch, R.Slots, "read", lambda slots, rows, span: row_steps.append(rows))
+    options = dict(max_new_tokens=40, group_size=8, temperature=temperature, cache_gb=cache_gb)
+    out = sampled(model, **options)
+    texts = zip(out.texts(), out.prompt_lengths.tolist())
+    prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
+    if cache_gb is None:
+        assert sum(row_steps) == len(prefixes)
+    else:
+        assert len(prefixes) <= sum(row_steps) < out.lengths.sum()
+    assert len(prefixes) < out.lengths.sum() * (0.7 if temperature < 1 else 1)
