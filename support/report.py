@@ -194,13 +194,15 @@ class Plot:
             drawn.append(tag("text", label, x=self.left - 6, y=y + 4, text_anchor="end"))
         return drawn
 
-    def ticks_of_x(self, values: list[float], name: str = "") -> list[str]:
-        """Numbers below, the last of them behind its name."""
+    def ticks_of_x(self, values: list[float], name: str) -> list[str]:
+        """Numbers below, the first of them behind its name."""
         drawn = []
         for value in values:
             anchor, label = "middle", f"{value:g}"
-            if value == values[-1]:
-                anchor, label = "end", f"{name} {value:g}".strip()
+            if value == values[0]:
+                anchor, label = "start", f"{name} {value:g}"
+            elif value == values[-1]:
+                anchor = "end"
             place = {"x": self.x(value), "y": self.bottom + 15}
             drawn.append(tag("text", label, **place, text_anchor=anchor))
         return drawn
