@@ -185,7 +185,7 @@ def with_wrong_digit(text: str, rng: random.Random) -> str:
     return text[:place] + rng.choice("0123456789") + text[place + 1 :]
 
 
-def calculator_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+def calculator_steps(completion: str, answer: str, prompt: str = "0=") -> list[tuple[int, float]]:
     """(end in characters, reward) of each call of the calculator, and then of the outcome.
 
     A call pays 1 where it is what `12*34+56=` needs next: `12*34`, then `408+56`."""
@@ -278,15 +278,14 @@ def built_in_policy(task: Task, name: str) -> Path:
 
     # whatever decides on the weights is part of the name
     recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
+    with expecting("$XDG_CACHE_HOME: expected a folder for the built-in policies"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
     folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
 
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
-    with expecting(
-        f"{cache}: expected to write the built-in policy there ($XDG_CACHE_HOME moves it)"
-    ):
+    with expecting(f"{cache}: expected to write it there ($XDG_CACHE_HOME moves it)"):
         temporary.mkdir(parents=True)
     try:
         tokenizer = character_tokenizer(words)

@@ -1,0 +1,492 @@
+"""Programs in completions: which one runs, when it pays, and that no crash and no trick does."""
+
+import os
+import textwrap
+import time
+
+import pytest
+
+import rewards
+from support import sandbox
+from support.data import UserError
+
+VERIFY = rewards.VERIFIERS
+ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
+RIGHT = "def add(a, b):\n    return a + b"
+
+
+def fenced(source):
+    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def add(a, b):\n    return a + b",
+        "add = lambda a, b: a + b",
+        "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
+        "import math, collections, heapq, re\ndef add(a, b):\n    return math.floor(a + b)",
+        "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())",
+        "import sys\nsys.stdout.write('no newline')\ndef add(a, b):\n    return a + b",
+    ],
+)
+def test_code_pays_a_right_function(source):
+    assert VERIFY["code"](fenced(source), ADD) == 1.0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def add(a, b):\n    return a - b",
+        "def add(a, b):\n    return 3",
+        "def add(a, b):\n    return float(a + b)",
+        "def add(a, b):\n    return str(a + b)",
+        "def sub(a, b):\n    return a + b",
+        "def add(a, b)\n    return a + b",
+        "add = 3",
+        "",
+        "def add(a, b):\n    return None",
+        "def add(a):\n    return a",
+        "raise SystemExit(0)",
+        "x = " + "(" * 300 + ")" * 300,
+    ],
+)
+def test_code_does_not_pay_a_wrong_function(source):
+    assert VERIFY["code"](fenced(source), ADD) == 0.0
+
+
+def test_code_runs_the_last_closed_block_after_the_thinking():
+    right = fenced("def add(a, b):\n    return a + b")
+    wrong = fenced("def add(a, b):\n    return 0")
+    assert VERIFY["code"](wrong + right, ADD) == 1.0
+    assert VERIFY["code"]("```\ndef add(a, b):\n    return a + b\n```", ADD) == 1.0
+    assert VERIFY["code"](f"<think>{wrong}</think>{right}", ADD) == 1.0
+    for text in (
+        right + wrong,
+        f"<think>{right}</think>",
+        f"<think>{right}",
+        right + "```python\n",
+        right.replace("`", ""),
+        right[: right.rindex("```")],
+        "",
+        "```",
+        "``````",
+    ):
+        assert VERIFY["code"](text, ADD) == 0.0
+
+
+@pytest.mark.parametrize(
+    "result, expected, paid",
+    [
+        ("1", 1, 1),
+        ("True", 1, 0),
+        ("1", True, 0),
+        ("1.0", 1, 0),
+        ("1", 1.0, 0),
+        ("'1'", 1, 0),
+        ("None", None, 1),
+        ("[1, 2]", [1, 2], 1),
+        ("(1, 2)", [1, 2], 1),
+        ("[2, 1]", [1, 2], 0),
+        ("[1, [2, True]]", [1, [2, 1]], 0),
+        ("{'b': 1, 'a': 2}", {"a": 2, "b": 1}, 1),
+        ("float('nan')", float("nan"), 0),
+        ("float('inf')", float("inf"), 0),
+        ("{1, 2}", [1, 2], 0),
+        ("'ä'", "ä", 1),
+        ("0.1 + 0.2", 0.3, 0),
+        ("10 ** 5000", 1, 0),
+        ("10 ** 40", 10**40, 1),
+        ("''", None, 0),
+    ],
+)
+def test_code_compares_type_strictly(result, expected, paid):
+    answer = {"fn": "f", "cases": [[[], expected]]}
+    assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == paid
+
+
+@pytest.mark.parametrize(
+    "source, paid",
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", 1),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')", 1),
+        ("print(3)", 0),
+        ("print(sum(map(int, open(0).read().split())))", 1),
+        ("a, b = map(int, input().split())\nprint(a + b)\nexit()", 1),
+        ("a, b = map(int, input().split())\nprint(a + b)\nraise ValueError", 0),
+        ("a, b = map(int, input().split())\nprint(a + b, a)", 0),
+    ],
+)
+def test_code_runs_whole_programs(source, paid):
+    assert VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}) == paid
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        "",
+        [],
+        {},
+        {"fn": "add"},
+        {"fn": "add", "cases": []},
+        {"stdin": []},
+        {"cases": ADD["cases"]},
+        {"fn": "add", "cases": [[1]]},
+        {"fn": "add", "cases": 3},
+        {"stdin": [["1"]]},
+        {"stdin": [["1", 1]]},
+        {"stdin": [[1, "1"]]},
+        {"fn": "add", "cases": [[1, 1]]},
+        {"fn": "add", "cases": [["ab", 1]]},
+        {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], float("nan")]]},
+        {"fn": "add", "cases": [[[1, 2], [float("inf")]]]},
+        {"fn": "add(1, 2) or add", "cases": ADD["cases"]},
+        {"fn": "class", "cases": ADD["cases"]},
+        {"fn": "", "cases": ADD["cases"]},
+        {"fn": 3, "cases": ADD["cases"]},
+    ],
+)
+def test_code_refuses_malformed_tests(answer):
+    assert VERIFY["code"](fenced("def add(a, b):\n    return a + b"), answer) == 0.0
+    with pytest.raises(UserError, match="code"):
+        rewards.parse_reward("code").check_answer(answer)
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        fenced(RIGHT) + "It prints:\n```\n3\n```\n",
+        fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
+        fenced(RIGHT) + "Run it:\n```bash\npython add.py\n```\n",
+        "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
+        "```py\n" + RIGHT + "\n```",
+        "```Python\r\n" + RIGHT + "\r\n```",
+        "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
+        "As ```add``` is short:\n" + fenced(RIGHT),
+        fenced(RIGHT) + "Try:\n```\nresult = add(1, 2)\n```\n",
+        '```python title="add.py"\n' + RIGHT + "\n```",
+        "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
+        "~~~python\n" + RIGHT + "\n~~~",
+        "~~~\n" + RIGHT + "\n~~~\n",
+        "Between ``` and the like is code.\n" + fenced(RIGHT),
+    ],
+)
+def test_code_runs_the_last_block_of_python(completion):
+    assert VERIFY["code"](completion, ADD) == 1.0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import threading\n    found = []\n"
+        "    thread = threading.Thread(target=lambda: found.append(a + b))\n"
+        "    thread.start()\n    thread.join()\n    return found[0]",
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "    with ThreadPoolExecutor(4) as pool:\n        return sum(pool.map(abs, (a, b)))",
+        "import asyncio\n    async def later(): return a + b\n    return asyncio.run(later())",
+        "import decimal, fractions, itertools, random, datetime, string, bisect, functools\n"
+        "    return int(decimal.Decimal(a) + b)",
+    ],
+    ids=["thread", "pool of threads", "asyncio", "modules"],
+)
+def test_code_runs_honest_programs(body):
+    assert VERIFY["code"](fenced(f"def add(a, b):\n    {body}"), ADD) == 1.0
+
+
+def test_code_runs_the_idiom_of_contests():
+    source = """
+        import sys, threading
+        sys.setrecursionlimit(10 ** 6)
+        threading.stack_size(1 << 26)
+        def main():
+            print(sum(map(int, sys.stdin.readline().split())))
+        threading.Thread(target=main).start()"""
+    assert VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3"]]}) == 1.0
+
+
+def test_code_may_import_numpy_where_it_is_installed():
+    pytest.importorskip("numpy")
+    source = "import numpy\ndef add(a, b):\n    return int(numpy.array([a, b]).sum())"
+    assert VERIFY["code"](fenced(source), ADD) == 1.0
+
+
+def test_code_has_a_writable_folder_of_bounded_size():
+    if not sandbox.run_program("")[0]["namespaces"]:
+        pytest.skip("no namespaces for unprivileged processes here")
+    source = """
+        import os, tempfile
+        def add(a, b):
+            with tempfile.TemporaryFile() as file:
+                file.write(b'x')
+            with open('mine', 'w') as file:
+                file.write(str(a + b))
+            with open('mine') as file:
+                return int(file.read())"""
+    assert VERIFY["code"](fenced(source), ADD) == 1.0
+    source = """
+        written = 0
+        try:
+            for name in range(1000):
+                with open(str(name), 'wb') as file:
+                    written += file.write(bytes(1 << 19))
+        except OSError:
+            print('full', written)"""
+    word, written = sandbox.run_program(textwrap.dedent(source))[1].split()
+    assert word == "full" and int(written) < 32 * sandbox.CODE_BYTES
+
+
+@pytest.mark.slow
+def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
+    source = fenced("import time\ntime.sleep(0.4)\nprint(input())")
+    cases = [["1", "1"]] * 20
+    start = time.monotonic()
+    assert VERIFY["code"](source, {"stdin": cases}) == 0.0
+    assert time.monotonic() - start < 6
+    assert VERIFY["code"](source, {"stdin": cases[:1]}) == 1.0
+
+
+@pytest.mark.slow
+def test_code_does_not_charge_the_start_of_the_interpreter(monkeypatch):
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.4)
+    cases = [["1", "1"]] * 40
+    assert VERIFY["code"](fenced("print(input())"), {"stdin": cases}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import sys\ninput = sys.stdin.readline",
+        "def print(*words): pass",
+        "json = 0",
+        "results = 0",
+    ],
+)
+def test_code_calls_functions_whatever_names_the_program_takes(line):
+    assert VERIFY["code"](fenced(f"{line}\n{RIGHT}"), ADD) == 1.0
+    answer = {"fn": "json", "cases": ADD["cases"]}
+    assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), answer) == 1.0
+
+
+def test_code_with_a_function_and_a_stdin_calls_the_function():
+    assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
+
+
+def test_code_takes_a_program_longer_than_an_argument_may_be():
+    long = f"text = '{'x' * 200_000}'\ndef add(a, b):\n    return a + b"
+    assert VERIFY["code"](fenced(long), ADD) == 1.0
+
+
+def test_code_strict_pays_only_with_every_layer(monkeypatch):
+    there = sandbox.run_program("")[0]
+    assert VERIFY["code_strict"](fenced(RIGHT), ADD) == float(all(there.values()))
+    monkeypatch.setattr(sandbox, "LAYERS", (*sandbox.LAYERS, "one that no kernel has"))
+    with pytest.raises(UserError, match="layers are missing"):
+        rewards.parse_reward("code_strict")
+    rewards.parse_reward("code")
+    assert VERIFY["code_strict"](fenced(RIGHT), ADD) == 0.0
+    assert VERIFY["code_strict"](fenced("pass"), {"stdin": [["", ""]]}) == 0.0  # it never ran
+    assert VERIFY["code"](fenced(RIGHT), ADD) == 1.0
+
+
+CRASHES = {  # programs that fail, and print nothing before
+    "status": "import sys\nsys.exit(1)",
+    "status at once": "import os\nos._exit(7)",
+    "words for a status": "raise SystemExit('no')",
+    "exception": "1 / 0",
+    "signal": "import os\nos.abort()",
+    "syntax": "x = (",
+    "memory": "x = 'a' * (1 << 40)",
+    "null": "x = '\0'",
+    "in a thread of its own": "import os, threading\n"
+    "thread = threading.Thread(target=os._exit, args=[1])\nthread.start()\nthread.join()",
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+@pytest.mark.parametrize("verifier", ["code", "code_strict"])
+def test_code_never_pays_a_crash(verifier, name):
+    """Whatever was expected: where that is nothing, a program that failed has printed it."""
+    empty = {"stdin": [["1", ""], ["2", " \n"]]}
+    assert VERIFY[verifier](fenced(CRASHES[name]), empty) == 0.0
+    assert VERIFY[verifier](fenced(f"print(3)\n{CRASHES[name]}"), {"stdin": [["", "3"]]}) == 0.0
+    one_of_many = f"if input() == '2':\n{textwrap.indent(CRASHES[name], '    ')}\nprint(end='')"
+    assert VERIFY[verifier](fenced(one_of_many), empty) == 0.0
+    assert VERIFY[verifier](fenced(f"{RIGHT}\n{CRASHES[name]}"), ADD) == 0.0
+
+
+def test_code_never_pays_a_program_whose_time_is_over(monkeypatch):
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.7)
+    waits = "import time\ntime.sleep(30)"
+    assert VERIFY["code"](fenced(waits), {"stdin": [["", ""]]}) == 0.0
+    assert VERIFY["code"](fenced(f"print(3, flush=True)\n{waits}"), {"stdin": [["", "3"]]}) == 0.0
+
+
+@pytest.mark.parametrize("text", ["", "no program", "```python\n```", "```text\nx\n```"])
+def test_code_never_pays_where_there_is_no_program(text):
+    assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0
+
+
+def test_code_pays_silence_where_it_is_expected():
+    """The programs above fail for their crash, and not for what they did not print."""
+    assert VERIFY["code"](fenced("x = input()"), {"stdin": [["1", ""], ["2", " \n"]]}) == 1.0
+    assert VERIFY["code"](fenced("import sys\nsys.exit(0)"), {"stdin": [["", ""]]}) == 1.0
+
+
+EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
+SOLUTION = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
+READS = "a, b = map(int, input().split())\nprint(a + b)"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        fenced(RIGHT) + EXAMPLE,
+        fenced(RIGHT) + EXAMPLE + fenced("assert add(1, 1) == 2") + "```\n3\n```",
+        fenced("def add(a, b):\n    return 0") + "Better:\n" + fenced(RIGHT) + EXAMPLE,
+        fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
+        fenced("add = lambda a, b: a + b") + EXAMPLE,
+        fenced("add: object = lambda a, b: a + b") + EXAMPLE,
+        fenced("from operator import add") + EXAMPLE,
+        fenced(SOLUTION),
+        fenced(SOLUTION) + fenced("print(Solution().add(1, 2))"),
+        fenced("def helper(a): return a\n" + SOLUTION),
+        "```py3\n" + RIGHT + "\n```",
+        "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
+    ],
+)
+def test_code_runs_the_block_that_defines_the_function(completion):
+    assert VERIFY["code"](completion, ADD) == 1.0
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        fenced(RIGHT) + fenced("def add(a, b):\n    return 0"),  # the last one counts
+        fenced("def added(a, b):\n    return a + b"),
+        fenced(SOLUTION.replace("a + b", "a - b")),
+        fenced(SOLUTION.replace("add", "plus")),
+        fenced("class Solution:\n    pass\ndef plus(a, b):\n    return a + b"),
+    ],
+)
+def test_code_does_not_run_another_block_until_one_is_right(completion):
+    assert VERIFY["code"](completion, ADD) == 0.0
+
+
+def test_code_runs_the_block_that_reads_its_input():
+    cases = {"stdin": [["1 2", "3"], ["20 22", "42"]]}
+    assert VERIFY["code"](fenced(READS) + fenced("print('for example', 3)"), cases) == 1.0
+    assert VERIFY["code"](fenced(READS) + fenced(READS.replace("a + b", "0")), cases) == 0.0
+
+
+ATTACKS = {  # each would pay if the verifier trusted the child
+    "early exit": "import os\nos._exit(0)",
+    "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "always equal": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
+    "int always equal": """
+        class E(int):
+            def __eq__(self, other):
+                return True
+        def add(a, b):
+            return E(7)""",
+    "text always equal": """
+        class E(str):
+            __eq__ = lambda self, other: True
+            __hash__ = str.__hash__
+        def add(a, b):
+            return E('3')""",
+    "forged line": "print('[3, 3]')\nimport os\nos._exit(0)",
+    "forged line at exit": """
+        import atexit
+        atexit.register(lambda: print('[true, true]'))
+        def add(a, b):
+            return 0""",
+    "forged output": """
+        import os
+        def add(a, b):
+            os.lseek(1, 0, 0)
+            os.write(1, b'{"namespaces": true}\\n[true, true]\\n')
+            os._exit(0)""",
+    "every small answer": """
+        import itertools
+        for pair in itertools.product(range(3), repeat=2):
+            print(list(pair))
+        def add(a, b):
+            return 0""",
+    "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
+    "patched builtins": """
+        import builtins
+        builtins.all = lambda x: True
+        builtins.float = lambda x: 1.0
+        def add(a, b):
+            return 0""",
+    "patched input": """
+        import builtins
+        builtins.input = lambda: '[]'
+        def add(a, b):
+            return 0""",
+    "frames": """
+        import sys
+        def add(a, b):
+            frame, found = sys._getframe(), []
+            while frame:
+                found += [v for v in frame.f_locals.values() if isinstance(v, list)]
+                found += [v for v in frame.f_globals.values() if isinstance(v, list)]
+                frame = frame.f_back
+            for values in found:
+                for value in values:
+                    if isinstance(value, list) and len(value) == 2 and value[0] == [a, b]:
+                        return value[1]
+            return 0""",
+    "garbage collector": """
+        import gc
+        def add(a, b):
+            for thing in gc.get_objects():
+                if isinstance(thing, list) and len(thing) == 2 and thing[0] == [a, b]:
+                    return thing[1]
+            return 0""",
+    "open files": """
+        import os
+        def add(a, b):
+            for number in range(64):
+                try:
+                    print(os.pread(number, 10000, 0))
+                except OSError:
+                    pass
+            return 0""",
+    "a thread that goes on": """
+        import threading, time
+        def later():
+            time.sleep(0.2)
+            print('[3, 42.0]')
+        threading.Thread(target=later).start()
+        def add(a, b):
+            return 0""",
+}
+
+
+@pytest.mark.parametrize(
+    "off", [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in sandbox.LAYERS]]
+)
+def test_code_does_not_pay_attacks(off, monkeypatch):
+    """With any one layer switched off, too: verdicts rest on none of them."""
+    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))
+    reward = rewards.parse_reward("code")
+    texts = [fenced(source) for source in ATTACKS.values()]
+    scores = reward.score(texts, [{"prompt": "", "answer": ADD}] * len(texts))
+    assert [name for name, score in zip(ATTACKS, scores) if score.reward] == []
+
+
+@pytest.mark.slow
+def test_sandbox_programs_run_side_by_side():
+    """Eight programs that sleep half a second each take about as long as the slowest."""
+    reward = rewards.parse_reward("code")
+    answer = {"fn": "f", "cases": [[[], 1]]}
+    texts = [fenced("import time\ndef f():\n    time.sleep(0.5)\n    return 1")] * 8
+    start = time.monotonic()
+    scores = reward.score(texts, [{"prompt": "", "answer": answer}] * 8)
+    assert [score.reward for score in scores] == [1.0] * 8
+    if (os.cpu_count() or 1) > 1:
+        assert time.monotonic() - start < 4 + 0.5 * 8 / 2

@@ -1,0 +1,117 @@
+"""The built-in tasks: problems, demonstrations, verifiers, and the policies that have seen them."""
+
+import itertools
+import random
+import re
+
+import pytest
+
+import rewards
+from support import tasks
+from support.tasks import TASKS, problems
+
+VERIFY = rewards.VERIFIERS
+
+
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("7+5=2;2*3=6#6", [(6, 1), (12, 1), (13, 1)]),
+        (
+            "7+5=3;3*3=9#9",
+            [(6, 0), (12, 1), (13, 0)],
+        ),  # an error costs its own step, and the outcome
+        ("7+5=2;2*3=5#6", [(6, 1), (12, 0), (13, 1)]),
+        ("7+5=2;3*3=9#9", [(6, 1), (12, 0), (13, 0)]),  # does not take up the last result
+        ("7+5=2;2+3=5#5", [(6, 1), (12, 0), (13, 0)]),  # not the prompt's operation
+        ("7+5=2;2*3=6;6+0=6#6", [(6, 1), (12, 1), (19, 1)]),  # more operations earn nothing
+        ("7+5=2#2", [(6, 1), (7, 0)]),
+        ("7+5=2;2*3", [(6, 1), (10, 0), (9, 0)]),
+        ("#6", [(1, 0), (2, 1)]),
+        ("", [(1, 0), (0, 0)]),
+        ("7+5=٢;٢*3=6#6", [(6, 0), (12, 0), (13, 1)]),
+        ("7+5=2;2*3=6", [(6, 1), (12, 1), (11, 0)]),
+    ],
+)
+def test_arithmetic_steps_pay_each_operation(completion, expected):
+    """(end in characters, reward), the outcome last: 7+5*3 from left to right modulo 10 is 6."""
+    assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == expected
+
+
+def test_arithmetic_steps_of_every_right_answer_are_all_right():
+    task = TASKS["arithmetic"]
+    for row in itertools.islice(problems(task, seed=5), 200):
+        steps = VERIFY["arithmetic_steps"](tasks.solve(row["prompt"]), row["answer"], row["prompt"])
+        assert len(steps) == len(re.findall("[+*]", row["prompt"])) + 1
+        assert all(value == 1 for _, value in steps)
+
+
+DEMONSTRATED = [name for name, task in TASKS.items() if task.demonstration]
+
+
+def test_the_built_in_policies_have_tasks():
+    assert set(DEMONSTRATED) >= {"arithmetic", "countdown"}
+
+
+@pytest.mark.parametrize("name", DEMONSTRATED)
+def test_task_demonstrations_are_well_formed_and_often_wrong(name):
+    task = TASKS[name]
+    reward = rewards.parse_reward(task.verifier)
+    rng = random.Random(0)
+    correct = 0
+    for problem in itertools.islice(problems(task, seed=0), 1000):
+        demonstration = task.demonstration(problem, rng)
+        assert set(problem["prompt"] + demonstration) <= set(task.alphabet)
+        assert len(demonstration) < task.max_new_tokens
+        assert reward.check_answer(problem["answer"]) is None
+        correct += reward.score([demonstration], [problem])[0].reward
+    assert 0.05 < correct / 1000 < 0.6
+    assert reward.faults == 0
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_task_problems_are_deterministic_and_held_out_ones_apart(name):
+    task = TASKS[name]
+
+    def take(seed, held_out=False):
+        return list(itertools.islice(problems(task, seed, held_out), 500))
+
+    assert take(3) == take(3) != take(4)
+    train = {problem["prompt"] for seed in range(4) for problem in take(seed)}
+    held_out = {problem["prompt"] for seed in range(4) for problem in take(seed, True)}
+    assert not train & held_out and len(held_out) > 100
+
+
+def test_arithmetic_problems_are_chains_from_left_to_right():
+    for problem in itertools.islice(problems(TASKS["arithmetic"], 0), 300):
+        value, rest = int(problem["prompt"][0]), problem["prompt"][1:-1]
+        assert tasks.ARITHMETIC_OPERATIONS[0] <= len(rest) / 2 <= tasks.ARITHMETIC_OPERATIONS[1]
+        for symbol, digit in zip(rest[::2], rest[1::2]):
+            value = (value + int(digit) if symbol == "+" else value * int(digit)) % 10
+        assert problem["answer"] == str(value)
+
+
+def test_arithmetic_demonstrations_err_at_products_alone():
+    task, rng = TASKS["arithmetic"], random.Random(0)
+    wrong = {"+": [], "*": []}
+    for problem in itertools.islice(problems(task, 0), 500):
+        chain = task.demonstration(problem, rng)
+        for left, symbol, right, result in re.findall(r"(\d)([+*])(\d)=(\d)", chain):
+            product = symbol == "*"
+            right_result = int(left) * int(right) if product else int(left) + int(right)
+            wrong[symbol].append(right_result % 10 != int(result))
+    assert not any(wrong["+"])
+    assert 0.4 < sum(wrong["*"]) / len(wrong["*"]) < 0.7
+
+
+def test_countdown_problems_can_be_solved():
+    for problem in itertools.islice(problems(TASKS["countdown"], 0), 20):
+        numbers, target = problem["answer"]["numbers"], problem["answer"]["target"]
+        assert problem["prompt"] == f"{' '.join(map(str, numbers))}={target}:"
+        assert any(
+            VERIFY["countdown"](
+                str(first) + "".join(map("".join, zip(symbols, map(str, rest)))), problem["answer"]
+            )
+            for first, *rest in itertools.permutations(numbers)
+            for symbols in itertools.product("+-*", repeat=len(rest))
+        )
