@@ -543,7 +543,7 @@ def own_folder(run: Run) -> None:
         config.name = folder.name
         folders.write_json(folder / "config.json", dataclasses.asdict(config))
         for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-            folders.cut_back(folder / name, run.progress.step)
+            folders.cut_back(folder / name, run.progress.step or -1)  # step 0 comes again
         command = shlex.join(["python", "train.py", *sys.argv[1:]])
         date = time.strftime("%Y-%m-%d")
         begin = {"date": date, "command": command, "step": 0, **run.progress.before}
