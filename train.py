@@ -1268,7 +1268,8 @@ def main(arguments: list[str] | None = None) -> int:
         if explained is None:
             raise
     status, sentence = explained
-    if config and config.name and folders.checkpoints(Path(config.runs, config.name)):
+    asked = config and config.name and status != 2
+    if asked and folders.checkpoints(Path(config.runs, config.name)):
         sentence += f"; to go on: {command_to_resume(config.runs, config.name)}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:
