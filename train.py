@@ -388,21 +388,13 @@ def start(config: Config, ranks: Ranks) -> Run:
     reward = rewards.parse_reward(config.reward, config.device)
     rows, held_out = read_data(config, reward)
     saved, progress = checkpoint_to_resume(config)
-    source = config.model
-    if source in BUILT_IN and ranks.first:  # made once, for all processes
-        source = str(built_in_policy(TASKS[config.task], source))
-    source = ranks.from_first(source)
-    tokenizer, model_config = rollout.inspect_model(source)
-    fits = rollout.has_experts(model_config) or not config.routing_replay
-    need(fits, "--routing-replay: needs a mixture of experts")
-    if config.teacher:
-        same = rollout.inspect_model(config.teacher)[0].get_vocab() == tokenizer.get_vocab()
-        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
-    vocabulary, context = (
-        model_config.get_text_config().vocab_size,
-        rollout.context_of(model_config),
+    source, tokenizer, model_config = find_model(config, ranks)
+    form = data.PromptFormat(
+        tokenizer,
+        config,
+        vocabulary=model_config.get_text_config().vocab_size,
+        context=rollout.context_of(model_config),
     )
-    form = data.PromptFormat(tokenizer, config, vocabulary, context)
     held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
     if config.data:
         rows = form.encode_rows(rows, f"--data {config.data}")
@@ -449,6 +441,21 @@ def start(config: Config, ranks: Ranks) -> Run:
     first_evaluation(run)
     own_folder(run)
     return run
+
+
+def find_model(config: Config, ranks: Ranks) -> tuple[str, typing.Any, typing.Any]:
+    """Where it is, its tokenizer and its config; a built-in one is made by the first process."""
+    source = config.model
+    if source in BUILT_IN and ranks.first:
+        source = str(built_in_policy(TASKS[config.task], source))
+    source = ranks.from_first(source)
+    tokenizer, model_config = rollout.inspect_model(source)
+    fits = rollout.has_experts(model_config) or not config.routing_replay
+    need(fits, "--routing-replay: needs a mixture of experts")
+    if config.teacher:
+        same = rollout.inspect_model(config.teacher)[0].get_vocab() == tokenizer.get_vocab()
+        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
+    return source, tokenizer, model_config
 
 
 def read_data(config: Config, reward: rewards.Reward) -> tuple[Iterable[dict], Iterable[dict]]:
