@@ -1,0 +1,112 @@
+"""Files of support/ that can be deleted with what they do: in a copy of the project without one of
+them, and without all, the default command trains, and what needs one says so in a sentence.
+
+A process imports torch and transformers, and forks for every copy: it must not know the project."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from tools import ROOT, random_policy
+
+TRAINS = "--algo gspo --steps 2 --prompts-per-step 4 --group-size 4 --eval-prompts 4"
+NEEDS = {  # leaf -> flags that ask for it
+    "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
+    "experts": ["--routing-replay --model models/moe --reward arithmetic"],
+    "hybrids": ["--model models/mamba"],
+    "judge": ["--reward judge:models/judge"],
+    "lora": ["--lora-rank 4"],
+    "packing": [],
+    "programs": ["--reward code"],
+    "report": [],
+    "sandbox": ["--reward code"],
+    "tools": ["--tool calculator", "--task calculator"],
+    "trackers": ["--track wandb"],
+}
+EXPERTS = "--model models/moe --steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2"
+CASES = {leaf: [leaf] for leaf in NEEDS} | {"all": list(NEEDS)}
+
+DRIVER = """
+import contextlib, io, json, os, pathlib, sys, traceback
+import torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # lazily loaded
+import torch.optim, torch.utils.checkpoint, torch.nn.attention
+
+def run(line):
+    import train
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = train.main(line.split())
+        except BaseException:
+            status = traceback.format_exc()
+    return status, out.getvalue(), err.getvalue()
+
+place = os.getcwd()
+for name, lines in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if child == 0:
+        sys.path.insert(0, os.path.join(place, "copies", name))
+        import support.tasks
+        support.tasks.WARM_STEPS = 4
+        found = {line: run(f"{line} --runs runs/{name}") for line in lines}
+        pathlib.Path(f"{name}.json").write_text(json.dumps(found))
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(models, tmp_path_factory):
+    """What was printed: copy -> command line -> status, stdout, stderr."""
+    place, lines = tmp_path_factory.mktemp("leaves"), {}
+    Path(place, "models").symlink_to(models)
+    Path(place, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1}
+    mamba = transformers.MambaConfig(vocab_size=18, pad_token_id=0, **shape)
+    random_policy(models / "mamba", mamba)
+    for name, leaves in CASES.items():
+        copy = place / "copies" / name
+        copy.mkdir(parents=True)
+        for path in ROOT.glob("*.py"):
+            shutil.copy(path, copy)
+        shutil.copytree(ROOT / "support", copy / "support")
+        for leaf in leaves:
+            Path(copy, "support", f"{leaf}.py").unlink()
+        asking = [line for leaf in leaves for line in NEEDS[leaf]]
+        lines[name] = [f"{TRAINS} --name gspo", *asking]
+        if name in ("experts", "all"):
+            lines[name].append(f"{EXPERTS} --name moe")
+    environment = os.environ | {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", DRIVER, json.dumps(lines)], cwd=place, env=environment, check=True
+    )
+    return {name: json.loads(Path(place, f"{name}.json").read_text()) for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_command_trains_without(name, found):
+    """A mixture, too, though nobody counts its flips then."""
+    commands = [line for line in found[name] if "--name" in line]
+    for line in commands:
+        status, out, err = found[name][line]
+        assert status == 0, err or status
+        assert "held out" in out
+    assert len(commands) == 1 + (name in ("experts", "all"))
+
+
+@pytest.mark.parametrize(
+    "name, leaf", [(n, leaf) for n in CASES for leaf in CASES[n] if NEEDS[leaf]]
+)
+def test_what_needs_it_says_so(name, leaf, found):
+    for line in NEEDS[leaf]:
+        status, _, err = found[name][line]
+        assert status == 2 and err.count("\n") == 1 and err.startswith("error: "), err or status
+        others = CASES[name]  # two may be missing
+        assert any(f"needs support/{each}.py, which is not here" in err for each in others), err
