@@ -11,8 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import os
 import sys
 import typing
@@ -40,7 +38,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.data import PromptFormat, UserError, expecting, need, printable
-from support.flags import flag, parse
+from support.flags import flag, leaf, parse
 
 
 class Rollout(typing.NamedTuple):
@@ -105,12 +103,6 @@ def padded(texts: list[list[int]], device, **options) -> Tensor:
 
 
 # ---- which way a model goes
-
-
-def leaf(name: str):
-    """support/NAME.py; None where it was deleted."""
-    found = importlib.util.find_spec(f"support.{name}")
-    return importlib.import_module(f"support.{name}") if found else None
 
 
 # model types that say that they take any attention, and do not take ours

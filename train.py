@@ -277,6 +277,8 @@ def check_together(config: Config) -> None:
         other = field.metadata["needs"]
         if other and getattr(config, field.name) != field.default:
             need(getattr(config, other), f"{dashed(field.name)}: needs {dashed(other)}")
+    if config.tool:  # the task may have brought it
+        need(leaf("tools"), f"--tool {config.tool}: needs support/tools.py, which is not here")
     completions = config.prompts_per_step * config.group_size
     each = config.completions_per_update
     need(completions % each == 0, f"--completions-per-update {each}: no divisor of {completions}")

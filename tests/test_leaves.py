@@ -15,7 +15,8 @@ import transformers
 
 from tools import ROOT, random_policy
 
-TRAINS = "--algo gspo --steps 2 --prompts-per-step 4 --group-size 4 --eval-prompts 4"
+SMALL = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-prompts 4 --eval-samples 0"
+TRAINS = f"--algo gspo {SMALL}"
 NEEDS = {  # leaf -> flags that ask for it
     "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
     "experts": ["--routing-replay --model models/moe --reward arithmetic"],
@@ -29,7 +30,7 @@ NEEDS = {  # leaf -> flags that ask for it
     "tools": ["--tool calculator", "--task calculator"],
     "trackers": ["--track wandb"],
 }
-EXPERTS = "--model models/moe --steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2"
+MIXTURE = f"--model models/moe {SMALL}"
 CASES = {leaf: [leaf] for leaf in NEEDS} | {"all": list(NEEDS)}
 
 DRIVER = """
@@ -82,7 +83,7 @@ def found(models, tmp_path_factory):
         asking = [line for leaf in leaves for line in NEEDS[leaf]]
         lines[name] = [f"{TRAINS} --name gspo", *asking]
         if name in ("experts", "all"):
-            lines[name].append(f"{EXPERTS} --name moe")
+            lines[name].append(f"{MIXTURE} --name moe")
     environment = os.environ | {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(lines)], cwd=place, env=environment, check=True
