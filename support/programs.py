@@ -43,8 +43,11 @@ def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
     with expecting(f"results {results!r:.80} are no JSON"):
         right = as_json(results)
 
-    defines = rf"^[ \t]*(?:async )?def {name}\b|^{name}\b.*=|\bimport\b.*\b{name}\b"
-    source = last_program(text, defines) + CALL_CASES.format(name=name)
+    defines = rf"^[ \t]*(?:async )?def {name}\b|^{name}[ \t]*(?::[^=\n]*)?=[^=]"
+    source = last_program(text, defines)
+    if not source:
+        return False
+    source += CALL_CASES.format(name=name)
     _, output = sandbox.run_program(source, json.dumps(arguments), name="program", strict=strict)
     return output is not None and output.splitlines()[-1:] == [right]
 

@@ -305,15 +305,15 @@ CRASHES = {  # programs that fail, and print nothing before
 
 
 @pytest.mark.parametrize("name", CRASHES)
-@pytest.mark.parametrize("verifier", ["code", "code_strict"])
-def test_code_never_pays_a_crash(verifier, name):
+def test_code_never_pays_a_crash(name):
     """Whatever was expected: where that is nothing, a program that failed has printed it."""
-    empty = {"stdin": [["1", ""], ["2", " \n"]]}
-    assert VERIFY[verifier](fenced(CRASHES[name]), empty) == 0.0
-    assert VERIFY[verifier](fenced(f"print(3)\n{CRASHES[name]}"), {"stdin": [["", "3"]]}) == 0.0
-    one_of_many = f"if input() == '2':\n{textwrap.indent(CRASHES[name], '    ')}\nprint(end='')"
-    assert VERIFY[verifier](fenced(one_of_many), empty) == 0.0
-    assert VERIFY[verifier](fenced(f"{RIGHT}\n{CRASHES[name]}"), ADD) == 0.0
+    crash, empty = CRASHES[name], {"stdin": [["1", ""], ["2", " \n"]]}
+    one_of_two = f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
+    assert VERIFY["code"](fenced(crash), empty) == 0.0
+    assert VERIFY["code_strict"](fenced(crash), empty) == 0.0
+    assert VERIFY["code"](fenced(one_of_two), empty) == 0.0
+    assert VERIFY["code"](fenced(f"print(3)\n{crash}"), {"stdin": [["", "3"]]}) == 0.0
+    assert VERIFY["code"](fenced(f"{RIGHT}\n{crash}"), ADD) == 0.0
 
 
 def test_code_never_pays_a_program_whose_time_is_over(monkeypatch):
@@ -348,7 +348,9 @@ READS = "a, b = map(int, input().split())\nprint(a + b)"
         fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
         fenced("add = lambda a, b: a + b") + EXAMPLE,
         fenced("add: object = lambda a, b: a + b") + EXAMPLE,
-        fenced("from operator import add") + EXAMPLE,
+        fenced("from operator import add"),
+        fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
+        fenced(RIGHT) + fenced("add(1, 2) == 4\nadd (1, 2) == 4"),
         fenced(SOLUTION),
         fenced(SOLUTION) + fenced("print(Solution().add(1, 2))"),
         fenced("def helper(a): return a\n" + SOLUTION),

@@ -17,7 +17,7 @@ from support.data import UserError, need, read_rows
 
 ROOT = Path(rewards.__file__).parent
 
-VERIFY = {name: f for name, f in rewards.VERIFIERS.items() if name != "model"}  # it reads no text
+VERIFY = rewards.VERIFIERS
 
 
 def outcome(value):
@@ -1188,16 +1188,6 @@ def test_scoring_1024_gsm8k_like_completions_is_fast():
     scores = rewards.parse_reward("math + 0.1*format").score(texts, table)
     assert time.monotonic() - start < 2
     assert {score.terms["math"] for score in scores} == {1.0}
-
-
-def test_the_verifier_of_reward_models_needs_a_score():
-    """0 and a fault where nobody scored; else the score itself, which nothing is right by."""
-    reward = rewards.parse_reward("model")
-    (missing,) = reward.score(["x"], [{"prompt": "", "answer": ""}])
-    assert missing.reward == 0 and reward.faults == 1 and "nan" in reward.fault
-    found = reward.score(["x", "y"], [{"answer": "", "reward_model": x} for x in (7.0, 0.5)])
-    assert [score.reward for score in found] == [7.0, 0.5]
-    assert reward.verdicts(found) == ([7.0, 0.5], None)
 
 
 def test_a_verifier_whose_leaf_is_gone_says_so(monkeypatch):
