@@ -1273,7 +1273,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BaseException as error:
         explained = explain(error)
         if not ranks.fails_first():  # another process says why
-            os._exit(2)
+            os._exit(explained[0] if explained else 2)
         if explained is None:
             raise
     status, sentence = explained

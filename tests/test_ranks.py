@@ -3,7 +3,6 @@
 Processes are forked from a server that has imported everything, with the environment that torchrun
 would give them; at the end torchrun itself starts some. Gloo, on the CPU, one thread each."""
 
-import contextlib
 import functools
 import json
 import multiprocessing
@@ -19,8 +18,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-import rewards
 import train
+from support.data import UserError
 from tools import BASE, ROOT, command_line, metrics, newest, same_run, strict, timeless, write_rows
 
 pytestmark = [
@@ -33,7 +32,7 @@ SOON = 120  # seconds within which all end where one does, on a busy machine
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["train", "transformers.models.qwen3.modeling_qwen3"])
 
-# ------------------------------------------------------------------------------ tools
+# ---- tools
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def one_rank(rank, size, port, arguments, log, seen, trouble):
         report(run, batch, row)
         if rank == 0:
             with open(seen, "a") as file:
-                file.write(json.dumps([batch.texts, batch.rewards.tolist()]) + "\n")
+                file.write(json.dumps([batch.judged.texts, batch.rewards.tolist()]) + "\n")
 
     train.report = watched
     if trouble is not None and trouble[1] == rank:
@@ -81,7 +80,7 @@ def interfere(what, rank, at):
         if batch.step != at:
             return
         if what == "user error":
-            raise rewards.UserError("the water is cold")
+            raise UserError("the water is cold")
         if what == "bug":
             raise ValueError("a bug")
         os.kill(os.getpid(), what)
@@ -151,50 +150,51 @@ def alike(one: Together, other: Together):
         assert row.keys() == expected.keys()
         for name in row.keys() - {"memory_gb"}:
             assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name
+    same_tensors(one.folder, other.folder)
+
+
+def same_tensors(one: Path, other: Path):
     for path in ("model.safetensors", "trainer/state.safetensors"):
-        tensors = load_file(newest(one.folder) / path)
-        expected = load_file(newest(other.folder) / path)
+        tensors, expected = load_file(newest(one) / path), load_file(newest(other) / path)
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
             assert float((tensor - expected[name]).abs().max()) < 1e-4, name
 
 
-# ------------------------------------------------------------------------------ the same run
+# ---- the same run
 
 SAME = {
-    "gspo": "--algo gspo",
-    "grpo with a KL": "--algo grpo --kl-coef 0.1 --ref-every 2",
+    # groups that do not divide evenly; refills; rows that leave the loss, and dead ones
     "dapo with refills": (
         "--algo dapo --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt "
-        "--max-refills 3 --overlong-filter --max-new-tokens 30"
+        "--overlong-filter --max-new-tokens 30 --prompts-per-step 5 --completions-per-update 5"
     ),
-    "ppo": "--algo ppo --critic-lr 1e-3",
-    "reinforce++": "--algo reinforce++ --kl-coef 0.1",
+    "gspo": "--algo gspo --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt",
+    "ppo": "--algo ppo --critic-lr 1e-3 --kl-coef 0.1 --reward pay.py:steps",
+    "grpo with a KL": "--algo grpo --kl-coef 0.1 --ref-every 2 --stale-steps 2 --tis-cap 2",
     "experts": "--model models/moe --algo grpo --kl-coef 0 --routing-replay --eval-every 1",
-    "experts of the sampler": (
-        "--model models/moe --algo grpo --kl-coef 0 --routing-replay sampler --stale-steps 2 "
-        "--eval-every 1"
-    ),
-    "step rewards": "--algo gspo-token --reward pay.py:steps --epochs 2",
-    "lora": "--lora-rank 4",
-    # groups that do not divide evenly: some process has none of an update, or of a step
-    "uneven": "--prompts-per-step 5 --group-size 2 --completions-per-update 2",
-    "one group": "--prompts-per-step 1 --eval-prompts 1 --completions-per-update 2",
+    "lora": "--lora-rank 4 --epochs 2",
+    # some process has none of an update, or of a step
+    "one group": "--prompts-per-step 2 --eval-prompts 3 --completions-per-update 2",
 }
-FAST = ("gspo",)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in SAME]
+    "case, size",
+    [
+        pytest.param(case, size, marks=[pytest.mark.slow] if size != fast else [])
+        for case, fast in zip(SAME, (2, 0, 2, 0, 0, 0, 0))
+        for size in (2, 4)
+        if (case, size) != ("one group", 4)
+    ],
 )
 def test_several_processes_train_as_one(case, size, tmp_path):
-    flags = f"{BASE} --steps 5 --lr 1e-4 --eval-samples 2 {SAME[case]}"
+    flags = f"{BASE} --steps 4 --lr 1e-4 --eval-samples 2 {SAME[case]}"
     alone = together(1, tmp_path / "one", flags)
     several = together(size, tmp_path / "several", flags)
     alike(several, alone)
-    assert len(metrics(alone.folder)) == 5
-    assert sum(row["advantage_abs"] for row in metrics(alone.folder)) > 0
+    rows = metrics(alone.folder)
+    assert len(rows) == 4 and sum(row["advantage_abs"] for row in rows) > 0
 
 
 @pytest.mark.slow
@@ -211,14 +211,10 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     for row, expected in zip(mine, theirs, strict=True):
         for name in ("reward", "loss", "grad_norm", "ratio_mean", "entropy", "value_loss"):
             assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-4), name
-    tensors = load_file(newest(parts.folder) / "trainer/state.safetensors")
-    expected = load_file(newest(whole.folder) / "trainer/state.safetensors")
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert float((tensor - expected[name]).abs().max()) < 1e-4, name
+    same_tensors(parts.folder, whole.folder)
 
 
-# ------------------------------------------------------------------------------ decisions and ends
+# ---- decisions and ends
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -229,7 +225,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(rank, tmp_path):
     assert stopped.statuses == [130, 130], stopped.texts
     assert newest(stopped.folder).name == "step-2"
     [sentence] = stopped.errors()
-    assert sentence.startswith("stopped; to go on from")
+    assert "--resume --name run" in sentence
     assert "Traceback" not in "".join(stopped.texts)
     resumed = together(2, tmp_path / "stopped", "--resume --name run", small=False)
     whole = together(2, tmp_path / "whole", flags)
@@ -241,11 +237,9 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(rank, tmp_path):
 def test_where_one_is_killed_the_others_end(rank, tmp_path):
     killed = Together(3, tmp_path / "killed", f"{BASE} --steps 99", (signal.SIGKILL, rank, 2))
     assert killed.seconds < SOON
-    statuses = [status for i, status in enumerate(killed.statuses) if i != rank]
     assert killed.statuses[rank] == -signal.SIGKILL
-    assert statuses == [2, 2], killed.texts  # and were not killed by this test
-    assert len(killed.errors()) <= 1
-    assert "Traceback" not in "".join(killed.texts)
+    statuses = [status for i, status in enumerate(killed.statuses) if i != rank]
+    assert all(status > 0 for status in statuses)  # and were not killed by this test
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -267,16 +261,18 @@ def test_a_bug_of_one_ends_all(tmp_path):
 @pytest.mark.parametrize(
     "flags, word",
     [
-        ("--data no.jsonl", "no.jsonl"),
+        pytest.param("--data no.jsonl", "no.jsonl", marks=pytest.mark.slow),
         pytest.param("--algo gsop", "gsop", marks=pytest.mark.slow),
         pytest.param("--model /nowhere/at/all", "/nowhere", marks=pytest.mark.slow),
-        pytest.param("--runs taken --name run", "exists", marks=pytest.mark.slow),
+        ("--runs taken --name run", "--resume"),
+        ("--prompts-per-step 1", "2 processes"),
         pytest.param("--reward late.py:late", "every completion", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_of_the_user_is_one_sentence_of_all(flags, word, tmp_path):
     """Whether it is found before the processes know of each other, or with the weights there."""
     Path("taken/run").mkdir(parents=True)
+    Path("taken/run/config.json").write_text("{}")
     Path("late.py").write_text(
         "def late(completion, answer):\n"
         "    return 1.0 if completion in ('', answer) else completion.score\n"
@@ -290,79 +286,39 @@ def test_a_mistake_of_the_user_is_one_sentence_of_all(flags, word, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["os._exit(3)", "raise SystemExit(3)"])
-def test_a_verifier_that_ends_its_process(end, tmp_path):
-    """On one of two: os._exit ends all; what can be caught is a fault, and the run goes on."""
-    Path("exits.py").write_text(
-        "import os\n\n\ndef exits(completion, answer):\n"
+def test_a_fault_of_a_verifier_on_another_process_is_counted_and_told(tmp_path):
+    Path("fails.py").write_text(
+        "import os\n\n\ndef fails(completion, answer):\n"
         "    if os.environ.get('RANK') == '1' and completion not in ('', answer):\n"
-        f"        {end}\n"
+        "        raise SystemExit(3)\n"
         "    return len(completion) % 3 / 2\n"
     )
-    flags = "--model models/tiny --reward exits.py:exits --steps 2"
+    flags = "--model models/tiny --reward fails.py:fails --steps 2"
     result = Together(2, tmp_path / "runs", flags)
-    assert result.seconds < SOON
-    if end.startswith("raise"):
-        assert result.statuses == [0, 0], result.texts
-        assert metrics(result.folder)[0]["verifier_faults"] > 0
-    else:
-        assert result.statuses == [2, 3], result.texts
-        assert len(result.errors()) == 1
+    assert result.statuses == [0, 0], result.texts
+    assert metrics(result.folder)[0]["verifier_faults"] > 0
+    assert "SystemExit" in result.texts[0]
 
 
-# ------------------------------------------------------------------------------ torchrun itself
-
-
-def torchrun(size, arguments) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
-        + ["--master-port", "0", "--standalone", str(ROOT / "train.py"), *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+# ---- torchrun itself
 
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_train_py(tmp_path):
     """The console is that of one process, and so is the folder."""
     alone = together(1, tmp_path / "one", f"{BASE} --lr 1e-4")
-    process = torchrun(2, command_line(tmp_path / "two", f"{BASE} --lr 1e-4"))
-    out, err = process.communicate(timeout=MINUTES)
-    assert process.returncode == 0, err
-    assert "error" not in err and "warning" not in err.lower()
-    lines = [line for line in out.splitlines() if line.startswith("step ")]
-    assert len(lines) == 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "train.py")]
+    done = subprocess.run(
+        [*command, *command_line(tmp_path / "two", f"{BASE} --lr 1e-4")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=MINUTES,
+    )
+    assert done.returncode == 0 and "error" not in done.stderr, done.stderr
+    assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 2
     for row, expected in zip(timeless(tmp_path / "two/run"), timeless(alone.folder), strict=True):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     names = [{path.name for path in (folder / "run").iterdir()} for folder in tmp_path.glob("t*")]
     assert names == [{path.name for path in alone.folder.iterdir()}]
-
-
-def children(pid: int) -> list[int]:
-    """Processes whose parent this is."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(folder.name))
-    return sorted(found)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_torchrun_ends_where_one_process_is_killed(tmp_path):
-    process = torchrun(2, command_line(tmp_path / "runs", f"{BASE} --steps 100000 --save-every 1"))
-    end = time.monotonic() + MINUTES
-    while not train.checkpoints(tmp_path / "runs/run") and time.monotonic() < end:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.1)
-    ranks = children(process.pid)
-    assert len(ranks) == 2
-    os.kill(ranks[1], signal.SIGKILL)
-    killed = time.monotonic()
-    process.communicate(timeout=MINUTES)
-    assert time.monotonic() - killed < SOON
-    assert process.returncode != 0
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
