@@ -538,8 +538,9 @@ def first_evaluation(run: Run) -> None:
     if run.progress.step == 0:
         run.progress.before = evaluate(run, pass_k=config.eval_samples)
         tried = len(run.held_out) * len(run.reward.terms) * (1 + config.eval_samples)
-        all_failed = run.reward.faults >= tried / run.ranks.size
-        need(not all_failed, f"--reward: it failed on every completion: {run.reward.fault}")
+        failed = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
+        fault = max(run.ranks.gather(run.reward.fault))  # any that there is
+        need(failed < tried, f"--reward: it failed on every completion: {fault}")
     say(f"{len(run.held_out)} prompts held out: {percent(run.progress.before)}")
 
 
@@ -1085,7 +1086,8 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
         drawn = f"of {len(batch.paid)} groups drawn {kept} are not paid alike"
         run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
     if row["verifier_faults"]:
-        run.warn("fault", f"a verifier failed and paid 0: {run.reward.fault}")
+        fault = max(run.ranks.gather(run.reward.fault))
+        run.warn("fault", f"a verifier failed and paid 0: {fault}")
     if row.get("tool_faults"):
         run.warn("tool", f"the tool failed, and said nothing: {run.generate.fault}")
     by_itself = config.old_logprobs == "sampler" and config.stale_steps == 1
