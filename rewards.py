@@ -28,7 +28,6 @@ from support.data import UserError, expecting, need, read_rows, reason
 from support.tasks import arithmetic, arithmetic_steps, calculator_steps, exact_value
 
 MAX_TEXT = 10_000  # characters of an answer
-MAX_EXPRESSION = 1_000
 LARGEST_REWARD = 1e6
 
 # ---- the registry --------------------------------------------------------------------------------
@@ -337,11 +336,9 @@ def countdown(completion: str, answer: dict) -> bool:
         text = left
     elif left.strip() == str(target):  # 13 = 3*5-2
         text = right
-    if len(text) > MAX_EXPRESSION or not re.fullmatch("[-+*/() 0-9]+", text):
-        return False
     if sorted(map(int, re.findall("[0-9]+", text))) != numbers:
         return False
-    return exact_value(text) == target  # it raises for 1/0, and for brackets left open
+    return exact_value(text) == target  # it raises for 1/0, open brackets, and other signs
 
 
 verifier(arithmetic)

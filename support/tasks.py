@@ -36,6 +36,7 @@ class Task(NamedTuple):
     tool: str | None = None  # default of --tool
 
 
+MAX_EXPRESSION = 1_000  # characters
 OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -48,6 +49,8 @@ def exact_value(text: str) -> Fraction:
     """Of an expression in + - * / ( ) and whole numbers; raises where it is none, or divides by 0.
 
     Python reads it, and evaluates none of it."""
+    is_arithmetic = len(text) <= MAX_EXPRESSION and re.fullmatch("[-+*/() 0-9]+", text)
+    need(is_arithmetic, f"{text!r:.80} is no arithmetic")
     text = re.sub(r"\b0+(?=[0-9])", "", text)  # 03, which Python does not read
     return value_of(ast.parse(text.strip(), mode="eval").body)
 
@@ -64,7 +67,7 @@ def value_of(node: ast.expr) -> Fraction:
             return OPERATIONS[type(symbol)](value_of(left), value_of(right))
         case ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left) * value_of(right)
-    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
+    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:

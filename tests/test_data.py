@@ -1,127 +1,137 @@
-"""What a run reads: prompts and answers, chat templates, reward models."""
+"""What a run reads: rows of prompts and answers, what is held out, how prompts become tokens."""
 
-import json
-import math
+import itertools
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import transformers
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
-import rollout
-from tools import (
-    BASE,
-    SHAPE,
-    character_tokenizer,
-    copied,
-    good,
-    metrics,
-    random_policy,
-    refused,
-    strict,
-    write_rows,
+import rewards
+from support.data import (
+    PromptFormat,
+    UserError,
+    hold_out,
+    read_rows,
+    shuffled_epochs,
+    text_of,
 )
+from tools import BASE, character_tokenizer, copied, good, metrics, refused, strict, write_rows
 
-pytestmark = pytest.mark.usefixtures("place")
-
-# ------------------------------------------------------------------------------ data and templates
-
-
-def decoded_prompts(batch, tokenizer):
-    rows = batch.samples
-    for i in range(0, len(rows.lengths), 4):
-        p = int(rows.prompt_lengths[i])
-        yield tokenizer.decode(rows.tokens[i, rows.prompt_width - p : rows.prompt_width].tolist())
-
-
-def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
-    """question / answer, where the answer is a solution that ends in #### 42; `math` by default."""
-    write_rows(
-        Path("gsm8k.jsonl"),
-        [
-            {
-                "question": f"What is {i}+1?",
-                "answer": f"It is {i} and one more: <<{i}+1={i + 1}>>{i + 1}.\n#### {i + 1}",
-            }
-            for i in range(12)
-        ],
-    )
-    result = good(tmp_path, "--model models/tiny --data gsm8k.jsonl --steps 1")
-    assert strict((result.folder / "config.json").read_text())["reward"] == "math"
-    assert seen.run.reward.faults == 0
-    assert all(row["prompt"].startswith("What is") for row in seen.batches[0].rows)
-
-
-def test_data_is_shuffled_and_a_tenth_is_held_out(seen, tmp_path):
-    """30 rows, of whose prompts the hash of 3 says so: none of them is trained on; an epoch has
-    each of the 27 others once."""
-    rows = [{"prompt": f"{i}+0=", "answer": "0"} for i in range(30)]
-    write_rows(Path("thirty.jsonl"), rows)
-    result = good(
-        tmp_path,
-        f"{BASE} --data thirty.jsonl --prompts-per-step 9 --group-size 2 "
-        "--completions-per-update 18 --steps 6",
-    )
-    held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [row["prompt"] for batch in seen.batches for row in batch.rows[::2]]
-    assert len(held_out) == 3 and "3" in result.out
-    assert len(set(trained[:27])) == 27 and set(trained[:27]) == set(trained[27:])
-    assert trained[:27] != trained[27:]
-    assert not set(held_out) & set(trained)
-
-
-def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
-    write_rows(Path("left.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
-    write_rows(Path("right.jsonl"), [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
-    good(tmp_path, f"{BASE} --data left.jsonl --eval-data right.jsonl --steps 1")
-    assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
-    assert all("+" in row["prompt"] for row in seen.batches[0].rows)
-
-
-def test_the_built_in_task_holds_prompts_out(seen, tmp_path):
-    good(
-        tmp_path,
-        f"{BASE} --steps 2 --prompts-per-step 32 --group-size 2 --eval-prompts 64 "
-        "--max-new-tokens 2",
-    )
-    trained = {row["prompt"] for batch in seen.batches for row in batch.rows}
-    assert not trained & {row["prompt"] for row in seen.run.held_out}
-
-
-@pytest.fixture(scope="module")
-def chat(models):
-    """The tiny policy with a chat template in characters that it knows."""
-    return copied(
-        models / "tiny",
-        models / "chat",
-        chat_template__jinja=(
-            b"{% for m in messages %}{{ '#' if m.role == 'system' else ';' }}{{ m.content }}"
-            b"{% endfor %}{{ mark | default('') }}{% if add_generation_prompt %}={% endif %}"
-        ),
-    )
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "flags, expected",
+    "content, words",
     [
-        ("", ";7+{}="),
-        ("--system 12", "#12;7+{}="),
-        ("--prompt-template 1+{prompt}*2", ";1+7+{}*2="),
-        ('--system 3 --chat-template-args {"mark":"**"}', "#3;7+{}**="),
+        ('[{"prompt": "a", "answer": "1"}]', ["JSON array", "an object a line"]),
+        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', ["JSON array", "an object a line"]),
+        ("prompt,answer\na,1", ["line 1", "JSON"]),
+        ('{"prompt": "a", "solution": "1"}', ["line 1", "answer", "found prompt, solution"]),
+        ('{"prompt": "a", "answer": null}', ["line 1", "None", "exact"]),
+        ("[" * 100_000, ["JSON array"]),
+        ('{"a":' * 100_000, ["line 1"]),
+        ("PAR1\0\1", ["line 1"]),
+        ("3", ["line 1", "found 3"]),
+        ("\n\n", ["empty"]),
+        ('{"prompt": 12, "answer": "1"}', ["line 1", "field prompt: found 12, expected text"]),
+        ('{"prompt": " ", "answer": "1"}', ["line 1", "no text"]),
+        ('{"prompt": "a\\ud800", "answer": "1"}', ["line 1", "surrogates"]),
+        ('{"prompt": [], "answer": "1"}', ["line 1", "messages", "found none"]),
+        ('{"prompt": ["a"], "answer": "1"}', ["line 1", "role", "found 'a'"]),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', ["content", "{'role': 'user'}"]),
+        (
+            '{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}',
+            ["with texts", "['a']"],
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a\\ud800"}], "answer": "1"}',
+            ["line 1", "surrogates"],
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, '
+            '{"role": "assistant", "content": "b"}], "answer": "1"}',
+            ["line 1", "last message is the assistant's"],
+        ),
+        ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', ["line 3", "answer"]),
     ],
 )
-def test_chat_template_system_and_prompt_template(flags, expected, chat, seen, tmp_path):
-    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
-    good(tmp_path, f"--model models/chat --reward pay.py:even --data chat.jsonl --steps 1 {flags}")
-    for prompt, row in zip(
-        decoded_prompts(seen.batches[0], seen.run.tokenizer), seen.batches[0].rows[::4]
-    ):
-        assert prompt == expected.format(row["prompt"][2:])
-    assert len(seen.batches[0].rows) == 16
+def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError) as error:
+        read_rows(str(path), "--data", rewards.parse_reward("exact").check_answer)
+    message = str(error.value)
+    assert message.startswith(f"--data {path}") and "\n" not in message and len(message) < 700
+    assert all(word in message for word in words)
+
+
+def test_read_rows_keeps_all_fields_in_order(tmp_path):
+    """`question`, as in GSM8K, is a prompt where there is no other; empty lines are none."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        '\ufeff{"question": "q", "answer": "1", "level": 3}\n\n'
+        '{"question": "q", "prompt": "p", "answer": 2}\r\n'
+        '{"prompt": "ü", "answer": "x"}'
+    )
+    answers = []
+    assert read_rows(str(path), "--data", answers.append) == [
+        {"prompt": "q", "question": "q", "answer": "1", "level": 3},
+        {"prompt": "p", "question": "q", "answer": 2},
+        {"prompt": "ü", "answer": "x"},
+    ]
+    assert answers == ["1", 2, "x"]
+    with pytest.raises(UserError, match="--data nowhere.jsonl: expected a file"):
+        read_rows("nowhere.jsonl", "--data", print)
+
+
+def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
+    """The same prompts in any order, beside others, and repeated; never on both sides."""
+    rows = [{"prompt": f"{i}+0=", "answer": i} for i in range(200)]
+    train, held_out = hold_out([*rows, *rows[:50]], "--data")
+    texts = {row["prompt"] for row in held_out}
+    assert 10 <= len(texts) <= 30 and not texts & {row["prompt"] for row in train}
+    assert len(train) + len(held_out) == 250
+    assert {row["prompt"] for row in hold_out(rows[::-2], "--data")[1]} == texts & {
+        row["prompt"] for row in rows[::-2]
+    }
+    train, held_out = hold_out([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}], "--data")
+    assert len(train) in (1, 2) and len(train) + len(held_out) == 3
+    with pytest.raises(UserError, match="--data x: expected two prompts"):
+        hold_out([{"prompt": "a"}, {"prompt": "a"}], "--data x")
+
+
+def test_an_epoch_has_each_row_once_in_an_order_of_its_own():
+    rows = [{"prompt": str(i)} for i in range(30)]
+    drawn = [row["prompt"] for row in itertools.islice(shuffled_epochs(rows, 7), 60)]
+    assert sorted(drawn[:30], key=int) == sorted(drawn[30:], key=int) == [str(i) for i in range(30)]
+    assert drawn[:30] != drawn[30:]
+    assert drawn == [row["prompt"] for row in itertools.islice(shuffled_epochs(rows, 7), 60)]
+    assert drawn != [row["prompt"] for row in itertools.islice(shuffled_epochs(rows, 8), 60)]
+
+
+# ---- prompts to tokens ---------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '#' if m.role == 'system' else ';' }}{{ m.content }}{% endfor %}"
+    "{{ mark | default('') }}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def form(template=None, vocabulary=None, context=None, **flags):
+    """A PromptFormat of the tests' tokenizer, a character a token."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = template
+    defaults = {"system": None, "prompt_template": "{prompt}", "chat_template_args": "{}"}
+    flags = SimpleNamespace(**defaults | {"max_new_tokens": 4} | flags)
+    return PromptFormat(tokenizer, flags, vocabulary, context)
+
+
+def encoded(prompt, *arguments, **flags):
+    """What the model sees of a prompt."""
+    made = form(*arguments, **flags)
+    return made.tokenizer.decode(made.encode({"prompt": prompt})["ids"])
 
 
 def conversation(number: int) -> list[dict]:
@@ -134,245 +144,172 @@ def conversation(number: int) -> list[dict]:
     ]
 
 
-@pytest.fixture
-def conversations(place) -> Path:
-    rows = [{"prompt": conversation(i), "answer": str(7 + i)} for i in range(10)]
-    return write_rows(place / "talks.jsonl", rows)
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ({}, ";7+5="),
+        ({"system": "12"}, "#12;7+5="),
+        ({"system": ""}, "#;7+5="),  # it stands against the one that some templates bring along
+        ({"prompt_template": "1+{prompt}*2"}, ";1+7+5*2="),
+        ({"system": "3", "chat_template_args": '{"mark": "**"}'}, "#3;7+5**="),
+    ],
+)
+def test_chat_template_system_and_prompt_template(flags, expected):
+    assert encoded("7+5", TEMPLATE, **flags) == expected
 
 
-TALKS = "--model models/chat --data talks.jsonl --steps 1"
+def test_a_prompt_template_without_chat():
+    assert encoded("7+5", prompt_template="{prompt}*1=") == "7+5*1="
+    assert encoded("7+5") == "7+5"
 
 
-def test_a_prompt_may_be_a_list_of_messages(chat, conversations, seen, tmp_path):
-    """The template reads all of them; samples, evaluations and the last line have their text."""
-    result = good(tmp_path, f"{TALKS} --reward pay.py:even")
-    rows = seen.batches[0].rows[::4]
-    for prompt, row in zip(decoded_prompts(seen.batches[0], seen.run.tokenizer), rows):
-        problem = row["prompt"][-1]["content"]
-        assert prompt == f"#1;2+2;4;{problem}="
-    held_out = {str(row["prompt"]) for row in seen.run.held_out}
-    assert held_out and not held_out & {str(row["prompt"]) for row in rows}
-
-    for name in ("samples", "evaluations"):
-        row = strict((result.folder / f"{name}.jsonl").read_text().splitlines()[0])
-        assert row["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
-    last = seen.run.held_out[0]["prompt"][-1]["content"]
-    assert result.out.endswith(f"--prompt {last}\n")
+def test_a_line_break_of_a_shell_is_one():
+    """--prompt-template '{prompt}\\n' is two characters, and means one."""
+    assert form(prompt_template="{prompt}\\nso\\n").template == "{prompt}\nso\n"
 
 
-def test_a_reward_gets_the_messages_of_the_prompt(chat, conversations, tmp_path):
-    Path("talk.py").write_text(
-        "def roles(completion, answer, prompt):\n"
-        "    return [m['role'] for m in prompt] == ['system', 'user', 'assistant', 'user']\n"
-    )
-    folder = good(tmp_path, f"{TALKS} --reward talk.py:roles").folder
-    assert metrics(folder)[0]["reward"] == 1
+def test_a_prompt_may_be_a_list_of_messages():
+    assert encoded(conversation(5), TEMPLATE) == "#1;2+2;4;7+5="
+    assert text_of(conversation(5)) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
+    prompt = conversation(5)
+    form(TEMPLATE).encode({"prompt": prompt})
+    assert prompt == conversation(5)  # as the reward gets it
+
+
+@pytest.mark.parametrize(
+    "prompt, template, flags, words",
+    [
+        ("7+5", None, {"system": "3"}, ["--system", "no chat template"]),
+        ("7+5", None, {"system": ""}, ["--system", "no chat template"]),
+        ("7+5", None, {"chat_template_args": '{"a": 1}'}, ["--chat-template-args", "no chat"]),
+        (conversation(5), None, {}, ["list of messages", "no chat template"]),
+        (conversation(5), TEMPLATE, {"system": "3"}, ["--system", "system message of its own"]),
+        (
+            conversation(5),
+            TEMPLATE,
+            {"prompt_template": "1{prompt}"},
+            ["--prompt-template", "list"],
+        ),
+        ("7+5", "{{ raise_exception('roles') }}", {}, ["--system", "template takes", "roles"]),
+        ("7+5", "{{ nothing.of.that.name }}", {}, ["template takes", "nothing"]),
+        ("7+5", "{# nothing #}", {}, ["'7+5'", "at least one token"]),
+        ("7+é%é", None, {}, ["'7+é%é'", "another --model", "'%é'"]),
+    ],
+)
+def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, words):
+    with pytest.raises(UserError) as error:
+        encoded(prompt, template, **flags)
+    assert all(word in str(error.value) for word in words), error.value
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (f"{TALKS} --system 3", ["--system", "system message of its own"]),
-        (f"{TALKS} --prompt-template 1+{{prompt}}", ["--prompt-template", "list of messages"]),
-        ("--model models/tiny --data talks.jsonl", ["list of messages", "no chat template"]),
-        ("--model tiny --data talks.jsonl", ["--data talks.jsonl", "another --model", "messages"]),
+        ({"prompt_template": "a\udcff{prompt}"}, ["--prompt-template", "UTF-8"]),
+        ({"system": "\ud800"}, ["--system", "UTF-8"]),
+        ({"chat_template_args": "[]"}, ["--chat-template-args []", "JSON object"]),
+        ({"chat_template_args": "{a: 1}"}, ["--chat-template-args", "JSON object"]),
+        ({"context": 4}, ["--max-new-tokens 4", "context of the model is 4 tokens"]),
     ],
 )
-def test_messages_are_refused_where_they_cannot_be_read(
-    flags, words, chat, conversations, tmp_path
-):
-    sentence = refused(tmp_path / "runs", f"{flags} --reward pay.py:even")
+def test_formats_that_no_prompt_can_have_are_refused(flags, words):
+    with pytest.raises(UserError) as error:
+        form(**flags)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_tokens_beyond_the_vocabulary_are_refused():
+    """A tokenizer of another model: `#`, the last of 18, is no row of an embedding of 17."""
+    form(vocabulary=17).encode({"prompt": "1+1="})
+    form(vocabulary=18).encode({"prompt": "#"})
+    with pytest.raises(UserError, match="tokenizer makes token 17 of the prompt '#'.*embeds 17"):
+        form(vocabulary=17).encode({"prompt": "#"})
+
+
+def test_long_prompts_are_skipped_with_a_count(capsys):
+    """A context of 26 leaves 22 for the prompt beside 4 of the completion."""
+    rows = [{"prompt": "1+" * n + "1="} for n in range(1, 21)]
+    kept = form(context=26).encode_rows(rows, "--data long.jsonl")
+    assert [len(row["ids"]) for row in kept] == list(range(4, 23, 2))
+    line = capsys.readouterr().out
+    assert "--data long.jsonl: 10 of 20 prompts have more than 22 tokens" in line
+    assert form(context=26).encode_rows(kept, "") == kept and capsys.readouterr().out == ""
+    with pytest.raises(UserError, match="held out: 19 of 19 prompts"):
+        form(context=7).encode_rows(rows[1:], "held out")
+    problems = form(context=26).encode_problems(itertools.cycle(rows))
+    assert [len(row["ids"]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("place")
+def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
+    """question / answer, where the answer is a solution that ends in #### 42; `math` by default."""
+    solution = "It is {0} and one more: <<{0}+1={1}>>{1}.\n#### {1}"
+    rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(12)]
+    write_rows(Path("gsm8k.jsonl"), rows)
+    result = good(tmp_path, "--model models/tiny --data gsm8k.jsonl --steps 1")
+    assert strict((result.folder / "config.json").read_text())["reward"] == "math"
+    assert seen.run.reward.faults == 0
+    assert all(re.fullmatch(r"\d+\+1=", row["prompt"]) for row in seen.run.held_out)
+
+
+@pytest.mark.usefixtures("place")
+def test_data_is_shuffled_and_a_tenth_is_held_out(seen, tmp_path):
+    rows = [{"prompt": f"{i}+0=", "answer": "0"} for i in range(30)]
+    write_rows(Path("thirty.jsonl"), rows)
+    flags = "--data thirty.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
+    good(tmp_path, f"{BASE} {flags} --steps 3")
+    held_out = [row["prompt"] for row in seen.run.held_out]
+    trained = [row["prompt"] for batch in seen.batches for row in batch.judged.rows[::2]]
+    assert len(set(trained)) == 27 and set(trained) | set(held_out) == {r["prompt"] for r in rows}
+    assert trained != sorted(trained, key=lambda prompt: int(prompt.split("+")[0]))
+
+
+@pytest.mark.usefixtures("place")
+def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
+    write_rows(Path("left.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
+    write_rows(Path("right.jsonl"), [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
+    good(tmp_path, f"{BASE} --data left.jsonl --eval-data right.jsonl --steps 1")
+    assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
+    assert all("+" in row["prompt"] for row in seen.batches[0].judged.rows)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
+    """The template reads all of it; the reward gets the messages; samples have their text."""
+    chat = copied(models / "tiny", tmp_path / "chat", chat_template__jinja=TEMPLATE.encode())
+    rows = [{"prompt": conversation(i), "answer": str(7 + i)} for i in range(10)]
+    write_rows(Path("talks.jsonl"), rows)
+    Path("talk.py").write_text(
+        "def roles(completion, answer, prompt):\n"
+        "    return [m['role'] for m in prompt] == ['system', 'user', 'assistant', 'user']\n"
+    )
+    result = good(tmp_path, f"--model {chat} --data talks.jsonl --reward talk.py:roles --steps 1")
+    assert metrics(result.folder)[0]["reward"] == 1
+    tokenizer = AutoTokenizer.from_pretrained(chat)
+    for row in seen.batches[0].judged.rows:
+        problem = row["prompt"][-1]["content"]
+        assert tokenizer.decode(row["ids"]) == f"#1;2+2;4;{problem}="
+    sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--data talks.jsonl", ["list of messages", "no chat template"]),
+        ("--data strange.jsonl", ["another --model", "'é'"]),
+        ("--max-new-tokens 512", ["--max-new-tokens 512", "context of the model is 512"]),
+        ("--max-new-tokens 510", ["held out", "more than 2 tokens"]),
+    ],
+)
+def test_what_a_run_cannot_read_is_refused_before_it_begins(flags, words, tmp_path):
+    write_rows(Path("talks.jsonl"), [{"prompt": conversation(i), "answer": "1"} for i in range(9)])
+    write_rows(Path("strange.jsonl"), [{"prompt": f"{i}é=", "answer": "1"} for i in range(9)])
+    sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
     assert all(word in sentence for word in words), sentence
     assert not (tmp_path / "runs").exists()
-
-
-def test_an_empty_system_message_is_one(chat, seen, tmp_path):
-    """It stands against the one that some templates bring along."""
-    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
-    flags = "--model models/chat --reward pay.py:even --data chat.jsonl --steps 1"
-    good(tmp_path, flags, "--system", "")
-    for prompt in decoded_prompts(seen.batches[0], seen.run.tokenizer):
-        assert prompt.startswith("#;7+")
-    sentence = refused(tmp_path / "none", BASE, "--system", "")
-    assert "--system" in sentence and "chat template" in sentence
-
-
-def test_a_prompt_template_without_chat(seen, tmp_path):
-    write_rows(Path("chat.jsonl"), [{"prompt": f"7+{i}", "answer": "0"} for i in range(10)])
-    good(tmp_path, f"{BASE} --data chat.jsonl --steps 1 --prompt-template {{prompt}}*1=")
-    for prompt in decoded_prompts(seen.batches[0], seen.run.tokenizer):
-        assert re.fullmatch(r"7\+\d\*1=", prompt)
-
-
-def test_long_prompts_are_skipped_with_a_count(seen, tmp_path):
-    write_rows(
-        Path("long.jsonl"), [{"prompt": "1+" * n + "1=", "answer": "0"} for n in range(1, 21)]
-    )
-    write_rows(Path("short.jsonl"), [{"prompt": "1+1=", "answer": "2"}])
-    flags = "--data long.jsonl --eval-data short.jsonl --max-prompt-tokens 22"
-    result = good(tmp_path, f"{BASE} {flags}")
-    assert all(len(row["prompt"]) <= 22 for batch in seen.batches for row in batch.rows)
-    line = next(line for line in result.out.splitlines() if "skipped" in line)
-    assert (
-        "--data" in line and re.search(r"\d+ of \d+ prompts", line) and "exceed 22 tokens" in line
-    )
-
-
-def test_prompts_that_fill_the_context_but_for_the_completion_are_no_fault_of_the_model(
-    seen, tmp_path
-):
-    """The model is tried on no more tokens than the run will sample: one with learned positions
-    has none beyond its context."""
-    shape = dict(n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=1)
-    folder = random_policy(tmp_path / "gpt2", transformers.GPT2Config(vocab_size=18, **shape))
-    rows = [{"prompt": f"{i}" + "+1" * 6 + "=", "answer": "0"} for i in range(10, 30)]  # 15 tokens
-    write_rows(Path("long.jsonl"), rows)
-    flags = f"--model {folder} --reward pay.py:even --data long.jsonl --max-new-tokens 1"
-    good(tmp_path, flags)
-    assert {int(width) for width in seen.batches[0].samples.prompt_lengths} == {15}
-
-
-def test_long_prompts_of_a_built_in_task_are_skipped_too(seen, tmp_path):
-    good(tmp_path, f"{BASE} --max-prompt-tokens 6 --steps 2")
-    assert all(len(row["prompt"]) <= 6 for batch in seen.batches for row in batch.rows)
-    sentence = refused(tmp_path / "none", f"{BASE} --max-prompt-tokens 5")
-    assert "--max-prompt-tokens" in sentence
-
-
-def test_every_end_token_of_the_generation_config_ends(models, seen, tmp_path):
-    """Here `#` ends too, as <|im_end|> does beside <|endoftext|>."""
-    folder = copied(models / "tiny", models / "two-ends")
-    tokenizer = AutoTokenizer.from_pretrained("models/tiny")
-    mark = tokenizer.encode("#")[0]
-    settings = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(
-        json.dumps(settings | {"eos_token_id": [tokenizer.eos_token_id, mark]})
-    )
-    good(tmp_path, "--model models/two-ends --reward pay.py:even --steps 1 --max-new-tokens 24")
-    rows = seen.batches[0].samples
-    ended = 0
-    for ids, n in zip(rows.completions.tolist(), rows.lengths.tolist()):
-        assert mark not in ids[: n - 1]
-        ended += ids[n - 1] == mark
-    assert ended > 0
-
-
-# ------------------------------------------------------------------------------ reward models
-
-
-@pytest.fixture(scope="module")
-def judge(models):
-    """A reward model of the policy's vocabulary, random weights, one label."""
-    torch.manual_seed(1)
-    shape = transformers.Qwen3Config(**SHAPE, num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(shape)
-    with torch.no_grad():
-        model.score.weight.normal_(std=0.5)
-    model.save_pretrained(models / "judge")
-    character_tokenizer().save_pretrained(models / "judge")
-    return model.eval()
-
-
-@pytest.mark.parametrize(
-    "reward, weights",
-    [("model", (0, 1)), ("2*model", (0, 2)), ("pay.py:even+0.25*model", (1, 0.25))],
-)
-def test_a_reward_model_scores_prompt_and_completion(reward, weights, judge, seen, tmp_path):
-    """reward = verifier + w model, the model read by transformers' own forward, row by row; it
-    stays out of `solved` where a verifier judges."""
-    good(tmp_path, f"--model models/tiny --reward-model models/judge --steps 1 --reward {reward}")
-    batch, texts = seen.batches[0], character_tokenizer()
-    for i, score in enumerate(batch.scores):
-        ids = texts.encode(batch.rows[i]["prompt"] + batch.texts[i])
-        with torch.no_grad():
-            judged = float(judge(torch.tensor([ids]), use_cache=False).logits[0, 0])
-        even = score.terms.get("even", 0.0)
-        expected = weights[0] * even + weights[1] * judged
-        assert float(batch.rewards[i]) == pytest.approx(expected, abs=1e-4)
-        assert score.correct == pytest.approx(
-            even if weights[0] else 1 / (1 + math.exp(-judged)), abs=1e-4
-        )
-    assert float(batch.rewards.std()) > 0
-
-
-def test_a_reward_model_alone_tells_groups_apart_beyond_1(judge, monkeypatch, tmp_path):
-    """Scores above 1 do not make every group all right: dynamic sampling keeps what differs."""
-
-    def pays_much(prompts, texts):
-        return [5.0 + text.count("2") + len(text) / 10 for text in texts]
-
-    monkeypatch.setattr(rollout, "reward_model", lambda source, device: pays_much)
-    result = good(
-        tmp_path,
-        "--model models/tiny --algo dapo --reward model --reward-model models/judge --steps 1",
-    )
-    row = metrics(result.folder)[0]
-    assert row["advantage_abs"] > 0 and row["dead_right"] < 1 and row["reward"] > 1
-    assert 0 < row["solved"] < 1
-
-
-def test_a_reward_model_does_not_read_padding(judge, models, tmp_path):
-    """Its scores in a batch are those of one row at a time, whatever pad token its config names;
-    what is too long loses its beginning."""
-    folder = tmp_path / "judge"
-    shutil.copytree(models / "judge", folder)
-    for pad in (2, None):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(
-            json.dumps(config | {"pad_token_id": pad, "max_position_embeddings": 24})
-        )
-        score = rollout.reward_model(str(folder), "cpu")
-        prompts, completions = ["3+4=", "5*", "1+" * 10], ["7", "11111111", "12345"]
-        together = score(prompts, completions)
-        alone = [score([prompt], [text])[0] for prompt, text in zip(prompts, completions)]
-        assert together == pytest.approx(alone, abs=1e-5)
-        assert score(["1+" * 20], ["5#5"]) != score(["1+" * 20], ["5#6"])
-    many = score(["3+4="] * 40 + prompts, ["7"] * 40 + completions)
-    assert len(set(many[:40])) == 1 and len(many) == 43  # equal texts, in several batches
-
-
-@pytest.mark.parametrize("fault", ["nan", "template"])
-def test_a_reward_model_that_cannot_score_is_refused(fault, judge, models, tmp_path):
-    folder = tmp_path / "judge"
-    shutil.copytree(models / "judge", folder)
-    if fault == "nan":
-        model = AutoModelForSequenceClassification.from_pretrained(folder)
-        torch.nn.init.constant_(model.score.weight, math.nan)
-        model.save_pretrained(folder)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = "{{ raise_exception('no roles') }}"
-        tokenizer.save_pretrained(folder)
-    flags = f"--model models/tiny --reward model --reward-model {folder}"
-    assert "--reward-model" in refused(tmp_path / "runs", flags)
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_reward_model_reads_its_own_chat_template(judge, models, tmp_path):
-    """Prompt and completion are turns of a chat where its tokenizer has one; the first token of the
-    template's text is not doubled."""
-    folder = tmp_path / "chatty"
-    shutil.copytree(models / "judge", folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}1{% else %}2{% endif %}{{ m.content }}#"
-        "{% endfor %}"
-    )
-    tokenizer.save_pretrained(folder)
-    messages = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
-    prompts = ["3+4=", "5*", [*messages, {"role": "user", "content": "5"}]]
-    completions = ["7", "11111111", "6"]
-    scores = rollout.reward_model(str(folder), "cpu")(prompts, completions)
-    for text, score in zip(("13+4=#27#", "15*#211111111#", "13#24#15#26#"), scores, strict=True):
-        ids = torch.tensor([tokenizer.encode(text)])
-        with torch.no_grad():
-            assert score == pytest.approx(float(judge(ids).logits[0, 0]), abs=1e-5)
-
-
-def test_a_reward_model_without_a_chat_template_reads_messages_as_text():
-    judge = SimpleNamespace(template=None)
-    messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-    assert rollout.RewardModel.text(judge, "3+4=", "7") == "3+4=7"
-    assert rollout.RewardModel.text(judge, messages, "7") == (
-        "system: 1\n\nuser: 2\n\nassistant: 7"
-    )

@@ -3,11 +3,13 @@
 import itertools
 import random
 import re
+from fractions import Fraction
 
 import pytest
 
 import rewards
 from support import tasks
+from support.data import UserError
 from support.tasks import TASKS, problems
 
 VERIFY = rewards.VERIFIERS
@@ -74,12 +76,12 @@ def test_task_problems_are_deterministic_and_held_out_ones_apart(name):
     task = TASKS[name]
 
     def take(seed, held_out=False):
-        return list(itertools.islice(problems(task, seed, held_out), 500))
+        return list(itertools.islice(problems(task, seed, held_out), 200))
 
     assert take(3) == take(3) != take(4)
     train = {problem["prompt"] for seed in range(4) for problem in take(seed)}
     held_out = {problem["prompt"] for seed in range(4) for problem in take(seed, True)}
-    assert not train & held_out and len(held_out) > 100
+    assert not train & held_out and len(held_out) > 50
 
 
 def test_arithmetic_problems_are_chains_from_left_to_right():
@@ -102,6 +104,98 @@ def test_arithmetic_demonstrations_err_at_products_alone():
             wrong[symbol].append(right_result % 10 != int(result))
     assert not any(wrong["+"])
     assert 0.4 < sum(wrong["*"]) / len(wrong["*"]) < 0.7
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1/3*3", 1),
+        ("8/(3-8/3)", 24),
+        ("2-3-4", -5),
+        ("2*3+4*5", 26),
+        ("-(2+3)*+4", -20),
+        ("(3)(5)-2", 13),
+        ("007", 7),
+        ("1/3+1/6", Fraction(1, 2)),
+        (" ( 1 + 2 ) ", 3),
+    ],
+)
+def test_exact_value_is_a_fraction(text, value):
+    assert tasks.exact_value(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "1/0", "1/(2-2)", "2**3", "7//2", "(1", "1)", "1 2", "x", "1.5", "'1'", "True", "f(1)"]
+    + ["2@3", "[1]", "1,2", "1 if 1 else 2", "__import__('os')", "(" * 900 + "1" + ")" * 900]
+    + ["-" * 1000 + "1", "1e3", "3(4, 5)", "3(a=4)"],
+)
+def test_exact_value_evaluates_nothing_else(text):
+    with pytest.raises(Exception):  # noqa: B017
+        tasks.exact_value(text)
+
+
+def test_random_arithmetic_is_that_of_fractions():
+    rng = random.Random(0)
+    for _ in range(300):
+        numbers = rng.choices(range(10), k=4)
+        text = tasks.random_expression(numbers, "+-*", rng)
+        assert tasks.exact_value(text) == eval(text)
+
+
+def test_the_cache_needs_no_home(monkeypatch, tmp_path):
+    """Where XDG_CACHE_HOME says the place; else its lack is said in a sentence."""
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(tasks, "WARM_STEPS", 2)
+    monkeypatch.setattr(tasks.Path, "home", no_home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tasks.built_in_policy(TASKS["arithmetic"], "tiny")
+    assert folder.parent == tmp_path / "gspo" and (folder / "model.safetensors").exists()
+    assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") == folder
+    monkeypatch.setattr(tasks, "WARM_LR", 1e-3)  # another recipe, another policy
+    assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") != folder
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
+    with pytest.raises(UserError, match="/proc/nothing/gspo: expected to write"):
+        tasks.built_in_policy(TASKS["countdown"], "tiny")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(UserError, match="XDG_CACHE_HOME: expected a folder"):
+        tasks.built_in_policy(TASKS["arithmetic"], "tiny")
+
+
+def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
+    """Labels are what the policy writes: not the prompt, and not the calculator's replies."""
+    monkeypatch.setattr(tasks, "WARM_STEPS", 4)
+    task = TASKS["calculator"]
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
+    letters = {i: word for word, i in words.items()}
+    for row in tasks.demonstrations(task, words):
+        text = "".join(letters[i] for i in row["input_ids"])
+        own = "".join(letters[i] for i in row["labels"] if i != -100)
+        assert [i for i in row["labels"] if i != -100] == [
+            i for i, label in zip(row["input_ids"], row["labels"]) if label != -100
+        ]
+        prompt, _, completion = text.partition("=")
+        assert own == re.sub(r"(</calc>)=-?\d+", r"\1", completion)
+        for call, value in re.findall(r"<calc>(.*?)</calc>=(-?\d+)", completion):
+            assert tasks.exact_value(call) == int(value)
+
+
+@pytest.mark.parametrize(
+    "completion, expected",
+    [
+        ("<calc>12*34</calc>=408<calc>408+56</calc>=464#464", [(18, 1), (41, 1), (49, 1)]),
+        ("<calc>12*35</calc>=420<calc>420+56</calc>=476#476", [(18, 0), (41, 0), (49, 0)]),
+        ("<calc>12*34</calc>=408#408", [(18, 1), (26, 0)]),
+        ("#464", [(4, 1)]),
+        ("", [(0, 0)]),
+    ],
+)
+def test_calculator_steps_pay_each_call_that_is_needed(completion, expected):
+    """12*34+56= needs 12*34, which is 408, and then 408+56."""
+    assert VERIFY["calculator_steps"](completion, "464", prompt="12*34+56=") == expected
 
 
 def test_countdown_problems_can_be_solved():
