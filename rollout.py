@@ -692,10 +692,11 @@ def completion_logprobs(model, rollout: Rollout, temperature: float) -> tuple[Te
         return torch.stack([logprobs, entropy])
 
     def in_chunks(hidden, targets):
-        # checkpointed: the backward pass computes the logits of one chunk at a time again
-        pairs = zip(hidden.split(at_once), targets.split(at_once))
-        parts = [checkpoint(chunk, *pair, use_reentrant=False) for pair in pairs]
-        return torch.cat(parts, dim=1)
+        *parts, last = zip(hidden.split(at_once), targets.split(at_once))
+        # checkpointed: the backward pass computes the logits of one chunk at a time again. It
+        # begins with the last one, whose logits may as well stay
+        found = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
+        return torch.cat([*found, chunk(*last)], dim=1)
 
     logprobs, entropy = score(model, rollout, in_chunks)
     return logprobs, entropy
