@@ -257,9 +257,10 @@ def test_a_scorer_that_errs_is_found(monkeypatch):
     model = tiny("gemma2")
     R.check_scorer(model, PROMPTS[:2], pad_id=0)
     logits = R.logits_of
-    monkeypatch.setattr(R, "logits_of", lambda *given: 1.01 * logits(*given))
-    with pytest.raises(UserError, match="log-probs of our scorer .* the gemma2's own forward"):
-        R.check_scorer(model, PROMPTS[:2], pad_id=0)
+    for factor in (1.01, math.nan):
+        monkeypatch.setattr(R, "logits_of", lambda *given: factor * logits(*given))  # noqa: B023
+        with pytest.raises(UserError, match="log-probs of our scorer .* the gemma2's own forward"):
+            R.check_scorer(model, PROMPTS[:2], pad_id=0)
 
 
 def test_a_bug_in_this_file_keeps_its_traceback(monkeypatch):
@@ -286,16 +287,9 @@ def test_a_context_is_that_in_which_a_text_means_the_same():
     assert context(max_position_embeddings=128, rope_parameters=dict(full=long, local=yarn)) == 64
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(max_new_tokens=120), "129 tokens, prompt and completion: a qwen3 has room for 128"),
-        (dict(prompts=[[5], [6, 40]]), "token 40 of a prompt: a qwen3 embeds 40 tokens"),
-    ],
-)
-def test_what_does_not_fit_the_model_is_refused(change, words):
-    with pytest.raises(UserError, match=words):
-        sampled(tiny(), **change)
+def test_a_text_beyond_the_context_is_refused():
+    with pytest.raises(UserError, match="129 tokens, prompt and completion: this qwen3 reads 128"):
+        sampled(tiny(), max_new_tokens=120)
 
 
 def test_without_hybrids_a_state_space_is_refused_in_a_sentence(monkeypatch):
@@ -987,24 +981,24 @@ def test_the_command_prints_completions_with_their_rewards(folder, capsys, monke
         ("--samples 0", "--samples 0: expected at least 1"),
         ("--temperature -1", "--temperature -1.0: expected at least 0"),
         ("--temperature nan", "--temperature nan"),
-        ("--prompt " + 130 * "1", "--prompt: 130 tokens; the model's context is 128"),
+        ("--prompt " + 130 * "1", "138 tokens, prompt and completion: this qwen3 reads 128"),
         ("--prompt-template \udc80", "--prompt-template"),
         ("--prompt \udc80", "--prompt"),
-        ("--system Hi", "--system: the model has no chat template"),
+        ("--system Hi", "the model has no chat template"),
         ("--answer 3 --reward maths", "--reward maths"),
-        ("--answer=", "--answer : expected one for --reward math"),
+        ("--answer=", "cannot be used by math"),
         ("--max-new-token 8", "--max-new-token: there is no such flag"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_and_status_2(flags, words, folder, capsys):
-    default = ["--model", folder, "--prompt", "1+2="]
+    default = ["--model", folder, "--prompt", "1+2=", "--max-new-tokens", "8"]
     assert words in one_sentence(capsys, *default, *flags.split())
 
 
 def test_a_verifier_that_fails_is_one_sentence(folder, capsys, tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text("def bad(completion, answer):\n    return 1 if completion == '' else 1 / 0\n")
-    default = ["--model", folder, "--prompt", "1+2=", "--answer", "3"]
+    default = ["--model", folder, "--prompt", "1+2=", "--answer", "3", "--max-new-tokens", "8"]
     error = one_sentence(capsys, *default, "--reward", f"{mine}:bad")
     assert f"{mine}:bad" in error and "ZeroDivisionError" in error
 
@@ -1089,7 +1083,8 @@ def test_ends_are_the_tokenizers_and_the_generation_configs(folder):
 
 @pytest.mark.slow
 def test_the_command_runs_as_a_program_and_draws_no_bar_into_a_pipe(folder):
-    command = [sys.executable, str(ROOT / "rollout.py"), "--model", str(folder), "--prompt", "1+2="]
+    flags = ["--model", str(folder), "--prompt", "1+2=", "--max-new-tokens", "8"]
+    command = [sys.executable, str(ROOT / "rollout.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
 
