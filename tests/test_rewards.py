@@ -84,30 +84,15 @@ EXTRACTED = [
     ("x" * 500_000 + "\\boxed{6}" + "x" * 500_000, "6"),  # no tail window
     ("<answer>6</answer>" + "x" * 500_000, "6"),
 ]
-NOT_EXTRACTED = [
-    "",
-    "6",
-    "the answer is 6",
-    "<think>\\boxed{6}",
-    "<think>\\boxed{6}</think>",
-    "\\boxed{6}</think>",
-    "<think>#### 6</think>done",
-    "<think>a</think><think>\\boxed{6}",
-    "<answer>6",
-    "<answer>5</answer> <answer>6",
-    "\\boxed{6",
-    "\\boxed 6",
-    "\\boxed{}",
-    "<answer></answer>",
-    "<answer> </answer>\\boxed{6}",
-    "####",
-    "####\n6",
-    "</answer>6<answer>",
-    "\\fbox{6}",
-    "\\boxed{5}\\boxed{6}</think>",
-    "<answer>6</answer></think>",
-    "<answer>\\boxed{6</answer>"[:20],
-]
+NOT_EXTRACTED = cells(
+    r"""
+        6 | the answer is 6 | <think>\boxed{6} | <think>\boxed{6}</think> | \boxed{6}</think>
+        <think>#### 6</think>done | <think>a</think><think>\boxed{6} | <answer>6
+        <answer>5</answer> <answer>6 | \boxed{6 | \boxed 6 | \boxed{} | <answer></answer>
+        <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6}
+        \boxed{5}\boxed{6}</think> | <answer>6</answer></think>
+    """
+) + ["", "####\n6", "<answer>\\boxed{6</answer>"[:20]]
 
 
 @pytest.mark.parametrize("completion, answer", EXTRACTED)
@@ -228,28 +213,13 @@ COUNTDOWN = {"numbers": [3, 5, 2], "target": 13}
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "3*5-2",
-        "5*3-2",
-        "(3*5)-2",
-        "-2+3*5",
-        "3 * 5 - 2",
-        "3×5−2",
-        "3\\times5-2",
-        "3\\cdot 5 - 2",
-        "3*5-2=13",
-        "3*5-2 = 13",
-        "13=3*5-2",
-        "13 = 3*5-2",
-        "3*5-2.",
-        "3*5-2 = 13.",
-        "((3*5))-2",
-        "$3*5-2$",
-        "(3)(5)-2",
-        "+3*5-2",
-        "5*3+-2",
-        "03*5-2",
-    ],
+    cells(
+        r"""
+        3*5-2 | 5*3-2 | (3*5)-2 | -2+3*5 | 3 * 5 - 2 | 3×5−2 | 3\times5-2 | 3\cdot 5 - 2
+        3*5-2=13 | 3*5-2 = 13 | 13=3*5-2 | 13 = 3*5-2 | 3*5-2. | 3*5-2 = 13. | ((3*5))-2 | $3*5-2$
+        (3)(5)-2 | +3*5-2 | 5*3+-2 | 03*5-2
+    """
+    ),
 )
 @pytest.mark.parametrize(
     "wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"]
@@ -260,56 +230,17 @@ def test_countdown_pays_a_solution(text, wrap):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "13",
-        "3*5",
-        "3*5-2+0",
-        "3*5-2-2+2",
-        "5+5+3",
-        "35-2*11",
-        "3*5-1-1",
-        "3*5+2",
-        "3**5-2",
-        "3^5-2",
-        "3//5*2",
-        "15-2",
-        "3*5-2=14",
-        "13=13=3*5-2",
-        "13=3*5-2=13",
-        "14=3*5-2",
-        "13=",
-        "3*5-2..",
-        "13=13",
-        "3*5-2 or 3+5+2",
-        "3*5-2;3",
-        "3*5-2,13",
-        "int('3')*5-2",
-        "3*5-2!",
-        "3 5 2",
-        "3*5-2\n13",
-        "３*5-2",
-        "3*٥-2",
-        "3*5-(2",
-        "3*5-2)",
-        "3.0*5-2",
-        "3e0*5-2",
-        "3*5-2%1",
-        "3*5-\\frac{2}{1}",
-        "abs(3)*5-2",
-        "3*5-2#",
-        "9**9**9",
-        "9**9**9**9",
-        "98**97**96",
-        "3*5-x",
-        "<think>3*5-2</think>",
-        "<think>3*5-2",
-        "the solution is 3*5-2",
-        "(" * 5000 + "3*5-2" + ")" * 5000,
-        "3*5-2" + "+0" * 5000,
-        "3 *5 -2 13",
-        "1" * 1_000_000,
-    ],
+    cells(
+        r"""
+        13 | 3*5 | 3*5-2+0 | 3*5-2-2+2 | 5+5+3 | 35-2*11 | 3*5-1-1 | 3*5+2 | 3**5-2 | 3^5-2
+        3//5*2 | 15-2 | 3*5-2=14 | 13=13=3*5-2 | 13=3*5-2=13 | 14=3*5-2 | 13= | 3*5-2.. | 13=13
+        3*5-2 or 3+5+2 | 3*5-2;3 | 3*5-2,13 | int('3')*5-2 | 3*5-2! | 3 5 2 | ３*5-2 | 3*٥-2
+        3*5-(2 | 3*5-2) | 3.0*5-2 | 3e0*5-2 | 3*5-2%1 | 3*5-\frac{2}{1} | abs(3)*5-2 | 3*5-2#
+        9**9**9 | 9**9**9**9 | 98**97**96 | 3*5-x | <think>3*5-2</think> | <think>3*5-2
+        the solution is 3*5-2 | 3 *5 -2 13
+    """
+    )
+    + ["", "3*5-2\n13", "(" * 5000 + "3*5-2" + ")" * 5000, "3*5-2" + "+0" * 5000, "1" * 1_000_000],
 )
 def test_countdown_does_not_pay(text):
     assert VERIFY["countdown"](text, COUNTDOWN) == 0.0
@@ -365,37 +296,15 @@ def test_countdown_refuses_malformed_problems(answer):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "B",
-        "b",
-        "(B)",
-        "B.",
-        "B)",
-        "**B**",
-        "\\boxed{B}",
-        "\\boxed{\\text{B}}",
-        "\\boxed{\\textbf{(B)}}",
-        "<answer>B</answer>",
-        "<answer>(B) Paris</answer>",
-        "B. Paris",
-        "B: the capital",
-        "Answer: B",
-        "The answer is B.",
-        "The correct option is (B).",
-        "the final answer is B",
-        "<think>A</think>B",
-        "#### B",
-        "B. A dog",
-        "B. I think so",
-        "B. Vitamin B",
-        "b) Vitamin B",
-        "B - Paris",
-        "--- B ---",
-        "B – Paris",
-        "(B) - a dog",
-        "B. f(a) is 2",
-        "option B",
-    ],
+    cells(
+        r"""
+        B | b | (B) | B. | B) | **B** | \boxed{B} | \boxed{\text{B}} | \boxed{\textbf{(B)}}
+        <answer>B</answer> | <answer>(B) Paris</answer> | B. Paris | B: the capital | Answer: B
+        The answer is B. | The correct option is (B). | the final answer is B | <think>A</think>B
+        #### B | B. A dog | B. I think so | B. Vitamin B | b) Vitamin B | B - Paris | --- B ---
+        B – Paris | (B) - a dog | B. f(a) is 2 | option B
+    """
+    ),
 )
 def test_choice_pays(text):
     assert VERIFY["choice"](text, "B") == 1.0
@@ -403,46 +312,16 @@ def test_choice_pays(text):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "A",
-        "C",
-        "A or B",
-        "B or A",
-        "A, B",
-        "B, A",
-        "B and C",
-        "A B C D",
-        "(A)(B)",
-        "B. or A.",
-        "B) C) D)",
-        "AB",
-        "BB",
-        "Berlin",
-        "a big dog",
-        "not B",
-        "I think B is wrong",
-        "<think>B</think>A",
-        "<think>B",
-        "<answer>B",
-        "Б",
-        "1",
-        "B" * 1000,
-        "the answer",
-        "\\boxed{A} B",
-        "B? A?",
-        "B. Or rather C",
-        "B. C is the answer",
-        "B. A is the answer",
-        "B. No: C is correct",
-        "B. On reflection C is right",
-        "B) 1\n(c) 2",
-        "B) 1 c) 2",
-        "B - C",
-        "B - no, C is right",
-        "A - B",
-        "B-52",
-    ],
+    cells(
+        r"""
+        A | C | A or B | B or A | A, B | B, A | B and C | A B C D | (A)(B) | B. or A. | B) C) D)
+        AB | BB | Berlin | a big dog | not B | I think B is wrong | <think>B</think>A | <think>B
+        <answer>B | Б | 1 | the answer | \boxed{A} B | B? A? | B. Or rather C | B. C is the answer
+        B. A is the answer | B. No: C is correct | B. On reflection C is right | B) 1 c) 2 | B - C
+        B - no, C is right | A - B | B-52
+    """
+    )
+    + ["", "B" * 1000, "B) 1\n(c) 2"],
 )
 def test_choice_does_not_pay(text):
     assert VERIFY["choice"](text, "B") == 0.0
@@ -537,32 +416,25 @@ def test_format_pays(completion):
 
 @pytest.mark.parametrize(
     "completion",
-    [
+    cells(
+        r"""
+        a | <answer>b</answer> | <think>a</think> | <think>a</think>b | <think>a<answer>b</answer>
+        <think>a</think><answer>b | <think></think><answer>b</answer>
+        <think>a</think><answer> </answer> | x<think>a</think><answer>b</answer>
+        <think>a</think>x<answer>b</answer> | <think>a</think><answer>b</answer>x
+        <think>a</think><answer>b</answer><answer>c</answer>
+        <think>a</think></think><answer>b</answer> | <think><think>a</think><answer>b</answer>
+        <think>a</think><answer><think></answer> | <answer>b</answer><think>a</think>
+        </think><answer>b</answer> | <THINK>a</THINK><ANSWER>b</ANSWER>
+        <think>ㅤ</think><answer>b</answer> | <think>⠀</think><answer>b</answer>
+        <think>́️</think><answer>b</answer>
+    """
+    )
+    + [
         "",
-        "a",
-        "<answer>b</answer>",
-        "<think>a</think>",
-        "<think>a</think>b",
-        "<think>a<answer>b</answer>",
-        "<think>a</think><answer>b",
-        "<think></think><answer>b</answer>",
-        "<think>a</think><answer> </answer>",
-        "x<think>a</think><answer>b</answer>",
-        "<think>a</think>x<answer>b</answer>",
-        "<think>a</think><answer>b</answer>x",
-        "<think>a</think><answer>b</answer><answer>c</answer>",
-        "<think>a</think></think><answer>b</answer>",
-        "<think><think>a</think><answer>b</answer>",
-        "<think>a</think><answer><think></answer>",
-        "<answer>b</answer><think>a</think>",
-        "</think><answer>b</answer>",
-        "<THINK>a</THINK><ANSWER>b</ANSWER>",
         "<think>\u200b</think><answer>\u200b</answer>",
         "<think>a</think><answer>\u200b\u2060</answer>",
         "<think>\ufeff</think><answer>b</answer>",
-        "<think>\u3164</think><answer>b</answer>",  # a letter that shows nothing
-        "<think>\u2800</think><answer>b</answer>",  # a symbol that does the same
-        "<think>\u0301\ufe0f</think><answer>b</answer>",  # marks, and nothing to stand on
         "<think>\0</think><answer>b</answer>",
     ],
 )
@@ -600,161 +472,83 @@ def test_arithmetic_takes_a_number_as_answer():
 
 
 def hostile():
-    rng = random.Random(0)
+    """Name -> text: what is long, deep or strange. (`same_answer` has its own in test_answers.)"""
+    many = {
+        "nul": "\0",
+        "digits": "1",
+        "open boxes": "\\boxed{",
+        "boxes of braces": "\\boxed{" + "{" * 2000,
+        "closed braces": "\\boxed{" + "{}" * 200,
+        "open tags": "<answer>",
+        "open thoughts": "<think>",
+        "closed tags": "</answer>",
+        "both tags": "<answer></answer>",
+        "thinking": "<think></think>",
+        "hashes": "#",
+        "hash lines": "####\n",
+        "steps": "7+5=2;",
+        "calls": "<calc>1*2</calc>",
+        "backticks": "`",
+        "tildes": "~",
+        "fences": "```\n",
+        "tags in sentences": "```a",
+        "python blocks": "```python\nx = 1\n```\n",
+        "spaces": " ",
+        "lines": "\n",
+        "words": "a ",
+        "text": "the cat, ",
+        "backslashes": "\\",
+        "surrogates": "\ud800",
+        "unicode": "é∑漢😀",
+        "combining": "e\u0301",
+        "digits of other scripts": "٣",
+        "json": "[",
+        "stars": "*",
+        "numbers": "5 ",
+        "signs": "5 - ",
+        "powers": "2^",
+        "questions": "5? ",
+        "question marks": "?",
+        "denials": "not ",
+        "verbs": "is ",
+        "brackets": "B) ",
+        "dollars": "$5",
+        "equals": "x=",
+    }
+    yield from {name: piece * (500_000 // len(piece)) for name, piece in many.items()}.items()
     yield from {
         "empty": "",
-        "nul": "\0" * 1_000_000,
-        "digits": "1" * 1_000_000,
         "boxed digits": boxed("1" * 999_000),
         "tag digits": "<answer>" + "9" * 1_000_000 + "</answer>",
-        "open boxes": "\\boxed{" * 140_000,
-        "open boxes and braces": "\\boxed{" + "{" * 999_000,
-        "boxes of braces": ("\\boxed{" + "{" * 2000) * 490,
-        "closed braces": "\\boxed{" + "{}" * 490_000,
         "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
-        "open tags": "<answer>" * 120_000,
-        "200000 unclosed tags": "<think>" * 200_000,
-        "closed tags": "</answer>" * 110_000,
-        "both tags": "<answer></answer>" * 58_000,
-        "thinking": "<think></think>" * 66_000,
-        "hashes": "#" * 1_000_000,
-        "hash lines": "####\n" * 200_000,
-        "steps": "7+5=2;" * 160_000,
-        "semicolons": ";" * 1_000_000,
-        "backticks": "`" * 1_000_000,
-        "fences": "```\n" * 250_000,
-        "spaces": " " * 1_000_000,
-        "lines": "\n" * 1_000_000,
-        "words": "a " * 500_000,
-        "text": "the cat, " * 110_000,
-        "backslashes": "\\" * 1_000_000,
-        "surrogates": "\ud800" * 300_000,
-        "unicode": "é∑漢😀" * 120_000,
-        "combining": "e\u0301" * 300_000,
-        "digits of other scripts": "٣" * 500_000,
-        "power": boxed("9^" * 400 + "9"),
         "tower": boxed("9**9**9**9"),
-        "power tower": boxed("((((9^9)^9)^9)^9)^9"),
-        "big power": boxed("(" + "9" * 290 + ")^{999}"),
-        "factorial": boxed("((169!)!)!"),
-        "many factorials": boxed("169!*" * 190 + "1"),
-        "exponents": boxed("1e999*" * 150 + "1"),
-        "letters": boxed("x" * 999),
-        "letter sums": boxed("+".join(["1/x", "1/y"] * 120)),
-        "fraction sums": boxed("+".join(f"1/{n}" for n in range(7919, 8080))),
-        "roots": boxed("\\sqrt{" * 140 + "2" + "}" * 140),
-        "list": boxed("1," * 499 + "1"),
-        "set": boxed("\\{" + "x," * 490 + "1\\}"),
-        "nested lists": boxed("[" * 400 + "1" + "]" * 400),
         "nested parens": boxed("(" * 490 + "1" + ")" * 490),
-        "open parens": boxed("(" * 990),
-        "minus": boxed("-" * 990 + "1"),
-        "fracs": boxed("\\frac" * 190),
-        "commas": boxed("," * 990),
-        "equals": boxed("=" * 990),
-        "thousands": boxed("1,234" * 190),
-        "units": boxed("5 " + "cm " * 300),
-        "unit almost": boxed("5 " + "cm " * 300 + "!"),
-        "ands": boxed(" and" * 240),
-        "quotes": boxed('"' * 990),
-        "texts": boxed("\\text{" * 160),
-        "pm": boxed("\\pm" * 330),
-        "wide pm": boxed(" \\pm 1" * 160),
         "choice words": "is " * 3000 + "!",
         "choice marks": "(" * 9000 + "B" + "." * 900,
         "choice rest": "B. " + "x " * 4000 + "C",
         "choice brackets": "A" + ")" * 9900 + "B",
         "choice gaps": "A" + ") " * 4900 + "B",
-        "ties": "~" * 9900,
-        "unit ties": boxed("1" + "~" * 990 + "x"),
+        "choice questions": "B. " + "?" * 9900,
+        "choice denials": "B. " + "not " * 2400,
+        "choice verbs": "B. " + "which is " * 1000,
+        "number behind words": "minus " * 1600 + "5",
+        "number before signs": "5" + "*" * 9000,
+        "number before letters": "5" + "a" * 9000,
         "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>",
-        "json": "[" * 500_000,
-        "stars": "*" * 1_000_000,
-        "equations": boxed("x=" * 400 + "x"),
         "spaces in tags": "<answer>" + " " * 9000 + "x</answer>",
-        "mixed": boxed("3 " * 490),
-        "mixed fractions": boxed("3 1/2 " * 160),
-        "decimals": boxed("1." * 490),
-        "subscripts": boxed("x_" * 490),
-        "functions": boxed("\\sin x+" * 140 + "1"),
-        "other functions": boxed("+".join(f"\\arcsin({n}x)" for n in range(2, 50))),
-        "list of logarithms": boxed(",".join(f"\\ln({n}+x)" for n in range(2, 60))),
-        "many digits": boxed("10^{70}\\ln 2+" * 60 + "1"),
-        "tower of functions": boxed("e^" * 400 + "e"),
-        "vulgar fractions": boxed("½" * 990),
-        "percent signs": boxed("1" + "%" * 980),
-        "products of matrices": boxed("\\begin{matrix}x&1\\\\1&x\\end{matrix}" * 25),
-        "series": boxed("\\sum_{k=1}^{n}" * 60 + "k"),
-        "binomials": boxed("\\binom{x}{99}+" * 60 + "1"),
-        "powers of pi": boxed("\\pi^{299}*" * 90 + "1"),
-        "floors": boxed("⌊" * 400 + "1" + "⌋" * 400),
-        "excluded points": boxed("\\mathbb{R}\\setminus\\{" + "1," * 400 + "1\\}"),
     }.items()
-    for seed in range(60):
-        size = 10 ** rng.randint(0, 5)
-        yield (
-            f"bytes {seed}",
-            bytes(rng.randrange(256) for _ in range(min(size, 5000))).decode("latin-1")
-            * (size // 5000 + 1),
-        )
-    pieces = [
-        "\\boxed{",
-        "}",
-        "{",
-        "<answer>",
-        "</answer>",
-        "<think>",
-        "</think>",
-        "####",
-        "#",
-        "\\frac",
-        "\\sqrt",
-        "^",
-        "(",
-        ")",
-        "[",
-        "]",
-        ",",
-        "1",
-        "23",
-        ".",
-        "x",
-        "=",
-        "<",
-        "+",
-        "-",
-        "*",
-        "/",
-        "!",
-        "%",
-        "\\pm",
-        "\\\\",
-        "&",
-        "\\begin{pmatrix}",
-        "\\end{pmatrix}",
-        "\\{",
-        "\\}",
-        " ",
-        "\n",
-        "cm",
-        "\\text{",
-        "```",
-        ";",
-        "and",
-        "|",
-        "_",
-        "e",
-        "i",
-        "\\pi",
-        "\\infty",
-        "B",
-        '"',
-        "√",
-        "²",
-    ]
+    rng = random.Random(0)
+    for seed in range(20):
+        letters = bytes(rng.randrange(256) for _ in range(5000)).decode("latin-1")
+        yield f"bytes {seed}", letters * rng.randint(1, 20)
+    pieces = cells(
+        r"""
+        \boxed{ | } | { | <answer> | </answer> | <think> | </think> | #### | # | \frac | ^ | ( | ) | ,
+        1 | 23 | . | x | = | < | + | - | * | / | ! | % | ``` | ; | and | _ | B | not | is | minus | "
+        """
+    ) + ["\\\\", " ", "\n", "|"]
     for seed in range(400):
         yield f"pieces {seed}", "".join(rng.choices(pieces, k=rng.randint(1, 200)))
-        yield f"boxed pieces {seed}", boxed("".join(rng.choices(pieces[9:], k=rng.randint(1, 40))))
 
 
 HOSTILE = dict(hostile())
@@ -804,14 +598,13 @@ def test_verifier_is_total_over_answers(name):
         assert type(value) is float and 0.0 <= value <= 1.0
 
 
-@pytest.mark.parametrize(
-    "label",
-    [label for label in HOSTILE if not label.startswith(("bytes", "pieces", "boxed pieces"))],
-)
-def test_code_is_total_on_hostile_text(label):
-    start = time.monotonic()
-    assert VERIFY["code"](HOSTILE[label], ADD) == 0.0
-    assert time.monotonic() - start < 8
+def test_code_is_total_on_hostile_text_and_takes_no_time():
+    """None of these has a program that is right; hardly any has a program."""
+    gold = {"fn": "add", "cases": [[[1, 2], 3]]}
+    for label, text in itertools.islice(HOSTILE.items(), 80):
+        start = time.monotonic()
+        assert VERIFY["code"](text, gold) == 0.0, label
+        assert time.monotonic() - start < 8, label
 
 
 # ---- rewards
@@ -934,17 +727,12 @@ def test_steps_are_weighted_and_paid_and_the_last_entry_is_the_outcome(mine):
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "raise KeyError('x\\n\\x1b[31m')",
-        "return None",
-        "return 'a'",
-        "return float('nan')",
-        "return float('inf')",
-        "return [(1, float('nan'))]",
-        "return []",
-        "return [1]",
-        "return 1/0",
-    ],
+    cells(
+        r"""
+        raise KeyError('x\n\x1b[31m') | return None | return 'a' | return float('nan')
+        return float('inf') | return [(1, float('nan'))] | return [] | return [1] | return 1/0
+    """
+    ),
 )
 def test_reward_survives_a_users_faults(body, tmp_path):
     path = tmp_path / "mine.py"
