@@ -80,7 +80,7 @@ def after_thinking(completion: str) -> str:
 
 def last_box(text: str, default: str) -> str:
     """Content of the last balanced `\\boxed{}` of the last five, `default` without one."""
-    candidates = BOX.split(text)[1:]
+    candidates = re.split(r"\\boxed ?\{", text)[1:]
     for opened in reversed(candidates[-5:]):  # a few: an open one may end no earlier one
         depth = 1
         for brace in re.finditer(r"\\.|[{}]", opened[:MAX_TEXT], re.DOTALL):
@@ -91,9 +91,6 @@ def last_box(text: str, default: str) -> str:
             if depth == 0:
                 return opened[: brace.start()]
     return default
-
-
-BOX = re.compile(r"\\boxed ?\{")
 
 
 def final_answer(completion: object, marked: bool = False) -> str:
@@ -209,6 +206,7 @@ def last_number(text: str) -> str:
     word = words[-1]
     *_, said = re.split(r"(?<![!<>])=|≈|(?<=[a-zA-Z]):", word[0])  # x=5, answer:5
     number = said.lstrip(AROUND).rstrip(AROUND + ".,;:!?")
+    number = re.sub("/[a-z]{3,}\\Z", "", number)  # $5/hour
     start = word.end() - len(said.lstrip(AROUND))
     before, behind = text[:start], text[word.end() :]
 
@@ -216,7 +214,7 @@ def last_number(text: str) -> str:
         number = f"-{number}"
     elif ENDS_EXPRESSION.search(before[-40:]):
         return ""
-    if DENIAL.search(behind):
+    if DENIAL.search(behind[:100]):
         return ""
     if word[0][-1] in ".,;:!?":
         behind = ""
@@ -609,8 +607,8 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
 
     scores = reward.score([row["completion"] for row in rows], rows)
-    paid, correct = reward.verdicts(scores)
-    mean = sum(paid) / len(rows)
+    _, correct = reward.verdicts(scores)
+    mean = sum(score.reward for score in scores) / len(rows)
     print(f"reward {mean:.4f} of {len(rows)} {reward.fault}")
     if correct is None:
         return

@@ -2,6 +2,7 @@
 
 import os
 import textwrap
+import threading
 import time
 
 import pytest
@@ -481,14 +482,27 @@ def test_code_does_not_pay_attacks(off, monkeypatch):
     assert [name for name, score in zip(ATTACKS, scores) if score.reward] == []
 
 
-@pytest.mark.slow
-def test_sandbox_programs_run_side_by_side():
-    """Eight programs that sleep half a second each take about as long as the slowest."""
-    reward = rewards.parse_reward("code")
-    answer = {"fn": "f", "cases": [[[], 1]]}
-    texts = [fenced("import time\ndef f():\n    time.sleep(0.5)\n    return 1")] * 8
-    start = time.monotonic()
-    scores = reward.score(texts, [{"prompt": "", "answer": answer}] * 8)
-    assert [score.reward for score in scores] == [1.0] * 8
-    if (os.cpu_count() or 1) > 1:
-        assert time.monotonic() - start < 4 + 0.5 * 8 / 2
+@pytest.mark.parametrize("processes, at_once", [("1", 4), ("2", 2), ("8", 1), (None, 4)])
+def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypatch):
+    """Four cores: as many programs at a time, over all processes that torchrun has started."""
+    running, most, lock = 0, 0, threading.Lock()
+
+    def run_program(*arguments, **settings):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05)
+        with lock:
+            running -= 1
+        return {}, "[3, 42]"
+
+    monkeypatch.setattr(sandbox, "run_program", run_program)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(rewards, "check_leaves", lambda name: None)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    rows = [{"prompt": "", "answer": ADD}] * 12
+    scores = rewards.parse_reward("code").score([fenced(RIGHT)] * 12, rows)
+    assert [score.reward for score in scores] == [1.0] * 12 and most == at_once

@@ -190,7 +190,7 @@ NUMBERS = r"""
     5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | Answer: 5 | **5** | **5** apples
     is **5**. | $5$ | \(5\) | \[5\] | so $x = 5$. | 5 cm | 5cm | => 5 | -> 5 | → 5 | ≈ 5
     \Rightarrow 5 | 5 (five) | 5 - that is it | the result - 5 | Step 3: 5 | 5 \text{ apples}
-    the 5 red ones | 10/2 | it is 5!
+    the 5 red ones | 10/2 | it is 5! | $5/hour
 """
 
 
@@ -426,8 +426,6 @@ def test_format_pays(completion):
         <think>a</think></think><answer>b</answer> | <think><think>a</think><answer>b</answer>
         <think>a</think><answer><think></answer> | <answer>b</answer><think>a</think>
         </think><answer>b</answer> | <THINK>a</THINK><ANSWER>b</ANSWER>
-        <think>ㅤ</think><answer>b</answer> | <think>⠀</think><answer>b</answer>
-        <think>́️</think><answer>b</answer>
     """
     )
     + [
@@ -435,37 +433,14 @@ def test_format_pays(completion):
         "<think>\u200b</think><answer>\u200b</answer>",
         "<think>a</think><answer>\u200b\u2060</answer>",
         "<think>\ufeff</think><answer>b</answer>",
+        "<think>\u3164</think><answer>b</answer>",  # a letter that shows nothing
+        "<think>\u2800</think><answer>b</answer>",  # a symbol that does the same
+        "<think>\u0301\ufe0f</think><answer>b</answer>",  # marks, and nothing to stand on
         "<think>\0</think><answer>b</answer>",
     ],
 )
 def test_format_does_not_pay(completion):
     assert VERIFY["format"](completion) == 0.0
-
-
-@pytest.mark.parametrize(
-    "completion, paid",
-    [
-        ("7+5=2;2*3=6#6", 1),
-        ("#6", 1),
-        ("#5#6", 1),
-        ("6", 0),
-        ("#6 ", 0),
-        ("# 6", 0),
-        ("#", 0),
-        ("", 0),
-        ("#66", 0),
-        ("#6#", 0),
-        ("#６", 0),
-        ("6#5", 0),
-    ],
-)
-def test_arithmetic_pays_the_digit_after_the_last_mark(completion, paid):
-    assert VERIFY["arithmetic"](completion, "6") == paid
-
-
-def test_arithmetic_takes_a_number_as_answer():
-    assert rewards.VERIFIERS["arithmetic"]("7+5=2#2", 2) == 1.0
-    assert rewards.VERIFIERS["arithmetic"]("7+5=2#2", 3) == 0.0
 
 
 # ---- totality and time
@@ -543,8 +518,9 @@ def hostile():
         yield f"bytes {seed}", letters * rng.randint(1, 20)
     pieces = cells(
         r"""
-        \boxed{ | } | { | <answer> | </answer> | <think> | </think> | #### | # | \frac | ^ | ( | ) | ,
-        1 | 23 | . | x | = | < | + | - | * | / | ! | % | ``` | ; | and | _ | B | not | is | minus | "
+        \boxed{ | } | { | <answer> | </answer> | <think> | </think> | #### | # | \frac | ^ | ( | )
+        , | 1 | 23 | . | x | = | < | + | - | * | / | ! | % | ``` | ; | and | _ | B | not | is
+        minus | "
         """
     ) + ["\\\\", " ", "\n", "|"]
     for seed in range(400):
@@ -749,26 +725,28 @@ def test_reward_survives_a_users_faults(body, tmp_path):
 @pytest.mark.parametrize(
     "spec, words",
     [
-        ("mth", ["mth", "'math'"]),
-        ("", ["expected"]),
-        ("math + ", ["expected"]),
-        ("x*math", ["x"]),
-        ("0*math", ["weight"]),
-        ("nan*math", ["weight"]),
-        ("--1*math", ["--1"]),
-        ("nowhere.py:fn", ["nowhere.py"]),
-        ("math + fromat", ["fromat", "'format'"]),
-        ("math:fn", ["math"]),
+        ("mth", "rewards.py has no verifier 'mth', did you mean 'math'?"),
+        ("", "rewards.py has no verifier ''"),
+        ("math + ", "rewards.py has no verifier ''"),
+        ("x*math", "ValueError: could not convert string to float: 'x'"),
+        ("0*math", "a weight is not 0"),
+        ("nan*math", "a weight is not 0, and at most 1e+06"),
+        ("1e300*math", "a weight is not 0, and at most 1e+06"),
+        ("math+math", "a name stands there twice"),
+        ("nowhere.py:fn", "FileNotFoundError: "),
+        ("mine.py", "of which function? mine.py:FUNCTION"),
+        ("math + fromat", "rewards.py has no verifier 'fromat', did you mean 'format'?"),
+        ("math:fn", "FileNotFoundError: "),
     ],
 )
 def test_parse_reward_says_what_is_wrong(spec, words):
-    with pytest.raises(ValueError) as error:
+    """The reason first, then what is expected; our verifiers are no help for a file's function."""
+    with pytest.raises(UserError) as error:
         rewards.parse_reward(spec)
     message = str(error.value)
-    assert message.startswith("--reward") and "\n" not in message
-    assert all(word in message for word in words)
-    assert "file.py:function" in message
-    assert ("countdown" in message) == (".py:" not in spec)  # ours are no help for a file's
+    assert message.startswith(f"--reward {spec}: {words}") and "\n" not in message
+    assert "expected a sum of [weight*]file.py:function" in message
+    assert ("countdown" in message) == (".py:" not in spec)
 
 
 def test_a_verifier_is_added_by_a_decorator(monkeypatch):
@@ -899,22 +877,6 @@ def test_a_users_file_can_import_its_neighbours(tmp_path):
     assert reward.score(["x"], [ROW])[0].reward == 0.5
 
 
-@pytest.mark.parametrize(
-    "spec, first",
-    [
-        ("mth", "--reward mth: rewards.py has no verifier 'mth', did you mean 'math'?"),
-        ("0*math", "--reward 0*math: a weight is not 0"),
-        ("math+math", "--reward math+math: a name stands there twice"),
-        ("nowhere.py:f", "--reward nowhere.py:f: FileNotFoundError: "),
-        ("mine.py", "--reward mine.py: of which function? mine.py:FUNCTION"),
-    ],
-)
-def test_parse_reward_puts_the_reason_first(spec, first):
-    with pytest.raises(UserError) as error:
-        rewards.parse_reward(spec)
-    assert str(error.value).startswith(first)
-
-
 @pytest.mark.parametrize("value", ["1e300", "-1e300", "10 ** 400", "[(1, 1e300), (2, 1.0)]"])
 def test_no_reward_is_beyond_float32(value, tmp_path):
     """Else its square, in a standard deviation, is infinite."""
@@ -922,8 +884,6 @@ def test_no_reward_is_beyond_float32(value, tmp_path):
     reward = rewards.parse_reward(f"{tmp_path}/mine.py:f")
     (score,) = reward.score(["x"], [ROW])
     assert score == (0.0, {"f": 0.0}, [], {"f": 0.0}) and reward.faults == 1
-    with pytest.raises(UserError, match="weight"):
-        rewards.parse_reward("1e300*math")
 
 
 def test_users_function_gets_the_fields_it_asks_for(tmp_path):
@@ -1000,43 +960,36 @@ def test_soft_overlong_penalty_is_eq_13():
 # ---- command line
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "rewards.py", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     path = tmp_path / "answers.jsonl"
-    lines = [
-        {"completion": f"\\boxed{{{n}}}", "answer": str(n + (n == 2)), "prompt": "?"}
-        for n in range(4)
-    ]
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    done = command("--reward", "math", path)
-    assert done.returncode == 0 and "0.75" in done.stdout and "of 4" in done.stdout
-    assert "row 3" in done.stdout and "'3'" in done.stdout and "row 2" not in done.stdout
+    rows = [{"completion": f"so {n}", "answer": str(n + (n == 2))} for n in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    command = [sys.executable, ROOT / "rewards.py", path, "--reward", "math_lenient"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "reward 0.7500 of 4" in done.stdout and "accuracy 0.7500" in done.stdout
+    assert "row 3: '3' from 'so 2'" in done.stdout and "row 2" not in done.stdout
 
 
 @pytest.mark.parametrize(
     "content, spec, words",
     [
-        (None, "math", ["answers.jsonl"]),
-        ("{}", "math", ["line 1", "answer"]),
-        ('{"completion": "a", "answer": "1"}\n{"comp', "math", ["line 2"]),
-        ('{"completion": 3, "answer": "1"}', "math", ["line 1", "completion"]),
-        ('{"completion": "a", "answer": ""}', "math", ["line 1", "math"]),
-        ("[]", "math", ["line 1"]),
-        ('{"answer": "1"}', "math", ["line 1", "completion"]),
-        ('{"completion": "a", "answer": "1"}', "mth", ["--reward", "mth", "'math'"]),
+        (None, "exact", "answers.jsonl: expected a file"),
+        ("{}", "exact", "line 1: expected JSON, UTF-8, with completion and answer"),
+        ('{"completion": "a", "answer": "1"}\n{"comp', "exact", "line 2"),
+        ('{"completion": 3, "answer": "1"}', "exact", "line 1.*field completion"),
+        ('{"completion": "a", "answer": ""}', "exact", "line 1.*cannot be used by exact"),
+        ('{"completion": "a", "answer": "1"}', "exat", "--reward exat.*'exact'"),
     ],
 )
-def test_command_says_what_is_wrong_in_one_sentence(content, spec, words, tmp_path):
+def test_command_says_what_is_wrong_in_one_sentence(
+    content, spec, words, tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "answers.jsonl"
     if content is not None:
         path.write_text(content)
-    done = command("--reward", spec, path)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words)
+    monkeypatch.setattr(sys, "argv", ["rewards.py", str(path), "--reward", spec])
+    with pytest.raises(SystemExit) as ended:
+        rewards.main()
+    out, error = capsys.readouterr()
+    assert ended.value.code == 2 and out == ""
+    assert error.count("\n") == 1 and re.search(words, error), error

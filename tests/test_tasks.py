@@ -40,6 +40,14 @@ def test_arithmetic_steps_pay_each_operation(completion, expected):
     assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == expected
 
 
+def test_arithmetic_pays_what_stands_behind_the_last_mark():
+    """To the letter; the answer may be a number."""
+    for right in ("7+5=2;2*3=6#6", "#6", "#5#6"):
+        assert VERIFY["arithmetic"](right, "6") == VERIFY["arithmetic"](right, 6) == 1.0
+    for wrong in ("6", "#6 ", "# 6", "#", "", "#66", "#6#", "#６", "6#5"):
+        assert VERIFY["arithmetic"](wrong, "6") == 0.0
+
+
 def test_arithmetic_steps_of_every_right_answer_are_all_right():
     task = TASKS["arithmetic"]
     for row in itertools.islice(problems(task, seed=5), 200):
