@@ -666,9 +666,15 @@ def completion_states(model, rollout: Rollout) -> Tensor:
     """Hidden states (tokens, H) that predict the completions' tokens, row by row."""
     ids = padded(rollout.texts(), model.device)
     hidden = body_of(model)(ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
+    return hidden.flatten(0, 1)[predicting(rollout)]
+
+
+def predicting(rollout: Rollout) -> Tensor:
+    """Of each own token, row by row: which of the tokens that a pass reads, padding and all, stands
+    before it; (tokens,)."""
     row, step = rollout.completion_mask.nonzero(as_tuple=True)
-    position = rollout.prompt_lengths[row] + step
-    return hidden[row, position - 1]
+    width = (rollout.prompt_lengths + rollout.lengths).max()
+    return row * width + rollout.prompt_lengths[row] + step - 1
 
 
 LOGITS_AT_ONCE = 2**25  # float32: 128 MB

@@ -1056,7 +1056,13 @@ def expert_flips(run: Run, batch: Batch) -> dict[str, float]:
     """Share of (token, layer) whose experts are others now than pi_old's; takes a pass."""
     if batch.experts is None:
         return {}
-    changed, seen = batch.experts.flips(lambda rows: run.logprobs(run.policy, batch.samples[rows]))
+
+    def passes(rows):
+        samples = batch.samples[rows]
+        run.logprobs(run.policy, samples)
+        return (rollout.fast_way(run.policy) or rollout).predicting(samples)
+
+    changed, seen = batch.experts.flips(passes)
     total = run.ranks.sum_numbers({"changed": changed, "seen": seen})
     if not total["seen"]:  # a dense model with the configuration of a mixture
         return {}

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import rollout
 import train
+from support import packing
 from support.experts import Experts, has_experts
 from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
 
@@ -135,8 +136,8 @@ def test_replayed_experts_are_weighed_by_the_router_of_now(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_flips_are_a_count_of_sets(kind):
-    """In python, of what the layers of experts were given before and after the weights moved; the
-    choices of groups of experts are none."""
+    """In python, of what the layers of experts were given before and after the weights moved, at
+    the tokens before those of the completions; the choices of groups of experts are none."""
     model = opinionated_mixture(kind)
     samples, experts, taken = completions(model), Experts(replays=False), []
     for module in model.modules():
@@ -149,11 +150,12 @@ def test_flips_are_a_count_of_sets(kind):
     def passes(rows):
         rows_again.append(rows.tolist())
         scored(model, samples)
+        return packing.predicting(samples)
 
     changed, seen = experts.flips(passes)
     pairs = []
     for before, after in zip(taken[:2], taken[2:], strict=True):
-        pairs += zip(before, after, strict=True)
+        pairs += [(before[i], after[i]) for i in packing.predicting(samples).tolist()]
     assert seen == len(pairs) and rows_again == [ROWS.tolist()]
     assert 0 < changed == sum(set(before) != set(after) for before, after in pairs) < seen
 
@@ -267,3 +269,30 @@ def test_where_the_sampler_tells_old_logprobs_nobody_watched_pi_old(tmp_path):
     assert "expert_flips" not in metrics(good(tmp_path / "free", flags).folder)[0]
     sentence = refused(tmp_path / "replayed", f"{flags} --routing-replay")
     assert "--routing-replay" in sentence and "--old-logprobs trainer" in sentence
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_flips_are_those_of_each_completion_alone(plain, monkeypatch):
+    """What texts have in common is read once, or padded: a completion's tokens count as if it had
+    been scored by itself."""
+    if plain:
+        monkeypatch.setattr(rollout, "fast_way", lambda model: None)
+    model = opinionated_mixture("qwen3_moe")
+    samples, together = completions(model), Experts(replays=False)
+    way = rollout if plain else packing
+    scored(model, samples, together)
+    alone = {row: Experts(replays=False) for row in range(3)}
+    for row, experts in alone.items():
+        with experts.over(torch.tensor([row])):
+            scored(model, samples[[row]])
+    move(model)
+
+    def passes(chosen):
+        scored(model, chosen)
+        return way.predicting(chosen)
+
+    found = together.flips(lambda rows: passes(samples))
+    each = [one.flips(lambda rows: passes(samples[rows])) for one in alone.values()]
+    changed, seen = (sum(column) for column in zip(*each))
+    assert found == (changed, seen) and 0 < changed < seen
+    assert seen == 2 * int(samples.lengths.sum())
