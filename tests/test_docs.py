@@ -1,0 +1,274 @@
+"""The README and docs/ against the code: commands, examples, links, tables; extending.md, step by
+step in a copy."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gspo
+import rewards
+import train
+from tools import ROOT, good, metrics, strict, write_rows
+
+PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+README = PAGES["README.md"]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+def first_cells(page: str) -> set[str]:
+    """What the first cells of the page's tables name: | `one`, `another` | ..."""
+    cells = re.findall(r"(?m)^\| (`[^|]+`(?:, `[^|]+`)*) \|", PAGES[page])
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def test_the_readme_is_short():
+    """A page of ten minutes: lines, and words beside code and tables."""
+    assert README.count("\n") <= 250
+    prose = re.sub(r"```.*?```|\$\$.*?\$\$|(?m:^\|.*$)", "", README, flags=re.DOTALL)
+    assert len(prose.split()) <= 2300
+
+
+def test_objectives_are_those_of_algos():
+    for name, algorithm in gspo.ALGOS.items():
+        [row] = re.findall(rf"(?m)^\| `{re.escape(name)}` \| .* \| .* \| .*$", README)
+        assert f"`{algorithm.loss.__name__}`" in row
+
+
+def test_verifiers_are_those_of_rewards():
+    assert rewards.VERIFIERS.keys() <= first_cells("verifiers.md")
+
+
+def test_the_map_names_every_file_and_its_size():
+    """To a tenth, or ten lines."""
+    for name, lines in re.findall(r"(?m)^\| (`.*?) \| .* \| (\d+) \|$", README):
+        files = [ROOT / file for file in re.findall(r"`([\w/]+\.py)`", name)]
+        files = [path if path.exists() else ROOT / "support" / path.name for path in files]
+        if "`support/`" in name:
+            kept = re.search(r"`support/` \| (.*?) \|", README)[1]
+            files = [ROOT / f"support/{stem}.py" for stem in re.findall(r"`(\w+)`", kept)]
+        counted = sum(path.read_text().count("\n") for path in files)
+        assert counted == pytest.approx(int(lines), rel=0.1, abs=10), (name, counted)
+    for path in ROOT.glob("support/*.py"):
+        assert f"`{path.stem}`" in README or f"`{path.name}`" in README
+
+
+SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-samples 2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model models/tiny --reward pay.py:even",
+        "--algo ppo --kl-coef 0.1 --model models/tiny --reward pay.py:even",
+        "--model models/moe --reward pay.py:even",
+        "--task calculator --max-new-tokens 8",
+        "--algo opd --teacher models/tiny --model models/tiny",
+    ],
+)
+def test_every_metric_is_explained(place, flags):
+    run = good(".", f"{SHORT} {flags} --name run", small=False)
+    explained = first_cells("metrics.md")
+    for name in metrics(run.folder)[-1].keys() - {"step"}:
+        name = re.sub(r"^reward/.*", "reward/NAME", re.sub(r"@\d+", "@K", name))
+        assert name in explained
+
+
+# ---- links and commands --------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", text)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """To a file of the project, and to a heading of it."""
+    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
+    for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        if not link.startswith("http"):
+            name, _, anchor = link.partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_page_has_a_link_from_the_readme():
+    reached = {
+        name
+        for page in PAGES.values()
+        for name in re.findall(r"\]\((?:docs/)?(\w[\w-]*\.md)", page)
+    }
+    assert PAGES.keys() - {"README.md"} <= reached
+
+
+def commands() -> list[str]:
+    """Every `python train.py ...` of the pages, in a code block or a line of text."""
+    found = []
+    for page in PAGES:
+        if page != "extending.md":  # those are of a copy
+            lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+            lines += re.findall(r"`(python train\.py [^`]+)`", PAGES[page])
+            found += [line.partition("train.py ")[2] for line in lines if " train.py " in line]
+    shown = ("--help", "--report", "--algo gspo ...")
+    return [each for each in dict.fromkeys(found) if not each.startswith(shown)]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_are_accepted(command, place):
+    words = shlex.split(command)
+    if "--resume" in words:  # of a run that there is
+        good("runs", "--model models/tiny --reward pay.py:even --name gspo-1", small=True)
+    files = {"mine.jsonl", "train.jsonl", "test.jsonl"} & set(words)
+    for name in files:
+        write_rows(name, [{"prompt": f"{i}+1=", "answer": "2"} for i in range(9)])
+    train.parse_flags(words)
+
+
+def test_flags_that_the_pages_name_exist():
+    fields = {f"--{name.replace('_', '-')}" for name in train.Config.__dataclass_fields__}
+    ours = re.compile(r"(?<![\w-])`(--[a-z-]+)(?: [^`]*)?`")
+    elsewhere = {"--slow", "--help", "--report", "--write", "--out", "--eps-clip", "--peers"}
+    elsewhere |= {"--steps_per_generation", "--gradient_accumulation_steps", "--measure"}
+    for page, text in PAGES.items():
+        if page not in ("extending.md", "copying.md"):
+            named = {flag.replace("--no-", "--") for flag in ours.findall(text)}
+            assert named <= fields | elsewhere, page
+
+
+# ---- examples ------------------------------------------------------------------------------------
+
+
+def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
+    scope = {}
+    [source] = [each for each in blocks("README.md", "python") if "gspo_loss(" in each]
+    exec(source, scope)
+    # A = ±0.7071 in both groups, s = 1, 4 completions of 6 tokens: dloss/dlogpi = -A / 24
+    expected = torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None].expand(4, 6) * 0.5**0.5 / 24
+    torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_reward_example_pays_and_trains(place):
+    [source] = [each for each in blocks("README.md", "python") if "def last_digit" in each]
+    Path("my_reward.py").write_text(source)
+    scope = {}
+    exec(source, scope)
+    pay = [scope["last_digit"](text, "6") for text in ("2*3=6#6", "#5", "6", "#66x")]
+    assert pay == [1.0, 0.1, 0.0, 0.0]
+    row = json.loads(re.search(r'`(\{"prompt".*?\})`', README)[1])
+    rows = [row, *({"prompt": f"{i}+{i}*3=", "answer": "6"} for i in range(9))]
+    write_rows("mine.jsonl", rows)
+    [command] = [each for each in commands() if "my_reward.py" in each]
+    run = good("runs", f"{command} {SHORT} --name run --model models/tiny --max-new-tokens 8", small=False)
+    assert "reward/last_digit" in metrics(run.folder)[0]
+
+
+# ---- extending.md --------------------------------------------------------------------------------
+
+
+def applied(step: str, project: Path) -> None:
+    """Does what the first line of a block says: `# FILE, above: PART OF A LINE`, or `# FILE`."""
+    head, lines = step.split("\n", 1)
+    found = re.fullmatch(r"# (\S+?)(?:, (above|below|instead of): (.+))?", head)
+    name, where, anchor = found.groups()
+    if where is None:
+        (project / name).write_text(lines)
+        return
+    text = (project / name).read_text()
+    [line] = [line for line in text.splitlines(keepends=True) if anchor in line]
+    new = {"above": lines + line, "below": line + lines, "instead of": lines}[where]
+    (project / name).write_text(text.replace(line, new))
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of the project in which the steps of the page were done."""
+    project = tmp_path_factory.mktemp("extended")
+    left = shutil.ignore_patterns("__pycache__", ".git", ".venv", "runs", ".pytest_cache")
+    shutil.copytree(ROOT, project, ignore=left, dirs_exist_ok=True)
+    for step in blocks("extending.md", "python"):
+        applied(step, project)
+    return project
+
+
+def run_there(project: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(project / "cache")}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=project, capture_output=True, text=True, env=environment
+    )
+
+
+def test_extended_as_the_page_says_it_trains(extended):
+    """The page's command, short: each of the additions is at work."""
+    command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
+    flags = shlex.split(command.partition("train.py ")[2])
+    program = (
+        "import sys, train\nfrom support import tasks\ntasks.WARM_STEPS = 40\n"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    short = shlex.split(f"{SHORT} --steps 2 --group-size 16 --name run --track csv")
+    done = run_there(extended, "-c", program, *flags, *short)
+    assert done.returncode == 0, done.stderr
+    config = strict((extended / "runs/run/config.json").read_text())
+    assert (config["positive_weight"], config["weight_decay"], config["top_p"]) == (0.2, 0.01, 0.9)
+    row = metrics(extended / "runs/run")[0]
+    assert {"length_std", "reward/last_line", "reward/length"} <= row.keys()
+    assert row["sampler_kl"] > 1e-3  # the nucleus is another distribution
+    sample = strict((extended / "runs/run/samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"] == sample["answer"][::-1] + "="
+    assert (extended / "runs/run/rewards.csv").read_text().startswith("1,")
+
+
+def test_the_flag_of_the_page_is_refused_elsewhere(extended):
+    done = run_there(extended, "train.py", "--algo", "gspo", "--positive-weight", "0.2")
+    assert done.returncode == 2 and "--positive-weight 0.2" in done.stderr
+
+
+def test_the_new_loss_of_the_page_weighs_what_it_says():
+    """A = 1 and -2, two tokens each, of four: the gradient is -0.1 / 4 and 2 / 4."""
+    scope = dict(vars(gspo))
+    exec(blocks("extending.md", "python")[0], scope)
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    loss, _ = scope["w_reinforce_loss"](
+        logprobs, logprobs.detach(), torch.tensor([1.0, -2.0]), mask
+    )
+    loss.backward()
+    expected = torch.tensor([[-0.025, -0.025, 0], [0.5, 0.5, 0]])
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+def test_the_nucleus_of_the_page_is_renormalised(extended):
+    """Of 0.5, 0.3, 0.15, 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
+    program = (
+        "import torch, rollout\nrollout.TOP_P = 0.7\n"
+        "logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)\n"
+        "uniform = (torch.arange(800)[:, None] + 0.5) / 800\n"
+        "token, logprobs = rollout.sample(logits, uniform, 1.0)\n"
+        "print(token.bincount(minlength=4).tolist(), *logprobs.exp().unique().tolist())"
+    )
+    done = run_there(extended, "-c", program)
+    counts, *chances = done.stdout.replace("] ", "]|").replace(" ", "|", 0).split("|")
+    assert counts == "[0, 500, 0, 300]", done.stderr
+    assert [float(each) for each in chances[0].split()] == pytest.approx([3 / 8, 5 / 8])
+
+
+def test_tests_that_the_pages_name_exist():
+    for page in PAGES.values():
+        for name in re.findall(r"`tests/(\w+\.py)`", page):
+            assert (ROOT / "tests" / name).exists(), name
