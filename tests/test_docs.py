@@ -174,7 +174,9 @@ def test_reward_example_pays_and_trains(place):
     rows = [row, *({"prompt": f"{i}+{i}*3=", "answer": "6"} for i in range(9))]
     write_rows("mine.jsonl", rows)
     [command] = [each for each in commands() if "my_reward.py" in each]
-    run = good("runs", f"{command} {SHORT} --name run --model models/tiny --max-new-tokens 8", small=False)
+    run = good(
+        "runs", f"{command} {SHORT} --name run --model models/tiny --max-new-tokens 8", small=False
+    )
     assert "reward/last_digit" in metrics(run.folder)[0]
 
 
@@ -270,5 +272,5 @@ def test_the_nucleus_of_the_page_is_renormalised(extended):
 
 def test_tests_that_the_pages_name_exist():
     for page in PAGES.values():
-        for name in re.findall(r"`tests/(\w+\.py)`", page):
+        for name in re.findall(r"`tests/([a-z_]+\.py)`", page):
             assert (ROOT / "tests" / name).exists(), name
