@@ -42,6 +42,17 @@ def test_the_readme_is_short():
     assert len(prose.split()) <= 2300
 
 
+def test_the_console_of_the_readme_is_that_of_the_default_run():
+    """Of docs/runs/gspo, which --report draws beside a user's."""
+    rows = [json.loads(line) for line in (ROOT / "docs/runs/gspo/metrics.jsonl").open()]
+    start = json.loads((ROOT / "docs/runs/gspo/starts.jsonl").read_text())
+    said = [
+        f"solved {row['eval_solved']:.1%}, pass@8 {row['eval_pass@8']:.1%}"
+        for row in (start, rows[-1])
+    ]
+    assert f"held out: {said[0]} -> {said[1]}" in README
+
+
 def test_objectives_are_those_of_algos():
     for name, algorithm in gspo.ALGOS.items():
         [row] = re.findall(rf"(?m)^\| `{re.escape(name)}` \| .* \| .* \| .*$", README)
@@ -197,48 +208,67 @@ def applied(step: str, project: Path) -> None:
     (project / name).write_text(text.replace(line, new))
 
 
+PROGRAM = """
+import json, shlex, sys, torch
+import rollout, train
+from support import tasks
+
+print(train.main(["--positive-weight", "0.2"]))
+rollout.TOP_P = 0.7
+logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)
+token, logprobs = rollout.sample(logits, (torch.arange(800)[:, None] + 0.5) / 800, 1.0)
+print(json.dumps([token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()]))
+rollout.TOP_P, tasks.WARM_STEPS = 1.0, 40
+print(train.main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """A copy of the project in which the steps of the page were done."""
+    """What a copy of the project printed, in which the steps of the page were done; the copy."""
     project = tmp_path_factory.mktemp("extended")
     left = shutil.ignore_patterns("__pycache__", ".git", ".venv", "runs", ".pytest_cache")
     shutil.copytree(ROOT, project, ignore=left, dirs_exist_ok=True)
     for step in blocks("extending.md", "python"):
         applied(step, project)
-    return project
-
-
-def run_there(project: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
+    flags = command.partition("train.py ")[2] + f" {SHORT} --steps 2 --group-size 16"
+    flags += " --name run --track csv"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(project / "cache")}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=project, capture_output=True, text=True, env=environment
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *shlex.split(flags)],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
+    return done, project
 
 
 def test_extended_as_the_page_says_it_trains(extended):
     """The page's command, short: each of the additions is at work."""
-    command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
-    flags = shlex.split(command.partition("train.py ")[2])
-    program = (
-        "import sys, train\nfrom support import tasks\ntasks.WARM_STEPS = 40\n"
-        "sys.exit(train.main(sys.argv[1:]))"
-    )
-    short = shlex.split(f"{SHORT} --steps 2 --group-size 16 --name run --track csv")
-    done = run_there(extended, "-c", program, *flags, *short)
-    assert done.returncode == 0, done.stderr
-    config = strict((extended / "runs/run/config.json").read_text())
+    done, project = extended
+    assert done.stdout.endswith("\n0\n"), done.stderr
+    config = strict((project / "runs/run/config.json").read_text())
     assert (config["positive_weight"], config["weight_decay"], config["top_p"]) == (0.2, 0.01, 0.9)
-    row = metrics(extended / "runs/run")[0]
+    row = metrics(project / "runs/run")[0]
     assert {"length_std", "reward/last_line", "reward/length"} <= row.keys()
     assert row["sampler_kl"] > 1e-3  # the nucleus is another distribution
-    sample = strict((extended / "runs/run/samples.jsonl").read_text().splitlines()[0])
+    sample = strict((project / "runs/run/samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"] == sample["answer"][::-1] + "="
-    assert (extended / "runs/run/rewards.csv").read_text().startswith("1,")
+    assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
 
 
 def test_the_flag_of_the_page_is_refused_elsewhere(extended):
-    done = run_there(extended, "train.py", "--algo", "gspo", "--positive-weight", "0.2")
-    assert done.returncode == 2 and "--positive-weight 0.2" in done.stderr
+    done, _ = extended
+    assert done.stdout.startswith("2\n") and "--positive-weight 0.2: gspo has none" in done.stderr
+
+
+def test_the_nucleus_of_the_page_is_renormalised(extended):
+    """Of 0.5, 0.3, 0.15, 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
+    counts, chances = json.loads(extended[0].stdout.splitlines()[1])
+    assert counts == [0, 500, 0, 300]
+    assert chances == pytest.approx([3 / 8, 5 / 8])
 
 
 def test_the_new_loss_of_the_page_weighs_what_it_says():
@@ -253,21 +283,6 @@ def test_the_new_loss_of_the_page_weighs_what_it_says():
     loss.backward()
     expected = torch.tensor([[-0.025, -0.025, 0], [0.5, 0.5, 0]])
     torch.testing.assert_close(logprobs.grad, expected)
-
-
-def test_the_nucleus_of_the_page_is_renormalised(extended):
-    """Of 0.5, 0.3, 0.15, 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
-    program = (
-        "import torch, rollout\nrollout.TOP_P = 0.7\n"
-        "logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)\n"
-        "uniform = (torch.arange(800)[:, None] + 0.5) / 800\n"
-        "token, logprobs = rollout.sample(logits, uniform, 1.0)\n"
-        "print(token.bincount(minlength=4).tolist(), *logprobs.exp().unique().tolist())"
-    )
-    done = run_there(extended, "-c", program)
-    counts, *chances = done.stdout.replace("] ", "]|").replace(" ", "|", 0).split("|")
-    assert counts == "[0, 500, 0, 300]", done.stderr
-    assert [float(each) for each in chances[0].split()] == pytest.approx([3 / 8, 5 / 8])
 
 
 def test_tests_that_the_pages_name_exist():
