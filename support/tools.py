@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -75,12 +76,19 @@ class Completion:
     def room(self) -> int:
         return len(self.uniforms) - len(self.tokens)
 
+    def to_draw(self, width: int) -> Tensor:
+        """(width,) the uniforms of the tokens to come; beyond the room any will do."""
+        left = self.uniforms[len(self.tokens) :][:width]
+        return F.pad(left, (0, width - len(left)))
+
     def write(self, tokens: list[int], logprobs: list[float] | None = None):
         """As much as there is room for; without log-probs the tool wrote it."""
         tokens = tokens[: self.room]
+        count = len(tokens)
+        is_own = logprobs is not None
         self.tokens += tokens
-        self.own += [logprobs is not None] * len(tokens)
-        self.logprobs += (logprobs or [0.0] * len(tokens))[: len(tokens)]
+        self.own += [is_own] * count
+        self.logprobs += logprobs[:count] if is_own else [0.0] * count
 
 
 class Turns:
@@ -97,16 +105,19 @@ class Turns:
         """Whether the token's text begins with an end of what the tool is asked after. One with a
         part of a character reads as U+FFFD."""
         text, after = self.read([token]), self.tool.after
-        beginnings = [text[:size] for size in range(1, len(text) + 1)]
-        fits = any(after.endswith(each) or each.endswith(after) for each in beginnings)
-        return fits or ("\ufffd" in text and not after.isascii())
+        for size in range(1, len(text) + 1):
+            beginning = text[:size]
+            if after.endswith(beginning) or beginning.endswith(after):
+                return True
+        return "\ufffd" in text and not after.isascii()
 
     def read(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def __call__(self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, **options) -> Rollout:
         """The same tokens however turns fall: a row's uniforms alone decide on what it draws."""
-        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id}
+        stops = sorted({*eos_ids, *self.asking})
+        options |= {"eos_ids": stops, "pad_id": pad_id}
         everything = []
         for prompt, group in zip(prompts, uniforms):
             everything += [Completion(prompt, row) for row in group]
@@ -119,13 +130,11 @@ class Turns:
             if not under_way:
                 return put_together(everything, pad_id, model.device)
             texts = [each.prompt + each.tokens for each in under_way]
+            longest = max(map(len, texts))
             width = max(each.room for each in under_way)
-            width = min(width, context_of(model.config) - max(map(len, texts)))
-            rest = torch.zeros(len(texts), 1, width)
-            for row, each in zip(rest[:, 0], under_way):
-                left = each.uniforms[len(each.tokens) :][:width]
-                row[: len(left)] = left
-            turn = self.generate(model, texts, rest, **options)
+            width = min(width, context_of(model.config) - longest)
+            rest = torch.stack([each.to_draw(width) for each in under_way])
+            turn = self.generate(model, texts, rest[:, None], **options)
 
     def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
         """What a turn has sampled, and what the tool says to it."""
@@ -146,11 +155,11 @@ class Turns:
         """The tokens of what the tool returns; its text is plain text: nothing in it is control."""
         try:
             said = self.tool.function(text)
-            is_reply = said is None or isinstance(said, str)
-            need(is_reply, f"it returned {said!r:.80}, which is no text")
-            return self.tokenizer.encode(
-                (said or "")[:LONGEST_REPLY], add_special_tokens=False, split_special_tokens=True
-            )
+            if said is None:
+                return []
+            need(isinstance(said, str), f"it returned {said!r:.80}, which is no text")
+            plain = {"add_special_tokens": False, "split_special_tokens": True}
+            return self.tokenizer.encode(said[:LONGEST_REPLY], **plain)
         except (Exception, SystemExit) as error:  # a user's function may do anything
             self.faults += 1
             self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
@@ -158,12 +167,13 @@ class Turns:
 
     def measure(self, samples: Rollout) -> dict[str, Tensor]:
         """Replies of a completion, and the share of the tool's tokens."""
-        steps = torch.arange(samples.completion_mask.shape[1], device=samples.lengths.device)
-        written = (steps < samples.lengths[:, None]) & ~samples.completion_mask
+        own, lengths = samples.completion_mask, samples.lengths
+        steps = torch.arange(own.shape[1], device=own.device)
+        written = (steps < lengths[:, None]) & ~own
         begins = written[:, 1:] & ~written[:, :-1]  # the first token is always the policy's
         return {
             "tool_calls": begins.sum() / len(written),
-            "tool_tokens": written.sum() / samples.lengths.sum(),
+            "tool_tokens": written.sum() / lengths.sum(),
         }
 
 
@@ -175,14 +185,15 @@ def put_together(completions: list[Completion], pad_id: int, device) -> Rollout:
         return pad_sequence(rows, batch_first=True, padding_value=padding).to(device)
 
     prompts = [each.prompt for each in completions]
-    left = {"padding_side": "left", "padding_value": pad_id}
-    sizes = [[len(each.prompt), len(each.tokens), not each.ended] for each in completions]
-    prompt_lengths, lengths, truncated = torch.tensor(sizes, device=device).unbind(1)
+    prompt_lengths = [len(prompt) for prompt in prompts]
+    lengths = [len(each.tokens) for each in completions]
+    truncated = [not each.ended for each in completions]
+    prompt_tokens = padded(prompts, device, padding_side="left", padding_value=pad_id)
     return Rollout(
-        tokens=torch.cat([padded(prompts, device, **left), column("tokens", pad_id)], dim=1),
-        prompt_lengths=prompt_lengths,
-        lengths=lengths,
+        tokens=torch.cat([prompt_tokens, column("tokens", pad_id)], dim=1),
+        prompt_lengths=torch.tensor(prompt_lengths, device=device),
+        lengths=torch.tensor(lengths, device=device),
         completion_mask=column("own", False),
         sampler_logprobs=column("logprobs", 0.0),
-        truncated=truncated.bool(),
+        truncated=torch.tensor(truncated, device=device),
     )

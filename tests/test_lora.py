@@ -191,6 +191,19 @@ def test_resuming_changes_nothing(flags, tmp_path):
     assert timeless(whole)[-1] == timeless(parts)[-1]  # the last of the parts was evaluated, too
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("place")
+def test_adapters_that_layers_share_are_resumed(tmp_path):
+    config = bench_architectures.build("zamba").config
+    config.update({"vocab_size": 18, "eos_token_id": 1, "bos_token_id": 1})
+    folder = random_policy(tmp_path / "zamba", config)
+    flags = f"--model {folder} --reward pay.py:even --lora-rank 2 --lr 1e-2 --algo ppo"
+    whole = good(tmp_path / "whole", f"{flags} --steps 2 --save-every 1").folder
+    good(tmp_path / "parts", f"{flags} --steps 1")
+    parts = good(tmp_path / "parts", "--resume --name run --steps 2", small=False).folder
+    assert digests(whole) == digests(parts)
+
+
 @pytest.mark.usefixtures("place")
 def test_a_run_is_not_resumed_on_another_base(models, tmp_path):
     """The folder was written over since."""

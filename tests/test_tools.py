@@ -333,6 +333,8 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4 --epochs 2"
     if algorithm == "gspo-token":
         knobs += " --reward pay.py:steps"
+    if algorithm == "opd":
+        knobs = "--teacher models/tiny --epochs 2"
     flags = f"{WITH} --algo {algorithm} {knobs}"
     plain = good(tmp_path / "plain", flags)
     for batch in seen.batches:
