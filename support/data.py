@@ -155,7 +155,7 @@ class PromptFormat:
         how many tokens the model embeds; context: how many it reads, prompt and completion."""
         self.tokenizer = tokenizer
         self.system = flags.system
-        self.vocabulary, self.longest = vocabulary, None
+        self.vocabulary, self.context, self.longest = vocabulary, context, None
         # a shell passes \\n as two characters: a line break is meant
         self.template = flags.prompt_template.replace("\\n", "\n")
         for name in ("system", "prompt_template"):
@@ -235,7 +235,7 @@ class PromptFormat:
         sentence = (
             f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} tokens"
         )
-        sentence += ", the model's context less --max-new-tokens"
+        sentence += f", the model's context of {self.context} less --max-new-tokens"
         need(kept, sentence)
         if skipped:
             print("skipped:", sentence)
