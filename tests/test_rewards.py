@@ -858,6 +858,14 @@ def test_check_accepts_functions_that_can_work(source, tmp_path):
     assert reward.score(["6"], [ROW])[0].reward != 0
 
 
+def test_check_knows_that_a_run_counts_tokens(mine):
+    """train.py adds the field to each row, when there is a completion."""
+    reward = rewards.parse_reward(f"{mine}:long")
+    assert reward.check([ROW]) is None
+    assert reward.score(["6"], [ROW])[0].reward == 0 and reward.faults == 1  # nobody counted
+    assert reward.score(["6"], [ROW | {"tokens": 50}])[0].reward == 0.5
+
+
 def test_check_asks_nothing_of_our_own_verifiers():
     for name in rewards.VERIFIERS:
         if not name.startswith("code"):
