@@ -465,7 +465,7 @@ class Reward:
     def check_answer(self, answer: object) -> None:
         """UserError where a verifier of ours cannot use a gold answer."""
         for name, term in self.terms.items():
-            if term.function is VERIFIERS.get(name) and not term.is_shaping():
+            if term.function is VERIFIERS.get(name):
                 with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
                     term.function.__wrapped__("<answer>A</answer>", answer)
 

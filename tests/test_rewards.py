@@ -930,7 +930,7 @@ def test_check_answer_accepts_what_can_be_used(name):
 )
 def test_check_answer_refuses_what_cannot(name, answer):
     with pytest.raises(UserError) as error:
-        rewards.parse_reward(f"{name} + 0.1*format").check_answer(answer)
+        rewards.parse_reward(f"-0.5*{name} + 0.1*format").check_answer(answer)
     reason = str(error.value)
     assert name in reason and "\n" not in reason and len(reason) < 200
 
