@@ -311,48 +311,33 @@ PRECEDENCE |= {"+": 2, "-": 2, "±": 2, "∓": 2, "*": 3, "/": 3, "^": 4}
 RELATIONS = ("=", "≠", "<", ">", "≤", "≥", "≈")
 SEPARATORS = (",", ";", "and", "or")
 TURNED = {">": "<", "≥": "≤"}
-LETTER = re.compile(
-    r"""
-    (?:
-        \\ (?: alpha | beta | gamma | delta | epsilon | zeta | eta | theta | kappa | lambda | mu
-             | nu | xi | rho | sigma | tau | phi | chi | psi | omega | pi | Gamma | Delta | Theta
-             | Lambda | Sigma | Phi | Psi | Omega | ell | hbar | partial | nabla | det | dim | deg )
-      | [a-zA-Z] '*
-    )
-    (?: _.+ )?
-    """,
-    re.VERBOSE | re.DOTALL,
-)
+COMMANDS = "|".join([*GREEK.split()[1::2], "partial", "nabla", "det", "dim", "deg"])
+LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?:_.+)?", re.DOTALL)
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 CONSTANTS = ("\\pi", "e", "i")
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
+ENCLOSED = {"|": ("absolute", "|"), "⌊": ("floor", "⌋"), "⌈": ("ceiling", "⌉")}
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7}
-MULTIPLIES = re.compile(  # words behind a number that make another one of it
-    r"""
-    (?: and [ ] an? [ ] )?
-    (?:
-        hal(?:f|ves) | (?: third | quarter ) s? | [a-z]+ty-(?: first | second | third ) s?
-      | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
-        | hundred | thousand | illion ) ths?
-      | squared | cubed | factorial | tens | score | gross | below
-    ) \b
-    """,
-    re.VERBOSE,
-)
+OTHER_VALUE = r"""
+    (?: and [ ] an? [ ] )? hal(?:f|ves) | (?: third | quarter ) s?
+    | [a-z]+ty-(?: first | second | third ) s?
+    | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
+      | hundred | thousand | illion ) ths?
+    | squared | cubed | factorial | tens | score | gross | below | double | twice | triple | minus
+    | negative | over | percent (?:age)? | not | no | never | neither | \w*n't | wrong | false
+    | incorrect | if | unless | than | except
+"""  # words beside a number that say something else than that it is the answer
 CHANGES_VALUE = re.compile(  # words behind a number that are no unit of it
     rf"""
     \b (?:
-        {MULTIPLIES.pattern}
-      | double | twice | triple | plus | minus | negative | over | point | base | modulo | mod
-      | choose | percent (?:age)? | mil | mill | mn | bn | mille | pp[mbt] | bps? | basis | fold
-      | and | or | so | not | \w*n't | is | are | was | wrong | false | incorrect | invalid | to
-      | by | than | less | least | most | about | approximately | roughly | almost | nearly | maybe
-      | perhaps | too | rejected | impossible | excluded | except | without | does | fails | cannot
-      | remainder
+        {OTHER_VALUE} | plus | point | base | modulo | mod | choose | mil | mill | mn | bn | mille
+      | pp[mbt] | bps? | basis | fold | and | or | so | is | are | was | invalid | to | by | less
+      | least | most | about | approximately | roughly | almost | nearly | maybe | perhaps | too
+      | rejected | impossible | excluded | without | does | fails | cannot | remainder
     ) \b
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -372,14 +357,12 @@ LEAD_IN = re.compile(  # words that may stand before a value
     r"(?: .*\s )? (?: is | are | equals | answer:? | about | approximately )",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
-NO_LEAD_IN = re.compile(  # words before it that may say something else than that it is the answer
+NO_LEAD_IN = re.compile(
     rf"""
     \b (?:
-        {MULTIPLIES.pattern}
-      | double | twice | triple | times | minus | negative | over | one [ ] of
-      | percent (?:age)? | root | square | cube | inverse | reciprocal | opposite | logarithm
-      | not | no | never | neither | wrong | false | incorrect | if | unless | than | except | but
-    ) \b | n't \b
+        {OTHER_VALUE} | times | one [ ] of | root | square | cube | inverse | reciprocal | opposite
+      | logarithm | but
+    ) \b
     """,
     re.VERBOSE | re.IGNORECASE,
 )
@@ -433,11 +416,6 @@ class Parser:
             raise Unreadable(f"expected {expected}")
         self.last = self.tokens.pop()
         return self.last
-
-    def deepen(self) -> None:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("too deep")
 
     # lists, relations, quantities
 
@@ -525,7 +503,6 @@ class Parser:
         """An operand, and all that operators bind to it at least as tightly as `level`.
 
         mixed: a number may be a mixed one, 3 1/2; in an exponent it is not."""
-        self.deepen()
         value = self.postfixed(self.operand(mixed))
         powers = 0
         while True:
@@ -542,7 +519,6 @@ class Parser:
                 raise Unreadable("a tower")
             right = self.expression(PRECEDENCE[symbol] + 1, mixed=symbol != "^")
             value = combine(symbol, value, right)
-        self.depth -= 1
         return value
 
     def product_without_sign(self) -> bool:
@@ -558,8 +534,16 @@ class Parser:
             return True
         return token.strip("\\") in FUNCTIONS or LETTER.fullmatch(token) is not None
 
-    def operand(self, mixed: bool) -> Node:
-        token = self.take()
+    def operand(self, mixed: bool = False) -> Node:
+        """What stands between two signs; a root or a function takes no more without brackets."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise Unreadable("too deep")
+        node = self.operand_of(self.take(), mixed)
+        self.depth -= 1
+        return node
+
+    def operand_of(self, token: str, mixed: bool) -> Node:
         if token in "+-±∓":
             return combine(token, ZERO, self.expression(PRECEDENCE["^"]))
         if token == "\\frac":
@@ -570,10 +554,8 @@ class Parser:
             return Node("binomial", (self.digit_or_operand(), self.digit_or_operand()))
         if token in ("(", "[", "⟨", "{"):
             return self.bracket(token)
-        if token == "|":
-            return self.absolute()
-        if token in ("⌊", "⌈"):
-            return self.rounded(token)
+        if token in ENCLOSED:
+            return self.enclosed(token)
         if token.startswith("\\begin"):
             return self.matrix(token.partition("{")[2].partition("}")[0])
         if token.strip("\\") in FUNCTIONS:
@@ -601,9 +583,9 @@ class Parser:
         inside = self.inside_bracket()
         if letter in inside or name in inside:  # y(y - 2)
             return Node("letter", value=name)
-        called = letter in CALLED or order or "," in inside
-        of_one = re.fullmatch(r"-?(?:[0-9./]*|\\frac\{\d+\}\{\d+\}) ?(\S*)", " ".join(inside))
-        if not called and not (of_one and (not of_one[1] or LETTER.fullmatch(of_one[1]))):
+        letters = [token for token in inside if not re.fullmatch("[-0-9./]+", token)]
+        is_small = len(letters) < 2 and all(map(LETTER.fullmatch, letters))
+        if not (letter in CALLED or order or "," in inside or is_small):
             return Node("letter", value=name)
         argument = self.bracket(self.take())
         return Node("call", argument.items, name)
@@ -666,14 +648,7 @@ class Parser:
             if digits[1:]:
                 self.tokens.append(digits[1:])
             return number(digits[0])
-        return ungrouped(self.bare_operand())
-
-    def bare_operand(self) -> Node:
-        """What a root, a fraction or a function takes, with or without brackets."""
-        self.deepen()
-        value = self.operand(mixed=False)
-        self.depth -= 1
-        return value
+        return ungrouped(self.operand())
 
     def root(self) -> Node:
         degree = number(2)
@@ -681,7 +656,7 @@ class Parser:
             self.take()
             degree = self.expression()
             self.take("]")
-        return Node("root", (degree, self.bare_operand()))
+        return Node("root", (degree, self.operand()))
 
     def bracket(self, opening: str) -> Node:
         if opening == "⟨" and self.next_is("⟩"):
@@ -704,17 +679,13 @@ class Parser:
             return Node(kind, items)
         raise Unreadable(f"{kind} is no bracket")
 
-    def absolute(self) -> Node:
-        self.bars += 1
+    def enclosed(self, opening: str) -> Node:
+        kind, closing = ENCLOSED[opening]
+        self.bars += opening == "|"
         value = self.expression()
-        self.take("|")
-        self.bars -= 1
-        return Node("absolute", (value,))
-
-    def rounded(self, opening: str) -> Node:
-        value = self.expression()
-        self.take("⌋" if opening == "⌊" else "⌉")
-        return Node("floor" if opening == "⌊" else "ceiling", (value,))
+        self.take(closing)
+        self.bars -= opening == "|"
+        return Node(kind, (value,))
 
     def matrix(self, kind: str) -> Node:
         if kind not in MATRICES:
@@ -743,7 +714,7 @@ class Parser:
             base = self.digit_or_operand()
         if self.next_is("^"):
             self.take()
-            power = ungrouped(self.bare_operand())
+            power = ungrouped(self.operand())
         if power == MINUS_ONE and "arc" + name in FUNCTIONS:
             name, power = "arc" + name, None
         self.angles += name in ANGLES
@@ -759,7 +730,7 @@ class Parser:
     def argument(self) -> Node:
         """In brackets, or a product as far as the next sign or function: sin 2x cos y."""
         if self.next_is("(", "{"):
-            return self.postfixed(self.bare_operand())
+            return self.postfixed(self.operand())
         factors = [self.expression(PRECEDENCE["^"])]
         while self.product_without_sign() and self.tokens[-1].strip("\\") not in FUNCTIONS:
             if self.next_is("("):
@@ -799,7 +770,7 @@ def repeating_decimal(token: str) -> Fraction:
 def unit_of(text: str) -> str:
     """One way to write a unit: m s^{-2} and meters per s^2 are m-1... `m1 s-2`."""
     powers, name, sign, square = {}, "", 1, 1
-    for part in UNIT_PART.finditer(text):
+    for part in UNIT_PART.finditer(text.replace("mph", "mi/h")):
         if part["over"] or part[0].lower() == "per":
             sign = -1
         elif part["power"]:
@@ -1080,11 +1051,6 @@ OPERATIONS = {  # kind of a node -> what it computes of one or two values
 SLOW = (*FUNCTIONS, "power", "root")  # where the value is not exact
 
 
-def evaluate(text: str):
-    """The value of an expression without letters; raises Unreadable where there is none."""
-    return Comparison().value(read(text), POINTS[0])
-
-
 def equal(left, right) -> bool:
     """Exact for rationals, else as far as our digits go."""
     if left == right or are_exact(left, right):
@@ -1154,8 +1120,9 @@ class Comparison:
             return unknown(f"{node.kind} {written(values[0])}", point)
         if node.kind not in OPERATIONS:
             raise Unreadable(f"{node.kind} has no value")
+        if node.kind == "binomial":  # of many factors
+            self.pay(500)
         value = OPERATIONS[node.kind](*values)
-        self.pay(500 * (node.kind in ("factorial", "binomial")))
         self.pay_for(value, slow=node.kind in SLOW)
         return value
 
@@ -1169,7 +1136,7 @@ class Comparison:
     def pay_for(self, value, slow: bool = False) -> None:
         if are_exact(value):  # most is for the greatest common divisor
             bits = min(value.numerator.bit_length(), value.denominator.bit_length())
-            self.pay(5 + 8 * (bits // 1000) ** 2 + bits_of(value) // 50)
+            self.pay(5 + 8 * (bits // 1000) ** 2 + bits_of(value) // 20)
         else:
             self.pay(300 if slow else 15)
 
@@ -1294,7 +1261,9 @@ class Comparison:
         turned = right._replace(items=right.items[::-1])
         if self.same_sides(left, right) or (left.kind != "<" and self.same_sides(left, turned)):
             return True
-        return len(left.items) == 2 and self.proportional(left, right)
+        if len(left.items) != 2 or any(without_unit(side)[1] for side in left.items + right.items):
+            return False
+        return self.proportional(left, right)
 
     def same_sides(self, left: Node, right: Node) -> bool:
         try:
@@ -1306,6 +1275,8 @@ class Comparison:
         """Whether what differs is in one relation that of the other times a constant, above 0 in
         an inequality, at points where both vary."""
         self.pay(50)
+        if has_matrices(left) or has_matrices(right):
+            return False
         nodes = [combine("-", *node.items) for node in (left, right)]
         left_values, right_values = ([self.value(node, at) for at in POINTS] for node in nodes)
         if equal(*left_values[:2]) or equal(*right_values[:2]) or 0 in right_values:
@@ -1389,26 +1360,12 @@ def as_point(node: Node, other: Node) -> Node:
 
 
 def as_interval(node: Node, other: Node) -> Node:
-    """(1, 2] for 1 < x <= 2, where the other side is an interval, a union or a chain of some."""
-    if other.kind not in (*PAIRS, "union", "<"):
+    """(1, 2] for 1 < x <= 2, where the other side is an interval, or a union of some."""
+    if other.kind not in (*PAIRS, "union"):
         return node
-    if node.kind == "list" and all(item.kind == "<" for item in node.items):
-        if node.value == "and":
-            return chained(node, other)
-        if other.kind != "<":  # x < 1 or x > 2
-            return Node("union", tuple(interval(item) for item in node.items))
-    return node if other.kind == "<" else interval(node)
-
-
-def chained(node: Node, other: Node) -> Node:
-    """1 < x <= 2 for x > 1 and x <= 2."""
-    first, second = (item for item in node.items) if len(node.items) == 2 else (node, node)
-    for low, high in ((first, second), (second, first)):
-        joins = low.kind == high.kind == "<" and len(low.items) == len(high.items) == 2
-        if joins and low.items[1] == high.items[0] and is_unknown_letter(low.items[1]):
-            chain = Node("<", (*low.items, high.items[1]), low.value + high.value)
-            return chain if other.kind == "<" else interval(chain)
-    return node
+    if node.kind == "list" and node.value != "and" and all(item.kind == "<" for item in node.items):
+        return Node("union", tuple(interval(item) for item in node.items))  # x < 1 or x > 2
+    return interval(node)
 
 
 def interval(node: Node) -> Node:
@@ -1416,7 +1373,9 @@ def interval(node: Node) -> Node:
     if node.kind != "<":
         return node
     sides, signs = list(node.items), list(node.value)
-    is_unknown = [is_unknown_letter(side) or is_size_of_letter(side) for side in sides]
+    is_unknown = [
+        is_unknown_letter(side.items[0] if side.kind == "absolute" else side) for side in sides
+    ]
     if is_unknown == [True, False]:  # x < 2
         sides, signs, is_unknown = [REALS.items[0], *sides], ["<", *signs], [False, *is_unknown]
     elif is_unknown == [False, True]:  # 1 < x
@@ -1426,28 +1385,20 @@ def interval(node: Node) -> Node:
     low, middle, high = sides
     if has_unknowns(low) or has_unknowns(high):
         return node
+    minus_low, minus_high = (combine("-", ZERO, end) for end in (low, high))
     opening = {"<": "(", "≤": "["}
     closing = {"<": ")", "≤": "]"}
     above = Node(opening[signs[0]] + closing[signs[1]], (low, high))
     if middle.kind == "letter":
         return above
     if low == REALS.items[0]:  # |x| < 2
-        return Node(opening[signs[1]] + closing[signs[1]], (opposite(high), high))
-    below = Node(opening[signs[1]] + closing[signs[0]], (opposite(high), opposite(low)))
+        return Node(opening[signs[1]] + closing[signs[1]], (minus_high, high))
+    below = Node(opening[signs[1]] + closing[signs[0]], (minus_high, minus_low))
     return Node("union", (below, above))
 
 
 def is_unknown_letter(node: Node) -> bool:
     return node.kind == "letter" and node.value not in CONSTANTS
-
-
-def is_size_of_letter(node: Node) -> bool:
-    """|x|"""
-    return node.kind == "absolute" and is_unknown_letter(node.items[0])
-
-
-def opposite(node: Node) -> Node:
-    return combine("-", ZERO, node)
 
 
 # ---------------------------------------------------------------------- answers
@@ -1459,9 +1410,11 @@ TIME = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-RANGE = re.compile(  # 10-20 years, 3-2
+RANGE = re.compile(  # 10-20 years, 3-2, 1/2/2024
     r"""
-    ( \\?\$? [0-9][0-9.,]* (?: \s* [-–—] \s* \\?\$? [0-9][0-9.,]* )+ )
+    (   [0-9]{1,2} / [0-9]{1,2} / [0-9]{4}
+      | \\?\$? [0-9][0-9.,]* (?: \s* (?: \\?% )? \s* [-–—] \s* \\?\$? [0-9][0-9.,]* )+
+    )
     \s*
     ( | \\?% | \\text\s*\{ [^{}]* \} .* | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,} .* | [ckm]m )
     """,
@@ -1523,7 +1476,7 @@ def same_meaning(given: str, gold: str) -> bool:
     """What of `same_answer` is symmetric."""
     if given == gold:
         return given not in ("", "nan")
-    if is_whole_number(given) and is_whole_number(gold):  # the usual answers, and fast
+    if re.fullmatch("[0-9]+ [0-9]+", f"{given} {gold}"):  # the usual answers, and fast
         return int(given) == int(gold)
     if re.fullmatch("[a-z]{3,} [a-z]{3,}", f"{given} {gold}"):  # abc is a word, and no product
         return False
@@ -1541,10 +1494,6 @@ def same_meaning(given: str, gold: str) -> bool:
         return Comparison().same(left, right)
     except Unreadable:
         return same_text(given, gold)
-
-
-def is_whole_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
 
 
 def same_time(given: re.Match, gold: re.Match) -> bool:
@@ -1595,14 +1544,16 @@ def gold_allows(given: str, gold: str) -> bool:
     gold answer, a decimal of ten digits or more, which may be rounded, a choice and its value."""
     if "," in given or "," in gold:
         commas = DECIMAL_COMMA.fullmatch(given), DECIMAL_COMMA.fullmatch(gold)
-        points = [with_decimal_point(text) for text in (given, gold)]
+        points = [  # but 1,234 groups thousands
+            text if THOUSANDS.fullmatch(text) else text.replace(",", ".") for text in (given, gold)
+        ]
         if any(commas) and all(map(DECIMAL_POINT.fullmatch, points)) and same_meaning(*points):
             return True
     try:
-        if percent := PERCENT.fullmatch(gold):
-            return is_of_percent(given, percent[1])
         if choice := CHOICE_WITH_VALUE.fullmatch(given):
             return chooses(choice, gold)
+        if percent := PERCENT.fullmatch(gold):
+            return is_of_percent(given, percent[1])
         if LONG_DECIMAL.fullmatch(gold):
             return rounds_to(given, gold)
         if is_computed(given):
@@ -1612,14 +1563,9 @@ def gold_allows(given: str, gold: str) -> bool:
         return False
 
 
-def with_decimal_point(text: str) -> str:
-    """3.14 for 3,14; but 1,234 groups thousands."""
-    return text if THOUSANDS.fullmatch(text) else text.replace(",", ".")
-
-
 def is_of_percent(given: str, bare: str) -> bool:
     """50 for 50%. Below 1 it would be the share as often as the percentage: 0.5 is not 0.5%."""
-    value = evaluate(bare)
+    value = Comparison().value(read(bare), POINTS[0])
     is_large = are_exact(value) and value >= 1
     return is_large and BARE_NUMBER.fullmatch(given) is not None and same_meaning(given, bare)
 

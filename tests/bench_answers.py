@@ -149,8 +149,7 @@ def beside() -> None:
     from test_answers import AIMED, PAIRS, judged
 
     def theirs(given: str, gold: str) -> bool:
-        read = [parse(f"${text}$", parsing_timeout=None) for text in (gold, given)]
-        return verify(*read, timeout_seconds=None)
+        return verify(*(parse(f"${text}$", parsing_timeout=2) for text in (gold, given)))
 
     for title, table in (("PAIRS", PAIRS), ("AIMED", AIMED)):
         cases = [case[1:] for case in judged(table)]

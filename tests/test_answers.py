@@ -585,9 +585,8 @@ AIMED = r"""
     \text{Length} = 5\text{ cm} ≡ 5    x^{-1} = 5 ≢ 5
     # and, or
     x<-1 \text{ or } x>5 ≢ x<-1 \text{ and } x>5    x<-1 or x>5 ≢ x<-1 and x>5
-    x \ge 2 \text{ and } x \le 3 ≢ x \ge 2 \text{ or } x \le 3
-    x \ge 2 \text{ and } x \le 3 ≡ 2 \le x \le 3    x > 2 \text{ and } x < 5 ≡ (2,5)
-    x > 2 \text{ or } x < 5 ≢ (2,5)    x\ne1 \text{ and } x\ne2 ≢ x\ne1 \text{ or } x\ne2
+    x \ge 2 \text{ and } x \le 3 ≢ x \ge 2 \text{ or } x \le 3    x > 2 \text{ or } x < 5 ≢ (2,5)
+    x\ne1 \text{ and } x\ne2 ≢ x\ne1 \text{ or } x\ne2
     a>0 \text{ and } b>0 ≢ a>0 \text{ or } b>0    x=1 \text{ and } x=2 ≡ x=2 \text{ or } x=1
     x<-1 or x>5 ≡ (-\infty,-1)\cup(5,\infty)    x<-1 and x>5 ≢ (-\infty,-1)\cup(5,\infty)
     3 \text{ and } 4 ≡ 3, 4
@@ -626,6 +625,81 @@ AIMED = r"""
     10^{30}+\pi-10^{30} ≡ \pi    10^{30}+\pi-10^{30} ≢ 0    (10^{140}+\pi)-10^{140} ≢ 0
     10^{200}+\pi-10^{200} ≢ 0    e^{e^{e^{e^{e}}}} ≢ 1    \sin(10^{500}) ≢ 0
     \sqrt{10^{200}+1}-10^{100} ≢ 0
+    # calls 2
+    \sin(2)x ≢ \sin(2x)    T(n) = 2T(n/2)+n ≢ T(n) = T(n)+n    C(5,2) ≢ 10    C(n,k) ≢ C(k,n)
+    f(x,y) ≢ f(y,x)    N(0)e^{kt} ≢ N(1)e^{kt}    N_0 e^{kt} ≡ e^{kt}N_0    Q(3)-Q(1) ≢ Q(2)
+    f^{-1}(3) ≢ \frac{3}{f}    f^{-1}(x) ≢ \frac{1}{f(x)}    (f\circ g)(x) ≢ fgx    f''(0) ≢ 0
+    y'(0) ≢ 0    \ln(f(2)) ≢ f(\ln 2)    |f(2)| ≢ f(|2|)    \sqrt{f(4)} ≢ f(2)    E(X) ≢ EX
+    E(X+Y) ≢ E(X)    \text{Var}(X) ≢ \text{Var}(Y)    \operatorname{Re}(z) ≢ \operatorname{Im}(z)
+    \log(2)x ≢ \log(2x)    \max(a,b) ≢ \min(a,b)    \gcd(6,9) ≢ \gcd(9,12)
+    \binom{n}{k} ≢ \binom{k}{n}    2^{f(3)} ≢ 2^{3f}    d(n) ≢ dn    \mu(6) ≢ 6\mu    \pi(100) ≢ 25
+    i(2+3) ≡ 5i    3x(2x-1) ≡ 6x^2-3x    4t(t-2) ≡ 4t^2-8t
+    \frac{1}{2}m(v^2-u^2) ≡ \frac{m(v^2-u^2)}{2}
+    # case 2
+    k_B T ≢ k_b T    \frac{V}{R} ≢ \frac{v}{r}    \text{A} ≢ a    N ≢ n    \mathbf{F} ≢ f
+    \text{rectangle} ≡ Rectangle    \text{The Answer is Even} ≡ the answer is even    HCl ≢ HCL
+    NaCl ≢ NACL    Co ≢ CO    \text{pH} ≢ \text{PH}    AB ≢ ab
+    # floors 2
+    \lfloor \frac{n^2}{4} \rfloor ≢ \frac{n^2}{4}
+    \lfloor \frac{n^2}{4} \rfloor ≡ \lfloor n^2/4 \rfloor
+    \lfloor 2x \rfloor ≢ 2\lfloor x \rfloor    \lceil \log_2(n+1) \rceil ≢ \lceil \log_2 n \rceil
+    \lceil 0.001x \rceil ≢ 1    [x] ≢ x    \lfloor 10^9 \sqrt{2} \rfloor ≢ 1414213563
+    \lfloor 10^9 \sqrt{2} \rfloor ≡ 1414213562    \{x\} ≢ x    n \bmod 7 ≢ n \bmod 5
+    # times, dates, ranges 2
+    12:30 ≢ 12:45    2:30:00 ≡ 2:30:00    1/2/2024 ≢ 2/4/2024    2024-01-05 ≢ 2023-01-04
+    5-3 ≢ 6-4    1990-2000 ≢ 2000-2010    5\text{-}3 ≢ 5    10\%-20\% ≢ 20\%-30\%
+    10-20\% ≢ 20-30\%    \$10-\$20 ≢ \$20-\$30    10–12 weeks ≢ 12–14 weeks    0-0 ≢ 1-1
+    5 \text{ to } 3 ≢ 2    8 hours 30 minutes ≢ 8 hours    8\text{ h }30\text{ min} ≢ 8\text{ h}
+    90\text{ min} ≢ 90\text{ h}    8:30 hours ≢ 8:45 hours    from 10 to 20 ≢ 20    x-3 ≢ x-2
+    7-2x ≢ 7-x
+    # approximations 2
+    f(2) \approx 3 ≢ f(2)    \text{speed} \approx 3 ≢ \text{speed} \approx 4
+    \frac{dy}{dx} \approx 2 ≢ \frac{dy}{dx}    n! \approx 120 ≢ n!    x \approx 3 ≢ x
+    x \approx 3 ≢ x \approx 4    x \approx 3 ≡ 3    \hat{p} \approx 0.4 ≢ \hat{p} \approx 0.6
+    \sqrt{2} + x \approx 2 ≢ \sqrt2 + x    k \approx 0.0231 ≡ 0.0231    \approx 0.17 ≡ 0.17
+    # units 2
+    5\text{ m/s} ≢ 5\text{ km/h}    5\ \Omega ≢ 5\ \text{V}    5\text{ lb} ≢ 5\text{ kg}
+    100°C ≢ 100°F    100^\circ\text{C} ≢ 100\text{ K}    ¥500 ≢ \$500
+    500\text{ yen} ≢ 500\text{ won}    5¢ ≢ \$5    50\text{ cents} ≢ \$50
+    5\text{ dollars} ≢ 5\text{ dimes}    3\text{ ft} ≢ 3\text{ yd}    3\text{ feet} ≡ 3\text{ ft}
+    2\text{ hours} ≡ 2\text{ hrs}    30\text{ mph} ≡ 30\text{ miles per hour}
+    5\text{ N/m} ≢ 5\text{ N}    1\text{ kWh} ≢ 1\text{ kW}    1\text{ mV} ≢ 1\text{ MV}
+    1.6\times10^{-19}\,\mathrm{C} ≡ 1.6\times10^{-19}
+    6.63\times10^{-34}\,\mathrm{J\cdot s} ≡ 6.63\times10^{-34}
+    6.63\times10^{-34}\,\mathrm{J\cdot s} ≢ 6.63\times10^{-34}\,\mathrm{J/s}
+    x = 60^\circ ≢ x = 60\text{ rad}    (5\text{ cm}, 6\text{ cm}) ≢ (5\text{ m}, 6\text{ m})
+    5\text{ cm}, 6\text{ cm} ≢ 5\text{ m}, 6\text{ m}
+    # words 2
+    5\text{ thousandths} ≢ 5    5G ≢ 5    5\text{ squared meters} ≢ 25    5\text{ or more} ≢ 5
+    5\text{ unless} ≢ 5    5\text{ if }x>0 ≢ 5    5 (not 6) ≢ 6    5\text{ times larger} ≢ 6
+    \text{less than }5 ≢ 5    \text{more than }5 ≢ 5    \text{at most }5 ≢ 5    < 5 ≢ 5    > 5 ≢ 5
+    \text{none of } 5 ≢ 5    \text{not }x = 5 ≢ 5    \text{The answer cannot be }5 ≢ 5
+    \text{It is false that it is }5 ≢ 5    5\text{ away from } 3 ≢ 5    5\text{?} ≢ 6
+    5\text{ ways} ≡ 5    5\text{ distinct values} ≡ 5    there are 5 ≢ 6    There are 5 ≡ 5
+    5\text{ choose }2 ≢ 5    5\text{ C }2 ≢ 5    \text{opposite of }5 ≢ 5    \text{dozen} = 12 ≡ 12
+    # and or 2
+    x>1 \text{ and } x>3 ≢ x>1 \text{ or } x>3
+    x \neq 0 \text{ and } y \neq 0 ≢ x \neq 0 \text{ or } y \neq 0
+    1<x<2 \text{ or } 3<x<4 ≢ 1<x<2 \text{ and } 3<x<4    p \text{ and } q ≢ p \text{ or } r
+    x=1 \text{ or } y=2 ≢ (1,2)    x=1, y=2 \text{ or } x=2, y=1 ≢ (1,2)
+    # matrices 2
+    A^{-1}BA ≢ B    ABC^{-1} ≢ AC^{-1}B    (A^T)B ≢ B(A^T)    ABA ≢ A^2B    A^{-1} ≡ A^{-1}
+    X = A^{-1}B ≡ A^{-1}B    X = A^{-1}B ≢ X = BA^{-1}    AB+BA ≢ 2AB    S^{-1}AS+I ≢ A+I
+    # names 2
+    m+n = 601, k = 2 ↛ 601    a-b = 5 ↛ 6    m+n+1 = 601 ↛ 600    m+n = 601 or 602 ↛ 601
+    m + n = \boxed{601} ↛ 600    p+q+r = 30 → 30    a+b = \frac{7}{2} → 3.5    a+b = c ↛ c
+    m+n = 5+ 7 = 13 ↛ 13    x+y = 5 ↛ 5
+    # points 2
+    x = 1, y = 2, z = 3 ≢ (3,2,1)    x = 1, y = 2 ≢ \{1,2\}    x=2, y=5 ≢ x=5, y=2
+    # percent choices 2
+    \textbf{(A)}\ 5 \text{ or } (B) ↛ A    (A) and (B) ↛ A    (A) ≢ 5    \text{(B) } 12\% → B
+    \text{(B) } 12\% → 12\%    \mathbf{(B)} → B    8\% ↛ 8    $0.5\%$ ≢ 0.5    \%8 ≢ 80
+    # powers 2
+    2^{100} ≢ 2^{100}+1    x^{33} ≢ x^{32}    (x+1)^{40} ≢ x^{40}+1
+    x^{64}-1 ≡ (x^{32}-1)(x^{32}+1)    (x^{20})^5 ≡ x^{100}    x^{-50} ≡ \frac{1}{x^{50}}
+    7^{77} ≢ 7^{78}    10^{100} ≡ 100^{50}    2^{2^{10}} ≡ 2^{1024}    2^{2^{11}} ≢ 2^{2^{10}}
+    \left(\frac{2}{3}\right)^{2023} ≢ \left(\frac{2}{3}\right)^{2024}    e^{-2023} ≢ 0
+    e^{1000} ≢ e^{1001}    \frac{99!}{100!} ≡ 0.01
 """  # at the grammar: wrong answers that a former version paid, and right ones that it refused
 
 
