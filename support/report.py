@@ -152,7 +152,7 @@ class Plot:
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
-    left: float = 46.0
+    left: float = 50.0
     right: float = 312.0
     top: float = 6.0
     bottom: float = 130.0

@@ -192,11 +192,6 @@ def sample(run: train.Run) -> None:
     rollout.generate(run.old_policy, prompts, uniforms, cache_gb=run.config.cache_gb, **run.ends)
 
 
-def cache_bytes_per_token(config: Qwen3Config) -> int:
-    """Keys and values of one token in bfloat16, while sampling only."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2
-
-
 # ---- the table -----------------------------------------------------------------------------------
 
 LESS = "--gradient-checkpointing"  # the flag that needs less memory
@@ -260,14 +255,8 @@ def measure(name: str, *extra: str) -> dict:
             "--name": "run",
         }
         words = [str(word) for pair in flags.items() for word in pair]
-        subprocess.run([*interpreter(), str(ROOT / "train.py"), *words, *extra], check=True)
+        subprocess.run([sys.executable, str(ROOT / "train.py"), *words, *extra], check=True)
         return json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1])
-
-
-def interpreter() -> list[str]:
-    """Of a process like this one: on the pretended device, where this one is."""
-    pretended = torch.cuda.is_available() and torch.cuda.get_device_name() == "pretended"
-    return [sys.executable, str(ROOT / "tests/pretend.py")] if pretended else [sys.executable]
 
 
 def save_random_model(shape: dict, folder: str) -> None:

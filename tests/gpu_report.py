@@ -17,7 +17,7 @@ import traceback
 import torch
 import transformers
 
-from bench_memory import GB, ROOT, SHAPES, count_memory, interpreter, measure
+from bench_memory import GB, ROOT, SHAPES, count_memory, measure
 
 
 def gpu_tests(flags) -> str:
@@ -32,7 +32,7 @@ def sampling(flags) -> str:
 
 def output(*command: str) -> str:
     done = subprocess.run(
-        [*interpreter(), *command], cwd=ROOT, capture_output=True, text=True, timeout=400
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=400
     )
     return (done.stdout or done.stderr[-2000:]).strip()
 

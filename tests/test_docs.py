@@ -16,6 +16,7 @@ import torch
 import gspo
 import rewards
 import train
+from support import report
 from tools import ROOT, good, metrics, strict, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -51,6 +52,8 @@ def test_the_console_of_the_readme_is_that_of_the_default_run():
         for row in (start, rows[-1])
     ]
     assert f"held out: {said[0]} -> {said[1]}" in README
+    flags = json.loads((ROOT / "docs/runs/gspo/config.json").read_text())
+    assert report.health(rows, flags) == []
 
 
 def test_objectives_are_those_of_algos():

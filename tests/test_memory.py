@@ -91,19 +91,16 @@ def test_memory_of_a_run_is_counted_phase_by_phase():
 def test_the_table_says_what_fits(monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     head, rule, *rows = memory_table(["tiny"]).splitlines()
-    assert head.count("|") == rule.count("|") == rows[0].count("|") == 11
+    assert head.count("|") == rule.count("|") == rows[0].count("|") == 13
     assert len(rows) == 2
     assert all(row.endswith("| yes | yes |") for row in rows)
 
 
 @pytest.mark.slow
-def test_training_is_measured(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    measured = measure("tiny", "gspo")
-    assert measured.parameters < 1e6
-    assert 0.1 < measured.process_gb < 50
-    assert "tokens a second" in str(measured)
-    assert measured.row["grad_norm"] > 0
+def test_training_is_measured():
+    row = measure("tiny")
+    assert row["step"] == 2 and row["grad_norm"] > 0
+    assert 0.1 < row["memory_gb"] < 50
 
 
 def test_a_gpu_keeps_a_fifth_of_what_is_free(monkeypatch):

@@ -169,7 +169,7 @@ def test_a_curve_lies_where_its_values_are(tmp_path):
     """Rewards 0, 1, 3 at steps 1, 2, 5: x from 46 (step 0) to 312, y from 130 (0) to 6 (3.15)."""
     rows = [step_row(step, reward=reward) for step, reward in ((1, 0), (2, 1), (5, 3))]
     _, page = page_of(write_run(tmp_path / "run", rows))
-    expected = [(46 + 266 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
+    expected = [(50 + 262 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
     for found, wanted in zip(page.curves("reward")[0], expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.06)
     [dead] = page.curves("dead")  # flat: in the middle of 0.27 to 0.33
