@@ -76,6 +76,10 @@ class Completion:
     def room(self) -> int:
         return len(self.uniforms) - len(self.tokens)
 
+    @property
+    def text(self) -> list[int]:
+        return self.prompt + self.tokens
+
     def to_draw(self, width: int) -> Tensor:
         """(width,) the uniforms of the tokens to come; beyond the room any will do."""
         left = self.uniforms[len(self.tokens) :][:width]
@@ -129,7 +133,8 @@ class Turns:
             under_way = [each for each in under_way if each.room and not each.ended]
             if not under_way:
                 return put_together(everything, pad_id, model.device)
-            texts = [each.prompt + each.tokens for each in under_way]
+            once = {}  # equal texts are one list, which is read once
+            texts = [once.setdefault(tuple(each.text), each.text) for each in under_way]
             longest = max(map(len, texts))
             width = max(each.room for each in under_way)
             width = min(width, context_of(model.config) - longest)
