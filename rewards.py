@@ -223,8 +223,9 @@ def last_number(text: str) -> str:
     whole = re.search(r"(?<!\S)-?[0-9]+ \Z", before)
     if whole and re.fullmatch("[0-9]+/[0-9]+", number):  # 3 1/2
         number = whole[0] + number
-    scale = SCALE.match(behind)
-    return number + (scale[0] if scale else "")
+    if scale := SCALE.match(behind):
+        number += scale[0]
+    return number
 
 
 @verifier
@@ -284,8 +285,9 @@ def chosen_letter(text: str) -> str:
         return ""
     letter, rest = found["letter"].upper(), found["rest"] or ""
     named = {option.upper() for option in OPTION.findall(rest)}
-    denied = DENIAL.search(rest) or DENIAL.search(text)
-    return "" if denied or named - {letter} else letter
+    if named - {letter} or DENIAL.search(rest) or DENIAL.search(text):
+        return ""
+    return letter
 
 
 TAG = re.compile("(</?(?:think|answer)>)")

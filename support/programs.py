@@ -24,7 +24,7 @@ def passes(text: str, answer: dict, strict: bool) -> bool:
     """Whether the program of a text passes every case; UserError where none could."""
     need(isinstance(answer, dict), 'expected {"fn": ..., "cases": ...} or {"stdin": ...}')
     calls = "fn" in answer
-    cases = answer.get("cases" if calls else "stdin")
+    cases = answer.get("cases") if calls else answer.get("stdin")
     need(isinstance(cases, list) and cases, "it has no cases")
     for case in cases:
         need(isinstance(case, (list, tuple)) and len(case) == 2, f"{case!r:.80} is no pair")
@@ -90,19 +90,20 @@ def last_program(text: str, wanted: str) -> str:
     for line in text.splitlines():
         found = FENCE.search(line)
         at_end = found and found.end() == len(line)
-        before = line[: found.start()] if found else line
         if fence:
-            closes = at_end and found[1].startswith(fence) and not (found[2] + found[3]).strip()
-            lines.append(before if closes else line)
-            if closes:
+            ends_line = at_end and not found[2] and not found[3].strip()
+            if not ends_line or not found[1].startswith(fence):
+                lines.append(line)
+            else:
+                lines.append(line[: found.start()])
                 source = textwrap.dedent("\n".join(lines))
                 if tag in ("python", "python3", "py", "py3"):
                     tagged.append(source)
                 elif not tag and STATEMENT.search(source):  # no output of an example
                     untagged.append(source)
                 fence = ""
-        elif at_end and not (before.strip() and found[3].strip()):  # no ``` within a sentence
-            fence, tag, lines = found[1], found[2].lower(), []
+        elif at_end and (not found[3].strip() or line.lstrip().startswith(found[1])):
+            fence, tag, lines = found[1], found[2].lower(), []  # no ``` within a sentence
     blocks = tagged or untagged
     if fence or not blocks:
         return ""
