@@ -1,0 +1,196 @@
+"""The measurements of docs/from-ppo-to-gspo.md that no other benchmark makes, on one CPU core.
+
+    python tests/bench_lesson.py variance     # of the gradient, by length and by weight
+    python tests/bench_lesson.py variants     # GSPO without its root, k3 upside down: three seeds
+
+A variant is a row of ALGOS, or another function in the place of ours: what a reader would change.
+"""
+
+import argparse
+import collections
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch  # noqa: E402
+
+import gspo  # noqa: E402
+from gspo import completion_mean, masked_mean, policy_metrics  # noqa: E402
+
+# ---- variants ------------------------------------------------------------------------------------
+
+
+def rootless_loss(
+    logprobs, old_logprobs, advantages, mask, *, clip_low=3e-4, clip_high=4e-4, denom=None
+):
+    """gspo_loss without 1 / length in s: the ratio of whole completions, a product of L numbers."""
+    length = mask.sum(1, keepdim=True)
+    log_ratio = length * completion_mean(logprobs - old_logprobs.detach(), mask)
+    advantages = completion_mean(advantages.detach().reshape(len(mask), -1), mask)
+    ratio = log_ratio.exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    # its gradient is L times that of s: divided here, so that the two are alike at ratio 1
+    loss = -masked_mean(
+        torch.min(unclipped, clipped) / length.clamp(min=1), mask, "completion", denom
+    )
+    stopped = clipped < unclipped
+    return loss, policy_metrics(log_ratio, stopped, advantages, mask, "completion", denom)
+
+
+def upside_down_penalty(logprobs, ref_logprobs, mask, *, per="completion", denom=None):
+    """k3 with pi / pi_ref where pi_ref / pi belongs."""
+    x = torch.where(mask > 0, logprobs - ref_logprobs.detach(), 0.0)
+    loss = masked_mean(x.exp() - x - 1, mask, per, denom)
+    return loss, {"kl": loss.detach()}
+
+
+gspo.ALGOS["rootless"] = gspo.Algorithm(rootless_loss)
+
+import train  # noqa: E402  # after the row above, which --algo then takes
+from support import tasks  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+VARIANTS = {  # name -> (flags, what stands for gspo.kl_penalty)
+    "gspo": ("--algo gspo", gspo.kl_penalty),
+    "without 1 / length, the same band": ("--algo rootless", gspo.kl_penalty),
+    "without 1 / length, 0.2": (
+        "--algo rootless --clip-low 0.2 --clip-high 0.2",
+        gspo.kl_penalty,
+    ),
+    "grpo, KL x 1": ("--algo grpo --kl-coef 1", gspo.kl_penalty),
+    "grpo, KL x 1, upside down": ("--algo grpo --kl-coef 1", upside_down_penalty),
+}
+
+
+def run_variants(names: list[str], seeds: list[int]) -> None:
+    """A line a variant: means over seeds, of 30 steps."""
+    rows = {}
+    for name in names:
+        flags, gspo.kl_penalty = VARIANTS[name]
+        found = rows[name] = collections.defaultdict(list)
+        for seed in seeds:
+            with tempfile.TemporaryDirectory() as folder:
+                fixed = (
+                    f"--runs {folder} --name run --eval-every 10 --eval-samples 0 --save-every 0"
+                )
+                if train.main([*flags.split(), *fixed.split(), "--seed", str(seed)]):
+                    raise SystemExit(f"{name}: the run failed")
+                text = Path(folder, "run/metrics.jsonl").read_text()
+            steps = [json.loads(line) for line in text.splitlines()]
+            found["after 10"].append(steps[9]["eval_solved"])
+            found["after 30"].append(steps[-1]["eval_solved"])
+            for metric in ("clip_fraction", "policy_kl", "kl"):
+                found[metric].append(statistics.fmean(step.get(metric, 0) for step in steps))
+    for name, found in rows.items():
+        parts = [f"{key} {statistics.fmean(values):.4g}" for key, values in found.items()]
+        print(f"{name}: {', '.join(parts)}; seeds after 30: {found['after 30']}")
+
+
+# ---- variance of the gradient --------------------------------------------------------------------
+
+BUCKETS = ((8, 15), (16, 25), (26, 37), (38, 52))  # tokens of a completion
+
+
+def grpo_clip(log_ratio: torch.Tensor, advantage: float) -> torch.Tensor:
+    ratio = log_ratio.exp()
+    stopped = (ratio > 1.2) if advantage > 0 else (ratio < 0.8)
+    return torch.where(stopped, 0.0, ratio)
+
+
+WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
+    "1": lambda d, _: torch.ones_like(d),
+    "r_t": lambda d, _: d.exp(),
+    "r_t in 0.8 to 1.2": grpo_clip,
+    "s": lambda d, _: d.mean().exp().expand_as(d),
+    "product": lambda d, _: d.sum().exp().expand_as(d),
+}
+
+
+def drifted(run, step: int):
+    """A rollout and, after its updates, its log-ratios (N, T)."""
+    train.snapshot(run)
+    batch = train.collect(run, step)
+    train.score(run, batch)
+    train.freeze(run, batch)
+    train.compare(run, batch)
+    train.improve(run, batch)
+    run.progress.step = step
+    return batch
+
+
+def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Weight -> the gradient of one completion's objective, (1 / L) sum of weight A grad log pi;
+    and its log-ratios."""
+    one = torch.tensor([row])
+    mask, advantage = batch.mask[row], float(batch.advantages[row])
+    logprobs = run.logprobs(run.policy, batch.samples[one])[0][0][mask]
+    log_ratio = logprobs.detach() - batch.old_logprobs[row][mask]
+    parameters, found = list(run.policy.parameters()), {}
+    for name, weight in WEIGHTS.items():
+        objective = (weight(log_ratio, advantage) * advantage * logprobs).mean()
+        parts = torch.autograd.grad(objective, parameters, retain_graph=True)
+        found[name] = torch.cat([each.flatten() for each in parts])
+    return found, log_ratio
+
+
+def variance(warm_up: int, measured: int) -> None:
+    """Of chains of 1 to 8 operations, by length: the variance of one completion's gradient, over
+    that of the same gradient without any weight."""
+    tasks.ARITHMETIC_OPERATIONS = (1, 8)
+    totals, squares = collections.defaultdict(float), collections.defaultdict(list)
+    spread, furthest = collections.defaultdict(list), collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--algo gspo --runs {folder} --max-new-tokens 80 --eval-prompts 8 --eval-samples 0"
+        run = train.start(train.parse_flags(flags.split()), Ranks())
+        for step in range(1, warm_up + measured + 1):
+            batch = drifted(run, step)
+            rows = batch.live.tolist() if step > warm_up else []
+            for row in rows:
+                length = int(batch.mask[row].sum())
+                bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
+                found, log_ratio = gradients(run, batch, row)
+                for name, gradient in found.items():
+                    totals[bucket, name] = totals[bucket, name] + gradient
+                    squares[bucket, name].append(float(gradient.square().sum()))
+                spread[bucket] += log_ratio.tolist()
+                furthest[bucket].append(float(log_ratio.abs().max()))
+    for bucket in BUCKETS:
+        count = len(squares[bucket, "1"])
+        parts, variances = [], {}
+        for name in WEIGHTS:
+            mean = totals[bucket, name] / count
+            found = sum(squares[bucket, name]) / count - float(mean.square().sum())
+            of_one = max(squares[bucket, name]) / sum(squares[bucket, name])
+            variances[name] = found
+            share = found / variances["1"]
+            parts.append(f"{name}: {share:.2f} ({of_one:.0%} of it one completion)")
+        noise = statistics.pstdev(spread[bucket])
+        print(
+            f"{bucket[0]} to {bucket[1]} tokens, {count} completions, std of log r_t {noise:.3f},"
+        )
+        print(
+            f"  furthest token, median {statistics.median(furthest[bucket]):.3f};", "; ".join(parts)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("variance", "variants"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    options = parser.parse_args()
+    if options.what == "variants":
+        run_variants(options.only, options.seeds)
+    else:
+        variance(warm_up=6, measured=8)
+
+
+if __name__ == "__main__":
+    main()
