@@ -70,7 +70,7 @@ VARIANTS = {  # name -> (flags, what stands for gspo.kl_penalty)
 
 
 def run_variants(names: list[str], seeds: list[int]) -> None:
-    """A line a variant: means over seeds, of 30 steps."""
+    """A line a variant: means over seeds, of 50 steps."""
     rows = {}
     for name in names:
         flags, gspo.kl_penalty = VARIANTS[name]
@@ -85,12 +85,12 @@ def run_variants(names: list[str], seeds: list[int]) -> None:
                 text = Path(folder, "run/metrics.jsonl").read_text()
             steps = [json.loads(line) for line in text.splitlines()]
             found["after 10"].append(steps[9]["eval_solved"])
-            found["after 30"].append(steps[-1]["eval_solved"])
+            found["after 50"].append(steps[-1]["eval_solved"])
             for metric in ("clip_fraction", "policy_kl", "kl"):
                 found[metric].append(statistics.fmean(step.get(metric, 0) for step in steps))
     for name, found in rows.items():
         parts = [f"{key} {statistics.fmean(values):.4g}" for key, values in found.items()]
-        print(f"{name}: {', '.join(parts)}; seeds after 30: {found['after 30']}")
+        print(f"{name}: {', '.join(parts)}; seeds after 50: {found['after 50']}")
 
 
 # ---- variance of the gradient --------------------------------------------------------------------
@@ -145,7 +145,7 @@ def variance(warm_up: int, measured: int) -> None:
     that of the same gradient without any weight."""
     tasks.ARITHMETIC_OPERATIONS = (1, 8)
     totals, squares = collections.defaultdict(float), collections.defaultdict(list)
-    spread, furthest = collections.defaultdict(list), collections.defaultdict(list)
+    log_ratios = collections.defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--algo gspo --runs {folder} --max-new-tokens 80 --eval-prompts 8 --eval-samples 0"
         run = train.start(train.parse_flags(flags.split()), Ranks())
@@ -159,8 +159,7 @@ def variance(warm_up: int, measured: int) -> None:
                 for name, gradient in found.items():
                     totals[bucket, name] = totals[bucket, name] + gradient
                     squares[bucket, name].append(float(gradient.square().sum()))
-                spread[bucket] += log_ratio.tolist()
-                furthest[bucket].append(float(log_ratio.abs().max()))
+                log_ratios[bucket].append(log_ratio)
     for bucket in BUCKETS:
         count = len(squares[bucket, "1"])
         parts, variances = [], {}
@@ -171,13 +170,16 @@ def variance(warm_up: int, measured: int) -> None:
             variances[name] = found
             share = found / variances["1"]
             parts.append(f"{name}: {share:.2f} ({of_one:.0%} of it one completion)")
-        noise = statistics.pstdev(spread[bucket])
-        print(
-            f"{bucket[0]} to {bucket[1]} tokens, {count} completions, std of log r_t {noise:.3f},"
-        )
-        print(
-            f"  furthest token, median {statistics.median(furthest[bucket]):.3f};", "; ".join(parts)
-        )
+        rows = log_ratios[bucket]
+        print(f"{bucket[0]} to {bucket[1]} tokens, {count} completions; medians:")
+        print(f"  furthest token {typical([row.abs().max() for row in rows])}")
+        print(f"  log s {typical([row.mean() for row in rows])}")
+        print(f"  log of the product {typical([row.sum() for row in rows])}")
+        print("  variance:", "; ".join(parts))
+
+
+def typical(values: list[torch.Tensor]) -> str:
+    return f"{float(torch.stack(values).abs().median()):.4f}"
 
 
 def main() -> None:
