@@ -18,7 +18,6 @@ import mpmath
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read; a longer one is compared as text
 MAX_DEPTH = 60  # brackets within brackets
-MAX_ITEMS = 40  # of a list whose order does not matter
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
 MAX_WORK = 30_000  # of a comparison, in something like microseconds
 
@@ -30,45 +29,15 @@ class Unreadable(ValueError):
 # ---------------------------------------------------------------------- reading
 
 SYMBOLS = r"""
-    * \cdot \times \ast × · ⋅
-    / \div ÷
-    - − –
-    ^ **
-    \frac \dfrac \tfrac \cfrac
-    \binom \dbinom \tbinom
-    ± \pm
-    ∓ \mp
-    % \%
-    ° ^\circ ^{\circ} \degree
-    ∞ \infty
-    ∅ \varnothing \emptyset
-    ≤ <= \le \leq \leqslant
-    ≥ >= \ge \geq \geqslant
-    ≠ != \ne \neq
-    < \lt
-    > \gt
-    = \in ∈
-    ≈ \approx
-    ( \langle
-    ) \rangle
-    ⟨ \{ \lbrace
-    ⟩ \} \rbrace
-    | \lvert \rvert \vert \|
-    ⌊ \lfloor
-    ⌋ \rfloor
-    ⌈ \lceil
-    ⌉ \rceil
-    ∪ \cup
-    : \colon
-    \epsilon \varepsilon
-    \phi \varphi
-    \theta \vartheta
-    dollar \$ \textdollar
-    euro €
-    pound £
-    yen ¥
-    rupee ₹
-"""  # ours, then what LaTeX, Unicode and programs write for it
+    *←\cdot,\times,\ast,×,·,⋅  /←\div,÷  -←−,–  ^←**  %←\%  °←^\circ,^{\circ},\degree
+    \frac←\dfrac,\tfrac,\cfrac  \binom←\dbinom,\tbinom  ±←\pm  ∓←\mp
+    ∞←\infty  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt  >←\gt
+    ≤←<=,\le,\leq,\leqslant  ≥←>=,\ge,\geq,\geqslant  ≠←!=,\ne,\neq
+    (←\langle  )←\rangle  ⟨←\{,\lbrace  ⟩←\},\rbrace  |←\lvert,\rvert,\vert,\|
+    ⌊←\lfloor  ⌋←\rfloor  ⌈←\lceil  ⌉←\rceil
+    \epsilon←\varepsilon  \phi←\varphi  \theta←\vartheta
+    dollar←\$,\textdollar  euro←€  pound←£  yen←¥  rupee←₹
+"""  # ours, and what LaTeX, Unicode and programs write for it
 SPACES = (r"\ ", r"\,", r"\;", r"\:", "~", "{,}", "{, }", r"\quad", r"\qquad")  # 1{,}000 is 1 000
 NOTHING = r"""
     \left \right \big \Big \bigl \bigr \Bigl \Bigr \mathbf \boldsymbol \underline \fbox \large
@@ -87,10 +56,10 @@ LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789n")
 def meanings() -> dict[str, str]:
     """Symbol -> what it is in our grammar."""
     found = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")
-    for line in SYMBOLS.strip().splitlines():
-        ours, *others = line.split()
+    for row in SYMBOLS.split():
+        ours, _, others = row.partition("←")
         meaning = f" {ours} " if ours.isalpha() else ours
-        found |= dict.fromkeys(others, meaning)
+        found |= dict.fromkeys(others.split(","), meaning)
     signs = GREEK.split()
     found |= {sign: f"\\{name} " for sign, name in zip(signs[::2], signs[1::2])}
     for sign in FRACTIONS:
@@ -114,12 +83,10 @@ SYMBOL = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 TEXT_BOX = re.compile(
-    r"""
-    \\ (?: text (?:bf|it|rm|normal|sf|tt)? | emph | mathrm | mbox | hbox | operatorname )
-    \s* \{ ( (?: [^{}] | \{[^{}]*\} )* ) \}
-    """,
-    re.VERBOSE,
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|emph|mathrm|mbox|hbox|operatorname)"
+    r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
+DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
 REWRITES = (  # what stands in the text, for speed; what to look for; what it becomes
     ('"', re.compile('"'), " "),
     ("eal", re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
@@ -132,6 +99,8 @@ REWRITES = (  # what stands in the text, for speed; what to look for; what it be
     ("\\", TEXT_BOX, r'"\1"'),
     ("\\\\", re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
     ("\\!", re.compile(r"\\!\s*"), ""),  # 32,\! 349
+    ("}{", re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
+    ("/", re.compile(rf"\b{DIFFERENTIAL}/{DIFFERENTIAL}\b"), r"D_{\1\2}"),  # dy/dx
 )
 UNIT_REWRITES = (  # as above, in our symbols
     (" _", re.compile(" _"), "_"),  # Ω₀
@@ -162,7 +131,8 @@ TOKEN = re.compile(
     | \\begin \s* \{\w+\*?\} (?: \s* \{[lcr|\s]*\} )?        # a matrix, with its columns
     | \\end \s* \{\w+\*?\}
     | (?: cm | m | km | ft | mi ) / (?: h | hr | min | s (?: \^2 )? ) \b  # 10 m/s
-    | \\ (?: [a-zA-Z]+ (?: _ (?: \w | \{[^{}]*\} ) )? | \\ )  # a command, or the end of a row
+    | \\ (?! log | ln | lim | sum | prod ) [a-zA-Z]+ _ (?: \w | \{[^{}]*\} )  # \mu_0
+    | \\ (?: [a-zA-Z]+ | \\ )                                # a command, or the end of a row
     | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,}             # a word; but xyz is a product
     | (?<=[ ]) (?: is | of | to | so | in ) (?= [ ] | $ )    # short words
     | (?<=[0-9 ]) (?: cm | mm | km | kg | mL | ft | sq ) (?: \^ \{?[23]\}? )? (?![a-zA-Z])
@@ -175,14 +145,14 @@ TOKEN = re.compile(
 )
 WORD = re.compile(r"[a-zA-Z]{2,}|[a-z]+/[a-z]+(\^2)?|[a-z]{2}\^\{?[23]\}?")
 CHOICES = re.compile(r"\W*[A-Z] (?: (?: \W | and | or )+ [A-Z] )+ \W*", re.VERBOSE)  # (A) and (C)
+END = re.compile(r"(?:\s|\\|(?<!\.)\.)+\Z")  # a full stop, what is left of a row or of a space
 OPENING, CLOSING = ("(", "[", "⟨"), (")", "]", "⟩")
-TAKES_SUBSCRIPT = re.compile(r"(\\(?:log|ln|lim|sum|prod))_(.*)", re.DOTALL)
 
 
 def tokenise(text: str) -> list[str]:
     """Tokens of an answer in LaTeX or plain text. A word, or a text in a box, begins with `"`."""
     text = rewritten(text, REWRITES)
-    text = without_end(" ".join(with_our_symbols(text).split()))
+    text = END.sub("", " ".join(with_our_symbols(text).split()))
     if len(text) > 2 * MAX_EXPRESSION:
         raise Unreadable("too long")
     if text.startswith("^") and text.endswith("^"):  # **5**, in bold
@@ -201,8 +171,6 @@ def tokenise(text: str) -> list[str]:
             tokens += re.findall("[0-9.]+|,", token)
         elif token[0] == '"' or WORD.fullmatch(token):
             tokens += word_tokens(token.strip('" '), boxed=token[0] == '"')
-        elif function := TAKES_SUBSCRIPT.fullmatch(token):  # \log_2 has a base, \mu_0 is a letter
-            tokens += [function[1], "_", *tokenise(function[2])]
         else:
             tokens.append(token)
         if tokens[-1:] in (["and"], ["or"]) and tokens[-2:-1] == [","]:  # 1, 2, and 3
@@ -234,30 +202,15 @@ def braced(text: str) -> str:
     return text if len(text) == 1 else f"{{{text}}}"
 
 
-def without_end(text: str) -> str:
-    """The text without a full stop, or what is left of a space or a row, at its end."""
-    while True:
-        shorter = text.strip().removesuffix("\\")
-        if not shorter.endswith(".."):
-            shorter = shorter.removesuffix(".")
-        if shorter == text:
-            return text
-        text = shorter
+MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "percent": ["/", "100"], "pct": ["/", "100"]}
+MEANINGS_OF_WORDS |= {"ℝ": ["ℝ"], "infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
 
 
 def word_tokens(word: str, boxed: bool) -> list[str]:
     """Tokens of a word or of the text in a box: what it means in our grammar, else itself."""
     meaning = word.strip(" ,").lower()
-    if meaning in ("and", "or"):
-        return [meaning]
-    if meaning in ("percent", "pct"):
-        return ["/", "100"]
-    if meaning == "ℝ":
-        return ["ℝ"]
-    if meaning == "infinity":
-        return ["∞"]
-    if meaning in ("pi", "sqrt"):
-        return ["\\" + meaning]
+    if meaning in MEANINGS_OF_WORDS:
+        return MEANINGS_OF_WORDS[meaning]
     if word in FUNCTIONS or word in ("e", "i"):
         return [word]
     plain = re.search("[0-9]", word) or not re.search(r"\w", word)  # \text{5 cm}
@@ -442,7 +395,10 @@ class Parser:
             signs.append(self.take())
             sides.append(self.quantity())
         if "≈" in signs:
-            sides, signs = before_approximation(sides, signs)
+            end = signs.index("≈")
+            if not has_unknowns(sides[end]):  # 1/3 ≈ 0.33 is 1/3
+                sides, signs = sides[: end + 1], signs[:end]
+            signs = [sign.replace("≈", "=") for sign in signs]  # P(X = 5) ≈ 0.17
         if not signs:
             return sides[0]
         if set(signs) == {"="} or signs == ["≠"]:
@@ -786,14 +742,6 @@ def unit_of(text: str) -> str:
     return " ".join(f"{name}{power}" for name, power in sorted(powers.items()))
 
 
-def before_approximation(sides: list[Node], signs: list[str]) -> tuple[list, list]:
-    """1/3 for 1/3 ≈ 0.33; but x = 11 for x ≈ 11, where what stands before it is not known."""
-    end = signs.index("≈")
-    if has_unknowns(sides[end]):
-        return sides, [sign.replace("≈", "=") for sign in signs]
-    return sides[: end + 1], signs[:end]
-
-
 def is_whole(node: Node) -> bool:
     return isinstance(node.value, Fraction) and node.value.denominator == 1
 
@@ -833,12 +781,8 @@ def has_unknowns(node: Node) -> bool:
 def alternatives(node: Node) -> Node:
     """The node without ±: where it has one, the list of what it stands for."""
     if node.kind in ("list", "set"):
-        items = []
-        for item in map(alternatives, node.items):
-            if item.kind == "list":
-                items += item.items
-            else:
-                items.append(item)
+        parts = map(alternatives, node.items)
+        items = [each for part in parts for each in (part.items if part.kind == "list" else [part])]
         return node._replace(items=tuple(items))
     if not has_sign(node):
         return node
@@ -929,13 +873,12 @@ def add(left, right):
 
 
 def multiply(left, right):
-    if are_exact(left, right):
-        return bounded(left * right)
-    return cleaned(inexact(left) * inexact(right))
+    both = are_exact(left, right)
+    return cleaned(left * right if both else inexact(left) * inexact(right))
 
 
 def invert(value):
-    return bounded(1 / value) if are_exact(value) else cleaned(1 / value)
+    return cleaned(1 / value)
 
 
 def divide(left, right):
@@ -964,7 +907,7 @@ def whole_power(base, exponent: int):
     size = bits_of(base) if are_exact(base) else abs(MP.mag(base))
     if size * abs(exponent) > MAX_BITS:
         raise Unreadable("9^9^9")
-    return bounded(base**exponent) if are_exact(base) else cleaned(base**exponent)
+    return cleaned(base**exponent)
 
 
 def exact_root(value: Fraction, degree: int) -> Fraction | None:
@@ -979,10 +922,6 @@ def exact_root(value: Fraction, degree: int) -> Fraction | None:
             return None
         roots.append(nearest)
     return Fraction(*roots)
-
-
-def absolute(value):
-    return abs(value) if are_exact(value) else cleaned(abs(value))
 
 
 def rounded_down(value) -> Fraction:
@@ -1041,7 +980,7 @@ OPERATIONS = {  # kind of a node -> what it computes of one or two values
     "ratio": divide,
     "power": power,
     "root": lambda degree, radicand: power(radicand, invert(degree)),
-    "absolute": absolute,
+    "absolute": lambda value: cleaned(abs(value)),
     "floor": rounded_down,
     "ceiling": lambda value: -rounded_down(-value),
     "factorial": factorial_of,
@@ -1101,7 +1040,11 @@ class Comparison:
             constants = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
             return constants.get(node.value) or unknown(node.value, point)
         if node.kind == "call":
-            return unknown(f"{node.value}({self.arguments(node, point)})", point)
+            arguments = [  # as texts that are the same for equal ones
+                repr(item) if item.kind in STRUCTURES else written(self.value(item, point))
+                for item in node.items
+            ]
+            return unknown(f"{node.value}{arguments}", point)
         if node.kind in STRUCTURES:
             raise Unreadable(f"{node.kind} has no value")
         values = [self.value(item, point) for item in node.items]
@@ -1139,14 +1082,6 @@ class Comparison:
             self.pay(5 + 8 * (bits // 1000) ** 2 + bits_of(value) // 20)
         else:
             self.pay(300 if slow else 15)
-
-    def arguments(self, node: Node, point: str) -> str:
-        """Of a call, as a text that is the same for equal ones."""
-        found = []
-        for item in node.items:
-            is_valued = item.kind not in STRUCTURES
-            found.append(written(self.value(item, point)) if is_valued else repr(item))
-        return ", ".join(found)
 
     # trees
 
@@ -1216,7 +1151,7 @@ class Comparison:
             return False
         fewer, more = sorted((left.items, right.items), key=len)
         is_set = "set" in (left.kind, right.kind) or all(item.kind in STRUCTURES for item in more)
-        if len(fewer) < len(more) <= MAX_ITEMS and is_set:
+        if len(fewer) < len(more) and is_set:
             more = self.distinct(more)
         return self.same_in_any_order(fewer, more)
 
@@ -1228,17 +1163,16 @@ class Comparison:
         return tuple(found)
 
     def same_in_any_order(self, left: tuple, right: tuple) -> bool:
-        """Whether each item has one of its own on the other side; long lists must be in order."""
+        """Whether each item has one of its own on the other side."""
         if len(left) != len(right):
             return False
-        if len(left) > MAX_ITEMS:
-            return all(map(self.same_item, left, right))
         remaining = list(right)
         for item in left:
-            found = [n for n, other in enumerate(remaining) if self.same_item(item, other)]
-            if not found:
+            places = (n for n, other in enumerate(remaining) if self.same_item(item, other))
+            place = next(places, None)
+            if place is None:
                 return False
-            del remaining[found[0]]
+            del remaining[place]
         return True
 
     def same_item(self, left: Node, right: Node) -> bool:
@@ -1369,32 +1303,22 @@ def as_interval(node: Node, other: Node) -> Node:
 
 
 def interval(node: Node) -> Node:
-    """(1, ∞) for x > 1, [-1, 1] for |x| <= 1; the node where it is none of one letter."""
+    """(1, ∞) for x > 1; the node where it is none of one letter."""
     if node.kind != "<":
         return node
     sides, signs = list(node.items), list(node.value)
-    is_unknown = [
-        is_unknown_letter(side.items[0] if side.kind == "absolute" else side) for side in sides
-    ]
+    is_unknown = list(map(is_unknown_letter, sides))
     if is_unknown == [True, False]:  # x < 2
         sides, signs, is_unknown = [REALS.items[0], *sides], ["<", *signs], [False, *is_unknown]
     elif is_unknown == [False, True]:  # 1 < x
         sides, signs, is_unknown = [*sides, REALS.items[1]], [*signs, "<"], [*is_unknown, False]
     if is_unknown != [False, True, False]:
         return node
-    low, middle, high = sides
+    low, _, high = sides
     if has_unknowns(low) or has_unknowns(high):
         return node
-    minus_low, minus_high = (combine("-", ZERO, end) for end in (low, high))
-    opening = {"<": "(", "≤": "["}
-    closing = {"<": ")", "≤": "]"}
-    above = Node(opening[signs[0]] + closing[signs[1]], (low, high))
-    if middle.kind == "letter":
-        return above
-    if low == REALS.items[0]:  # |x| < 2
-        return Node(opening[signs[1]] + closing[signs[1]], (minus_high, high))
-    below = Node(opening[signs[1]] + closing[signs[0]], (minus_high, minus_low))
-    return Node("union", (below, above))
+    kind = {"<": "(", "≤": "["}[signs[0]] + {"<": ")", "≤": "]"}[signs[1]]
+    return Node(kind, (low, high))
 
 
 def is_unknown_letter(node: Node) -> bool:
@@ -1404,11 +1328,8 @@ def is_unknown_letter(node: Node) -> bool:
 # ---------------------------------------------------------------------- answers
 
 TIME = re.compile(
-    r"""
-    ([0-2]?[0-9]) : ([0-5][0-9]) (?: :([0-5][0-9]) )?
-    (?: [\s~\\]* (?: \\text\{ \s* )? ([ap]) \.? \s? m \.? \s* \}? )?
-    """,
-    re.VERBOSE | re.IGNORECASE,
+    r"([0-2]?\d):([0-5]\d)(?::([0-5]\d))?(?:[\s~\\]*(?:\\text\{\s*)?([ap])\.?\s?m\.?\s*\}?)?",
+    re.IGNORECASE,
 )
 RANGE = re.compile(  # 10-20 years, 3-2, 1/2/2024
     r"""
@@ -1423,9 +1344,6 @@ RANGE = re.compile(  # 10-20 years, 3-2, 1/2/2024
 CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*(.+)"
 )
-DECIMAL_COMMA = re.compile(r"(-? (?: 0 | [1-9][0-9]* ) ),( [0-9]+ )", re.VERBOSE)
-THOUSANDS = re.compile(r"-? [1-9][0-9]{0,2} , [0-9]{3}", re.VERBOSE)
-DECIMAL_POINT = re.compile(r"-?[0-9]*\.[0-9]+")
 LONG_DECIMAL = re.compile(r"-?[0-9]+\.[0-9]{10,}")
 BARE_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
 PERCENT = re.compile(
@@ -1441,8 +1359,8 @@ def same_answer(given: str, gold: str) -> bool:
 
     percent    p% is p/100: 50% is 1/2, and not 50; but 50 is right where the gold answer is 50%
     decimals   the point is the decimal mark; commas and thin spaces group thousands: 1,234 is
-               1 234, and 3,14 is 3.14, or a list. A written decimal is exact: 0.33 is not 1/3, nor
-               3.1416 pi; but one of ten digits or more may be rounded
+               1 234, and 3,14 a list. A written decimal is exact: 0.33 is not 1/3, nor 3.1416 pi;
+               but one of ten digits or more may be rounded
     brackets   a comma inside of them always separates
     calls      f(2x), N(0), Γ(1/3) are no products, but x(x + 1) and a(b + c) are
     order      none in sets and in lists without brackets; repeats may be left out of sets, and of
@@ -1540,15 +1458,8 @@ def without_case(found: re.Match) -> str:
 
 
 def gold_allows(given: str, gold: str) -> bool:
-    """What of `same_answer` is about how answers are written: a decimal comma, a percentage as the
-    gold answer, a decimal of ten digits or more, which may be rounded, a choice and its value."""
-    if "," in given or "," in gold:
-        commas = DECIMAL_COMMA.fullmatch(given), DECIMAL_COMMA.fullmatch(gold)
-        points = [  # but 1,234 groups thousands
-            text if THOUSANDS.fullmatch(text) else text.replace(",", ".") for text in (given, gold)
-        ]
-        if any(commas) and all(map(DECIMAL_POINT.fullmatch, points)) and same_meaning(*points):
-            return True
+    """What of `same_answer` is about how answers are written: a choice and its value, a percentage
+    as the gold answer, a decimal of ten digits or more, which may be rounded, m + n = 5."""
     try:
         if choice := CHOICE_WITH_VALUE.fullmatch(given):
             return chooses(choice, gold)

@@ -406,13 +406,10 @@ PAIRS = r"""
     \begin{pmatrix}1&2\end{pmatrix}\begin{pmatrix}3&4\end{pmatrix} ≢ \begin{pmatrix}3&8\end{pmatrix}
     \sum_{k=0}^{n-1} F_k ≢ \sum_{k=1}^{n-1} F_k    \sum_{k=1}^{n} k ≢ \prod_{k=1}^{n} k
     \sum_{k=1}^{n} k^2 ≢ \sum_{k=1}^{n} k^3
-    1\leq|z|\leq \frac{3}{2} ≡ z \in [-\frac{3}{2}, -1] \cup [1, \frac{3}{2}]    |x| < 3 ≡ (-3, 3)
-    |x| \ge 2 ≡ (-\infty,-2] \cup [2,\infty)
     x < -2 \text{ or } x > 2 ≡ (-\infty,-2)\cup(2,\infty)    |x| < 3 ≢ [-3, 3]    |x| > 3 ≢ (-3, 3)
     1 < |x| \le 2 ≢ (1, 2]
     # decimal commas
-    1000,99 ≡ 1000.99    1,22 ≡ 1.22    0,125 ≡ 0.125    -3,14 ≡ -3.14    2,5 ≡ 5, 2
-    1,234 ≢ 1.234    2, 5 ≢ 2.5    (2,5) ≢ 2.5
+    2,5 ≡ 5, 2    1,234 ≢ 1.234    2, 5 ≢ 2.5    (2,5) ≢ 2.5
     # plain sympy golds, second suite
     7 \sin(\frac{\pi}{5}x) + 1 ≡ 7*sin(pi*x/5)+1    a^x \ln a ≡ ln(a)*a^x
     7z - \cos z + 11 ≡ 7*z-cos(z)+11    3\cos(2\sqrt{35}t) ≡ 3*cos(sqrt(980/7)*t)
@@ -487,7 +484,7 @@ PAIRS = r"""
     \left(0,\frac{1}{e}\right) ≡ (0, e^{-1})    0<a<1 ≡ (0,1)    1 \leq x ≡ [1,\infty)
     \varnothing ≡ \emptyset    x \in \emptyset ≡ \emptyset    (2, \infty) ≢ [2, \infty)
     # decimals
-    1,234 ≡ 1\,234    3,14 ≡ 3.14    3,14 ≡ 14, 3    0.33 ≢ 1/3    3.1416 ≢ \pi
+    1,234 ≡ 1\,234    3,14 ≡ 14, 3    0.33 ≢ 1/3    3.1416 ≢ \pi
     # brackets
     (1,234) ≡ (1, 234)
     # order
@@ -700,6 +697,41 @@ AIMED = r"""
     7^{77} ≢ 7^{78}    10^{100} ≡ 100^{50}    2^{2^{10}} ≡ 2^{1024}    2^{2^{11}} ≢ 2^{2^{10}}
     \left(\frac{2}{3}\right)^{2023} ≢ \left(\frac{2}{3}\right)^{2024}    e^{-2023} ≢ 0
     e^{1000} ≢ e^{1001}    \frac{99!}{100!} ≡ 0.01
+    # third
+    f(x)=2f(x-1) ≢ f(x)=f(2x-2)    f(x)=f(x+1) ≢ f(x)=x    xf(2) ≢ 2f(x)    f(2)^2 ≢ f(4)
+    f^2(x) ≢ f(x^2)    \sin(f(x)) ≢ f(\sin x)    v(t) = 2t ≢ v(t) = 2    s(0)+s'(0) ≢ 0
+    P(A \cap B) ≢ P(A \cup B)    P(A|B) ≢ P(B|A)    \mathbb{E}[X] ≢ \mathbb{E}[Y]
+    \text{Var}(2X) ≢ 2\text{Var}(X)    \lfloor x \rfloor + \lfloor y \rfloor ≢ \lfloor x+y \rfloor
+    \lfloor n/1000000 \rfloor ≢ \lfloor m/1000000 \rfloor    12:05 AM ≢ 12:05 PM    5:00 ≢ 5
+    2:15 ≢ 2.25    3-2 ≢ 3:2    4-4 ≢ 0-0    10-20 km ≢ 10-20 miles    $5 ≢ 5¢    \$5.00 ≢ \$500
+    5\text{ million dollars} ≢ 5\text{ billion dollars}    60\% ≢ 60^\circ    60' ≢ 60
+    5\text{ m}^2 ≢ 5\text{ m}^3    5\text{ m}^{-1} ≢ 5\text{ m}    5\text{ hundred} ≢ 5
+    5\text{ (approx.)} ≢ 6    5\text{ units less} ≢ 5    5 less than x ≢ x-5
+    \text{five less than }x ≢ x    5\text{ or }-5 ≢ 5    5\ \text{or}\ 6 ≢ 5    \text{no } 5 ≢ 5
+    \text{Not }5 ≢ 5    \neg 5 ≢ 5    \lnot p ≢ p    \sim p ≢ p    \bar{A} ≢ A    A' ≢ A    A^c ≢ A
+    \overline{z} ≢ z    z^* ≢ z    \hat{x} ≢ x    \vec{v} ≢ 5    |v| ≢ v    \|v\| ≢ v
+    \Re z ≢ \Im z    A \times B ≢ B \cup A    A \setminus B ≢ B \setminus A    p \to q ≢ q \to p
+    p \implies q ≢ q \implies p    a \equiv b \pmod 3 ≢ a \equiv b \pmod 5    1 \pmod 3 ≢ 1 \pmod 5
+    2 \mod 5 ≢ 2    x \to \infty ≢ \infty    x = 1 \text{ (double root)} ≢ 2
+    x=1, x=2, x=3 ≢ x=1, x=2    x_1 = 1, x_2 = 2 ≢ x_1 = 2, x_2 = 1    x=1,y=2 ≢ x=2,y=1
+    (1,2) \text{ or } (2,1) ≢ (1,2)    [1,2] \cup [3,4] ≢ [1,4]    \{1,2,3,\dots\} ≢ \{1,2,3\}
+    \{x \mid x>0\} ≢ \{x \mid x<0\}    \{2n\} ≢ \{n\}    \mathbb{N} ≢ \mathbb{Z}
+    \mathbb{R}^2 ≢ \mathbb{R}^3    \mathbb{R}^+ ≢ \mathbb{R}    \mathbb{Q} ≢ \mathbb{R}
+    \sqrt[3]{x} ≢ 3\sqrt{x}    x^{1/2} ≢ x^1/2    2^{-3} ≢ 2-3    -2^2 ≢ 4    (-2)^2 ≢ -4
+    -2^2 ≡ -4    1/2x ≢ 2x    3e ≢ 3    2e5 ≢ 2    1e-5 ≢ e-5
+    \frac{1}{2}\frac{1}{3} ≢ \frac12+\frac13    2\frac{1}{2} ≢ 1    \sin x \cos x ≢ \sin(x\cos x)
+    \sin x^2 ≢ \sin^2 x    \ln x^2 ≢ (\ln x)^2    \log x ≢ \ln x    \log_2 x ≢ \log_3 x
+    \arcsin x ≢ \frac{1}{\sin x}    \tan^{-1} x ≢ \cot x    e^{x^2} ≢ e^{2x}
+    \binom{10}{3} ≢ \frac{10}{3}    \binom{10}{3} ≢ \binom{10}{4}    \binom{10}{3} ≡ \binom{10}{7}
+    5!! ≢ 120    (5!)! ≢ 5!    x! ≢ x    0.\overline{12} ≢ 0.1\overline{2}    \int x\,dx ≢ x
+    \frac{d}{dx} x^2 ≢ x    \frac{dy}{dx} ≢ \frac{y}{x}    \partial f ≢ f    \nabla f ≢ f
+    \det A ≢ A    \dim V ≢ V    \deg f ≢ f    0 ≢ -0.0001    \text{yes} ≢ \text{no}
+    \text{Yes, } 5 ≢ 6    \text{infinitely many} ≢ \text{finitely many}    \text{DNE} ≢ 0
+    \text{none} ≢ 0    \text{A or B} ≢ A    \triangle ABC ≢ \triangle DEF
+    \angle ABC ≢ \angle ACB    ABCD ≢ ACBD    1011_2 ≢ 1011_3    FF_{16} ≢ 255_{8}    CO_2 ≢ C_2O
+    H_2O ≢ HO_2    H_2O ≢ H_2O_2    a_{n} ≢ a_{n+1}    x_{1}x_{2} ≢ x_{12}    a_1 + a_2 ≢ a_{1+2}
+    2, 4, 6 ≢ 2, 4, 8    2,5 ≢ 2.5    1,5 ≢ 1.5    \frac{\partial f}{\partial x} ≢ \frac{f}{x}
+    \frac{dy}{dx} ≡ dy/dx    \dfrac{dy}{dx} = 2x ≡ 2x
 """  # at the grammar: wrong answers that a former version paid, and right ones that it refused
 
 
