@@ -133,16 +133,16 @@ LONG = dict(
 )
 DYNAMIC = dict(rope_type="dynamic", factor=8.0)
 VARIANTS = {
-    "llama, yarn": dict(rope_parameters=dict(rope_theta=1e4, **YARN)),
-    "llama, llama3": dict(rope_parameters=dict(rope_theta=1e4, **LLAMA3)),
-    "llama, dynamic": dict(
+    "llama + yarn": dict(rope_parameters=dict(rope_theta=1e4, **YARN)),
+    "llama + llama3": dict(rope_parameters=dict(rope_theta=1e4, **LLAMA3)),
+    "llama + dynamic": dict(
         rope_parameters=dict(rope_theta=1e4, **DYNAMIC), max_position_embeddings=ORIGINAL
     ),
-    "phi3, longrope": dict(
+    "phi3 + longrope": dict(
         rope_parameters=dict(rope_theta=1e4, **LONG), original_max_position_embeddings=ORIGINAL
     ),
-    "minicpm3, longrope": dict(rope_parameters=dict(rope_theta=1e4, **LONG)),
-    "phimoe, longrope": dict(
+    "minicpm3 + longrope": dict(rope_parameters=dict(rope_theta=1e4, **LONG)),
+    "phimoe + longrope": dict(
         rope_parameters=dict(rope_theta=1e4, short_mscale=1.2, long_mscale=1.4, **LONG)
     ),
 }
@@ -181,7 +181,7 @@ def small_fields(config) -> dict:
 
 def build(kind: str):
     """A tiny random model of a type, or of one of VARIANTS."""
-    kind, fields = kind.split(",")[0], VARIANTS.get(kind, {})
+    kind, fields = kind.split(" + ")[0], VARIANTS.get(kind, {})
     fields = small_fields(AutoConfig.for_model(kind)) | EXTRA.get(kind, {}) | fields
     config = AutoConfig.for_model(kind, **fields)
     if "Decoder" not in kind and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
@@ -222,7 +222,7 @@ def examine(kind: str) -> tuple[str, str]:
     except R.UserError as error:
         return "refused", str(error)
     except Exception as error:
-        return "CRASH", f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        return "error", f"{type(error).__name__}: {error}".splitlines()[0][:150]
 
 
 def sampled(model, new_tokens: int):
@@ -243,20 +243,41 @@ def with_checkpointing(model, out) -> str:
     return "checkpointed"
 
 
+INTRODUCTION = """# Architectures
+
+A model is run in one of two ways; `takes_our_attention` in rollout.py says which.
+
+- **ours, packed**: keys and values are all that its layers remember. It is sampled in `Slots`, by
+  its own layers with our attention, and scored by support/packing.py, every distinct prefix once
+  (without that file: in padded rows).
+- **`generate`, padded**: state spaces, linear attention, hybrids, and what attends in its own way.
+  It is sampled by transformers' own `generate` (support/hybrids.py; without that file such a model
+  is refused), and scored in rows that are padded on the right.
+
+Before a run begins `check_scorer` compares both with the model's own forward pass, and refuses a
+model whose log-probs are further off than rounding. What changes with the length of a text, it
+cannot see: with `rope_type` longrope or dynamic (Phi-3-mini-128k, Phi-4-mini, MiniCPM3) the
+frequencies of all texts of a pass change when one exceeds the original context. There such a
+model's context ends: `original_max_position_embeddings` tokens of prompt and completion.
+
+`python tests/bench_architectures.py --markdown docs/architectures.md` wrote the rest: a tiny random
+model of each of the {number} causal architectures and rotary embeddings of transformers {version},
+on texts longer than every window, chunk and original context that it has. "Right": log-probs of
+sampler, scorer and the model's own forward pass agree to 1e-3, and with gradient checkpointing
+nothing changes in any bit.
+
+| verdict | how | number | architectures |
+|---|---|---|---|"""
+
+
 def markdown(found: dict[str, tuple[str, str]]) -> str:
     """The architectures of each verdict, and why some are refused or could not be built."""
-    lines = [
-        f"What `python tests/bench_architectures.py --markdown` found for the {len(found)} causal "
-        f"architectures of transformers {transformers.__version__}:",
-        "",
-        "| verdict | how | number | architectures |",
-        "|---|---|---|---|",
-    ]
+    lines = [INTRODUCTION.format(number=len(found), version=transformers.__version__)]
     ways = dict.fromkeys(found[kind] for kind in found if found[kind][0] == "right")
     for verdict, how in sorted(ways):
         kinds = [kind for kind in found if found[kind] == (verdict, how)]
         lines.append(f"| {verdict} | {how} | {len(kinds)} | {', '.join(kinds)} |")
-    for verdict in ("refused", "not built", "WRONG", "CRASH"):
+    for verdict in ("refused", "not built", "WRONG", "error"):
         kinds = [kind for kind in found if found[kind][0] == verdict]
         if kinds:
             lines.append(f"| {verdict} | see below | {len(kinds)} | {', '.join(kinds)} |")

@@ -234,11 +234,11 @@ SHORTER = "ours, packed, up to the original context; checkpointed"
         ("llama4", THEIRS),
         ("llama4_text", THEIRS),
         ("ministral3", OURS),
-        ("llama, yarn", OURS),
-        ("llama, dynamic", SHORTER),
-        ("phi3, longrope", SHORTER),
-        ("minicpm3, longrope", SHORTER),
-        ("phimoe, longrope", SHORTER),
+        ("llama + yarn", OURS),
+        ("llama + dynamic", SHORTER),
+        ("phi3 + longrope", SHORTER),
+        ("minicpm3 + longrope", SHORTER),
+        ("phimoe + longrope", SHORTER),
     ],
 )
 def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kind, path):
