@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.data import expecting, need
@@ -72,7 +73,34 @@ def load_model(source: str, device: str):
         f"--model {source}: expected weights that fit its config.json; {len(wrong)} are missing or "
         f"have other shapes, {', '.join(wrong[:3])} among them",
     )
+    for part in model.modules():
+        implementation = getattr(getattr(part, "config", None), "_experts_implementation", None)
+        if implementation == "grouped_mm":
+            part.config._experts_implementation = "grouped_in_autocast"
     return model.to(device).eval()
+
+
+class InDtype:
+    """A module seen with its weights in another dtype."""
+
+    def __init__(self, module, dtype: torch.dtype):
+        self.module, self.dtype = module, dtype
+
+    def __getattr__(self, name):
+        value = getattr(self.module, name)
+        return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
+
+
+def grouped_in_autocast(experts, hidden, chosen, weights):
+    """transformers' product of experts, under autocast in its dtype as any other linear map: alone
+    it would take float32 weights as they are, for which no GPU has a fast kernel."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        experts = InDtype(experts, torch.get_autocast_dtype(kind))
+    return grouped_mm_experts_forward(experts, hidden, chosen, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register("grouped_in_autocast", grouped_in_autocast)
 
 
 def end_and_pad_ids(model, tokenizer) -> dict:
