@@ -54,13 +54,10 @@ def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def points_of(rows: list[dict], *metrics: str) -> list[tuple[float, float]]:
-    """(step, sum of the metrics) of the rows that have them all."""
-    points = []
-    for row in rows:
-        if all(name in row for name in metrics):
-            points.append((row["step"], sum(row[name] for name in metrics)))
-    return points
+def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
+    """(step, value), from the evaluation before training on, where there is one."""
+    rows = story.starts[:1] + story.rows
+    return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 # ---- health --------------------------------------------------------------------------------------
@@ -82,7 +79,8 @@ def health(rows: list[dict], flags: dict) -> list[str]:
 
     dead, right = now["dead"], now.get("dead_right", 0.0)
     warn(right > 0.9, f"{right:.0%} of groups are all right: take harder prompts")
-    warn(dead > 0.9 >= right, f"{dead:.0%} of groups are paid alike: {EASIER}")
+    if not flags.get("teacher"):  # which teaches whatever is paid
+        warn(dead > 0.9 >= right, f"{dead:.0%} of groups are paid alike: {EASIER}")
     warn(now["verifier_faults"] > 0, "a verifier fails, and pays 0: the console has its error")
     truncated = now["truncated"]
     warn(truncated > 1 / 3, f"{truncated:.0%} of completions are cut off: raise --max-new-tokens")
@@ -95,7 +93,7 @@ def health(rows: list[dict], flags: dict) -> list[str]:
         warn(clipped == 0, "nothing is clipped: the policy hardly moves; raise --lr")
         most = 1 - 1 / updates  # the first update clips nothing
         warn(clipped > 0.95 * most, f"almost all is clipped ({clipped:.0%}): lower --lr")
-    warn(now["lr"] < flags["lr"], "the learning rate still warms up (--warmup-steps): wait")
+    warn(rows[-1]["lr"] < flags["lr"], "the learning rate still warms up (--warmup-steps): wait")
     warn(now["bad_updates"] > 0, "updates were skipped, something was not finite: lower --lr")
 
     entropy = now.get("entropy", 1.0)
@@ -158,14 +156,13 @@ class Plot:
     bottom: float = 130.0
 
     def x(self, value: float) -> float:
-        low, high = self.x_range
-        return self.left + (value - low) / ((high - low) or 1) * (self.right - self.left)
+        share = share_of(value, *self.x_range)
+        return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
         """Values beyond the axis lie on its ends."""
-        low, high = self.y_range
-        share = (value - low) / ((high - low) or 1)
-        return self.bottom - min(max(share, 0), 1) * (self.bottom - self.top)
+        share = min(max(share_of(value, *self.y_range), 0), 1)
+        return self.bottom - share * (self.bottom - self.top)
 
     def line(self, points: list[tuple[float, float]], look: str) -> str:
         places = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
@@ -208,11 +205,18 @@ class Plot:
         return drawn
 
 
+def share_of(value: float, low: float, high: float) -> float:
+    """0 at low, 1 at high."""
+    return (value - low) / ((high - low) or 1)
+
+
 def round_ticks(low: float, high: float) -> list[float]:
     """Two to six round numbers between them."""
-    decade = 10.0 ** math.floor(math.log10(high - low))
-    step = next(step for step in (0.2, 0.5, 1, 2) if (high - low) / (step * decade) <= 5) * decade
-    return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    size = high - low
+    decade = 10.0 ** math.floor(math.log10(size))
+    step = next(factor * decade for factor in (0.2, 0.5, 1, 2) if size <= 5 * factor * decade)
+    numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return [step * number for number in numbers]
 
 
 # ---- curves --------------------------------------------------------------------------------------
@@ -220,17 +224,15 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A metric over the steps, or a sum of some, and what is healthy."""
+    """A metric over the steps, and what is healthy."""
 
-    title: str
+    metric: str
     healthy: str
-    parts: tuple[str, ...] = ()  # the metrics that are summed; without them the title's
     form: str = ".5g"
     band: tuple[float, float] | None = None  # shaded
     noise: float = 0.0  # values that are all below it are rounding, and no curve
 
 
-PHASES = tuple(f"seconds_{name}" for name in ("sample", "score", "freeze", "improve"))
 CHARTS = (
     Chart("eval_solved", "held-out prompts, greedy; rises with solved", form=".1%"),
     Chart("solved", "of the completions sampled; rises with the reward", form=".1%"),
@@ -246,7 +248,9 @@ CHARTS = (
     Chart("kl", "nats to π_ref; grows slowly"),
     Chart("sampler_kl", "trainer to sampler; 0 up to rounding in float32", noise=1e-7),
     Chart("grad_norm", "before clipping; steady"),
-    Chart("seconds a step", "without evaluations", PHASES),
+    Chart("tool_calls", "replies of --tool in a completion"),
+    Chart("teacher_kl", "nats to the teacher; falls"),
+    Chart("seconds_step", "without evaluations"),
 )
 COLORS = 6  # of STYLE; then they come again
 MOST_POINTS = 200  # of a curve; of more points as many neighbours as it takes are averaged
@@ -255,8 +259,7 @@ MOST_DOTS = 40
 
 def curve_of(story: Story, chart: Chart) -> list[tuple[float, float]]:
     """At most MOST_POINTS points."""
-    # the first start has the evaluation before training
-    points = points_of(story.starts[:1] + story.rows, *(chart.parts or [chart.title]))
+    points = points_of(story, chart.metric)
     size = max(1, math.ceil(len(points) / MOST_POINTS))
     means = []
     for start in range(0, len(points), size):
@@ -282,7 +285,7 @@ def chart_figure(chart: Chart, stories: list[Story]) -> str:
     if not values:
         return ""
     keys = [key(i, f"{curve[-1][1]:{chart.form}}") for i, curve in enumerate(curves) if curve]
-    caption = [tag("b", chart.title), " ", *keys, tag("div", chart.healthy, class_="dim")]
+    caption = [tag("b", chart.metric), " ", *keys, tag("div", chart.healthy, class_="dim")]
     if max(map(abs, values)) < chart.noise:
         caption.append(tag("div", f"all below {chart.noise:g}: rounding", class_="dim"))
         return tag("figure", tag("figcaption", *caption))
@@ -298,7 +301,7 @@ def chart_figure(chart: Chart, stories: list[Story]) -> str:
             drawn.append(plot.line(curve, f"curve {color}"))
         if len(curve) <= MOST_DOTS:
             drawn += plot.dots(curve, f"dot {color}")
-    picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=chart.title)
+    picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=chart.metric)
     return tag("figure", picture, tag("figcaption", *caption))
 
 
@@ -317,7 +320,7 @@ def headline(story: Story) -> str:
     parts = [
         f"{flags.get('algo')}, {flags.get('model')} on {flags.get('data') or flags.get('task')}"
     ]
-    solved = points_of(story.starts[:1] + story.rows, "eval_solved")
+    solved = points_of(story, "eval_solved")
     if solved:
         (first, before), (last, after) = solved[0], solved[-1]
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")

@@ -218,7 +218,7 @@ def curve_picture(stories: list[Story]) -> str:
     by_algorithm: dict[str, list[Story]] = {}
     for story in stories:
         by_algorithm.setdefault(story.flags["algo"], []).append(story)
-    steps = [step for step, _ in held_out(stories[0])]
+    steps = [step for step, _ in points_of(stories[0], "eval_solved")]
     ticks = steps[:: math.ceil(len(steps) / 7)]  # they stand where marks are
     plot = Plot((0, steps[-1]), (0, 1), left=58, right=462, top=62, bottom=262)
     drawn = plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})
@@ -229,7 +229,7 @@ def curve_picture(stories: list[Story]) -> str:
     about = f"{model} on {flags['data'] or flags['task']}, greedy"
     drawn.append(words(16, 48, about + number * (len(stories) > len(by_algorithm)), "dim"))
     for i, (name, seeds) in enumerate(by_algorithm.items()):
-        curves = [dict(held_out(story)) for story in seeds]
+        curves = [dict(points_of(story, "eval_solved")) for story in seeds]
         values = {step: [curve[step] for curve in curves] for step in steps}
         points = [(step, statistics.fmean(values[step])) for step in steps]
         look = f"color{i % 4}"
@@ -250,10 +250,6 @@ def curve_picture(stories: list[Story]) -> str:
         drawn.append(words(16, height + 8, "bars: range of the seeds", "dim"))
         height += 22
     return svg("Held-out problems solved", f"{about}: {'; '.join(told)}.", height, drawn)
-
-
-def held_out(story: Story) -> list[tuple[int, float]]:
-    return points_of(story.starts[:1] + story.rows, "eval_solved")
 
 
 # ---- loop.svg ------------------------------------------------------------------------------------
