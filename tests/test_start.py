@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
@@ -23,6 +25,7 @@ from support.data import UserError
 from tools import (
     BASE,
     ROOT,
+    SHAPE,
     SMALL,
     command_line,
     copied,
@@ -31,6 +34,7 @@ from tools import (
     launch,
     metrics,
     newest,
+    random_policy,
     refused,
     strict,
     write_rows,
@@ -232,11 +236,27 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(spoken, seen, tmp_path):
     assert result.out.count(f"'{text}'\n") == 1
 
 
-def test_what_the_user_gave_is_printed_without_control_characters(tmp_path):
+@pytest.fixture(scope="module")
+def any_text(models):
+    """Flags of a policy that reads bytes: all texts, that is."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *sorted(alphabet)])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    policy = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(words)})
+    random_policy(models / "bytes", policy)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(models / "bytes")
+    return "--model models/bytes --reward pay.py:even"
+
+
+def test_what_the_user_gave_is_printed_without_control_characters(any_text, tmp_path):
     """Prompts, a command to paste: nothing may move the cursor, ring, or be run by a shell."""
     prompt = "1\x1b[2J\x07\r$(touch ran)`touch ran`'\"!="
     write_rows(Path("strange.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
-    result = good(tmp_path, f"{BASE} --data strange.jsonl --eval-data strange.jsonl --steps 1")
+    result = good(tmp_path, f"{any_text} --data strange.jsonl --eval-data strange.jsonl --steps 1")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.out)
     words = result.out.splitlines()[-1].removeprefix("python rollout.py")
     subprocess.run(["sh", "-c", f"printf '%s\\n' {words}"], capture_output=True, check=False)
@@ -319,13 +339,13 @@ def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
     assert len(metrics(tmp_path / "run")) == 3 and newest(tmp_path / "run").name == "step-3"
 
 
-def test_a_console_of_few_characters_gets_others_escaped(monkeypatch, tmp_path):
+def test_a_console_of_few_characters_gets_others_escaped(any_text, monkeypatch, tmp_path):
     """LANG=C, or a Windows console: a prompt with ü must not end the run."""
     rows = [{"prompt": f"{i}ü=", "answer": "ü"} for i in range(12)]
     write_rows(Path("umlaut.jsonl"), rows)
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    flags = f"{BASE} --data umlaut.jsonl --eval-data umlaut.jsonl --steps 1"
+    flags = f"{any_text} --data umlaut.jsonl --eval-data umlaut.jsonl --steps 1"
     assert train.main(command_line(tmp_path, flags)) == 0
     sys.stdout.flush()
     assert b"\\xfc" in written.getvalue() and b"step 1/1" in written.getvalue()
