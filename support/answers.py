@@ -724,7 +724,7 @@ def repeating_decimal(token: str) -> Fraction:
 
 
 def unit_of(text: str) -> str:
-    """One way to write a unit: m s^{-2} and meters per s^2 are m-1... `m1 s-2`."""
+    """One way to write a unit: m s^{-2} and meters per s^2 are both `m1 s-2`."""
     powers, name, sign, square = {}, "", 1, 1
     for part in UNIT_PART.finditer(text.replace("mph", "mi/h")):
         if part["over"] or part[0].lower() == "per":

@@ -544,6 +544,8 @@ AIMED = r"""
     \lfloor \log_2 n \rfloor + 1 ≢ \lfloor \log_{10} n \rfloor + 1
     \lfloor \frac{2024}{7} \rfloor ≡ 289    \lceil 7/2 \rceil ≡ 4    \lfloor -2.5 \rfloor ≢ -2
     \lfloor \pi \rfloor ≡ 3    n - \lfloor n/1000 \rfloor ≢ n
+    \lfloor \log_{10} 1000 \rfloor ≡ 3    \lceil \log_{10} 1000 \rceil ≡ 3    \lfloor 3 \rfloor ≡ 3
+    \lfloor \log_{10} 999 \rfloor ≢ 3    \sin x(x+1) ≢ \sin(x(x+1))    \{1,2\} ≡ {1,2}
     # times of day
     1:03 PM ≢ 2:06 PM    1:03\text{ PM} ≢ 2:06\text{ PM}    3:30 pm ≡ 3:30 PM
     3:30 \text{ p.m.} ≡ 3:30 PM    03:30 ≡ 3:30    3:30 PM ≢ 3:30 AM    10:20 a.m. ≢ 5:10 a.m.
