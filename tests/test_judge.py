@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards import parse_reward
@@ -72,6 +73,11 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weights, mode
         assert "solved" not in row
 
 
+def test_it_is_marked_as_shaping(model):
+    """Even where its scores lie between 0 and 1."""
+    assert parse_reward("judge:models/judge + arithmetic").shaping == {"judge"}
+
+
 def test_groups_are_told_apart_beyond_1(model, monkeypatch, tmp_path):
     """Scores above 1 do not make every group all right: dynamic sampling keeps what differs."""
 
@@ -114,6 +120,8 @@ def test_it_reads_its_own_chat_template(model, folder):
     assert plain.text(prompts[1], "6") == expected
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
+    begins = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    tokenizer.backend_tokenizer.post_processor = begins  # not before a template's text
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}1{% else %}2{% endif %}{{ m.content }}#"
         "{% endfor %}"
