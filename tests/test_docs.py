@@ -145,7 +145,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_commands_are_accepted(command, place):
-    words = shlex.split(command)
+    words = shlex.split(command, comments=True)
     if "--resume" in words:  # of a run that there is
         good("runs", "--model models/tiny --reward pay.py:even --name gspo-1", small=True)
     files = {"mine.jsonl", "train.jsonl", "test.jsonl"} & set(words)
