@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rewards import find_verifier
-from rollout import Rollout, context_of, padded
+from rollout import Rollout, padded
 from support.data import need, reason
+from support.models import context_of
 
 
 class Tool(NamedTuple):

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 import rollout
 import train
 from support import packing
-from support.experts import Experts, has_experts
+from support.experts import Experts
+from support.models import has_experts
 from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
 
 LATENT = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
