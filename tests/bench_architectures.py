@@ -245,7 +245,7 @@ def with_checkpointing(model, out) -> str:
 
 INTRODUCTION = """# Architectures
 
-A model is run in one of two ways; `takes_our_attention` in rollout.py says which.
+A model is run in one of two ways; `takes_our_attention` in support/attention.py says which.
 
 - **ours, packed**: keys and values are all that its layers remember. It is sampled in `Slots`, by
   its own layers with our attention, and scored by support/packing.py, every distinct prefix once

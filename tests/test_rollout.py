@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import rollout as R
+import support.attention as our
 from bench_architectures import build, examine
 from support.data import UserError
 from tools import ROOT, character_tokenizer
@@ -513,7 +514,7 @@ def test_the_model_is_left_as_it_was_also_after_an_error(way):
             work()
     hook.remove()
     assert model.config.to_dict() == before and model.config._attn_implementation == "eager"
-    assert R.LAYOUT is None and torch.equal(sampled(model).tokens, out.tokens)
+    assert our.LAYOUT is None and torch.equal(sampled(model).tokens, out.tokens)
 
 
 def test_a_decode_step_never_waits_for_the_device():
@@ -685,7 +686,7 @@ def test_grouped_heads_never_meet_a_mask_where_that_is_slow(kind, monkeypatch):
     watch(monkeypatch, R.F, "scaled_dot_product_attention", note)
     results = []
     for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(R, "EXPAND_HEADS", devices)
+        monkeypatch.setattr(our, "EXPAND_HEADS", devices)
         model = tiny(kind)
         out = sampled(model)
         logprobs, _ = R.completion_logprobs(model, out, 1.0)
