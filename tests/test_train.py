@@ -743,6 +743,22 @@ def test_every_step_draws_other_random_numbers(seen, tmp_path):
     assert len(set(seen.batches[0].samples.completions[:4, 0].tolist())) > 1
 
 
+def test_no_random_number_is_used_twice(monkeypatch, tmp_path):
+    """Steps and refills have numbers of their own; every evaluation has the same, to compare."""
+    calls = Calls(rollout.generate)
+    monkeypatch.setattr(rollout, "generate", calls.stand_in)
+    flags = "--algo dapo --reward pay.py:never --eval-every 1"
+    good(tmp_path, f"{BASE} {flags}")
+    drawn, evaluated = [], []
+    for (_, _, uniforms), keyword, _ in calls:
+        if "cache_gb" in keyword:
+            (drawn if uniforms.shape[1] == 4 else evaluated).append(uniforms)
+    assert len(drawn) == 2 * 5 and len(evaluated) == 3
+    numbers = torch.stack(drawn).flatten()
+    assert len(numbers.unique()) > 0.999 * len(numbers)
+    assert all(torch.equal(uniforms, evaluated[0]) for uniforms in evaluated)
+
+
 def test_one_seed_gives_one_run_and_another_another(tmp_path):
     flags = f"{BASE} --max-new-tokens 12 --eval-samples 2"
     folders = [
