@@ -10,7 +10,6 @@ the user's, and is said before training.
 import argparse
 import collections
 import concurrent.futures
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -20,11 +19,10 @@ import runpy
 import sys
 import unicodedata
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
-from support.data import UserError, expecting, need, read_rows, reason
+from support.data import UserError, did_you_mean, expecting, need, read_rows, reason
 from support.tasks import arithmetic, arithmetic_steps, calculator_steps, exact_value
 
 MAX_TEXT = 10_000  # characters of an answer
@@ -61,12 +59,6 @@ def verifier(function: Callable) -> Callable:
 
     VERIFIERS[function.__name__] = guarded
     return function  # as it is: called by its name in this file it still raises
-
-
-def shaping(function: Callable) -> Callable:
-    """Marks a reward that moves the policy, and does not say what is right: not in `solved`."""
-    function.shaping = True
-    return function
 
 
 # ---- finding the answer --------------------------------------------------------------------------
@@ -296,7 +288,6 @@ BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that show nothin
 
 
 @verifier
-@shaping
 def format(completion: str, answer: object = None) -> bool:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
@@ -305,6 +296,9 @@ def format(completion: str, answer: object = None) -> bool:
         return False
     thought, *frame, said, ends, after = parts
     return [*frame, ends, after] == FORM and can_be_seen(thought) and can_be_seen(said)
+
+
+VERIFIERS["format"].shaping = True  # it moves the policy, and does not say what is right
 
 
 def can_be_seen(text: str) -> bool:
@@ -320,13 +314,11 @@ SIGNS = {"×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "−": 
 @verifier
 def countdown(completion: str, answer: dict) -> bool:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
-    keys = answer.keys() if isinstance(answer, dict) else set()
-    need({"numbers", "target"} <= keys, 'expected {"numbers": [3, 5, 2], "target": 13}')
-    numbers, target = sorted(answer["numbers"]), answer["target"]
-    need(numbers and min(numbers) >= 0, "expected numbers from 0 up")
-    need(all(number == int(number) for number in numbers), "expected whole numbers")
-    is_number = isinstance(target, (int, float)) and not isinstance(target, bool)
-    need(is_number and abs(target) < inf, f"target {target!r:.80} is no number")
+    with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
+        numbers, target = sorted(answer["numbers"]), answer["target"]
+    are_whole = all(type(number) is int and number >= 0 for number in numbers)
+    need(numbers and are_whole, "expected whole numbers from 0 up")
+    need(type(target) in (int, float), f"target {target!r:.80} is no number")
 
     text = final_answer(completion).removesuffix(".")
     for sign, ours in SIGNS.items():
@@ -389,22 +381,15 @@ class Term(NamedTuple):
     function: Callable
     signature: inspect.Signature
 
-    def is_shaping(self) -> bool:
-        """Whether it was never meant to say what is right."""
-        return self.weight < 0 or getattr(self.function, "shaping", False)
-
-    def fields(self, row: dict) -> dict:
-        """Fields of a row that the function takes, besides the completion and the answer."""
+    def call(self, completion: str, row: dict) -> object:
+        """What the function says, given the fields of the row that it takes; it may raise."""
         parameters = list(self.signature.parameters.values())
         given_by_place = {"completion", "answer", *(each.name for each in parameters[:2])}
         names = {each.name for each in parameters} & row.keys()
         if any(each.kind is each.VAR_KEYWORD for each in parameters):
             names = row.keys()
-        return {name: row[name] for name in names - given_by_place}
-
-    def call(self, completion: str, row: dict) -> object:
-        """What the function says; raises whatever it raises."""
-        return self.function(completion, row["answer"], **self.fields(row))
+        fields = {name: row[name] for name in names - given_by_place}
+        return self.function(completion, row["answer"], **fields)
 
 
 class Reward:
@@ -412,7 +397,10 @@ class Reward:
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
-        self.shaping = {name for name, term in terms.items() if term.is_shaping()}
+        self.shaping = set()  # terms that do not say what is right
+        for name, term in terms.items():
+            if term.weight < 0 or getattr(term.function, "shaping", False):
+                self.shaping.add(name)
         self.faults, self.fault = 0, ""  # how many, and the first one's text
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
@@ -474,52 +462,34 @@ class Reward:
     def check(self, rows: list[dict]) -> None:
         """Tries users' functions on the first row: mistakes show before a model is loaded.
 
-        UserError where a function cannot be called with a completion, an answer and fields of a
-        row, where it returns no number, or where it raises whatever the completion is.
+        UserError where a function returns no number, or raises whatever the completion is.
         """
         row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
+        expected = "expected def f(completion, answer), and fields of the row by name"
         for name, term in self.terms.items():
-            if term.function is not VERIFIERS.get(name):
-                expected = "expected def f(completion, answer), and fields of the row by name"
-                with expecting(f"--reward {name}{term.signature}: {expected}: {', '.join(row)}"):
-                    term.signature.bind("", "", **term.fields(row))
-                check_results(name, term, row)
+            if term.function is VERIFIERS.get(name):
+                continue
+            values, errors = [], []
+            for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
+                try:
+                    values.append(term.call(completion, row))
+                except (Exception, SystemExit) as error:  # a user's function may do anything
+                    errors.append(reason(error))
+            with expecting(f"--reward {name}{term.signature}"):
+                need(values, f"{expected}: {', '.join(row)}; it raises {errors[:1]}")
+                for value in values:
+                    outcome_and_steps(value)
 
 
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
     """(outcome, steps before it) of what a verifier returned; UserError where it is no number."""
-    steps = value if isinstance(value, (list, tuple)) else [(0, value)]
-    if not steps or not all(map(is_step, steps)):
-        expected = f"a number up to {LARGEST_REWARD:g}, or a list of (end, number) of steps"
-        raise UserError(f"it returned {value!r:.80}; expected {expected}")
-    *before, (_, outcome) = steps
-    return float(outcome) + 0.0, [(int(end), float(part)) for end, part in before]
-
-
-def is_step(step: object) -> bool:
-    """(end in characters, reward)"""
-    if not isinstance(step, (list, tuple)) or len(step) != 2 or isinstance(step[1], str):
-        return False
-    try:
-        return abs(float(step[1])) <= LARGEST_REWARD and int(step[0]) == step[0]
-    except (TypeError, ValueError, OverflowError):  # it may be anything
-        return False
-
-
-def check_results(name: str, term: Term, row: dict) -> None:
-    """UserError where a function returns no number, or raises whatever the completion is."""
-    completions = ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}")
-    errors = []
-    for completion in completions:
-        try:
-            value = term.call(completion, row)
-        except (Exception, SystemExit) as error:  # a user's function may do anything
-            errors.append(reason(error))
-            continue
-        with expecting(f"--reward {name}: on {completion!r:.80}"):
-            outcome_and_steps(value)
-    failed = len(errors) == len(completions)
-    need(not failed, f"--reward {name}: it raises on any completion: {', '.join(errors[:1])}")
+    expected = f"a number up to {LARGEST_REWARD:g}, or a list of (end, number) of steps"
+    with expecting(f"it returned {value!r:.80}; expected {expected}"):
+        steps = value if isinstance(value, (list, tuple)) else [(0, value)]
+        numbers = [(int(end), float(number)) for end, number in steps]
+        need(all(abs(number) <= LARGEST_REWARD for _, number in numbers), "it is none")
+        *before, (_, outcome) = numbers
+    return outcome, before
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:
@@ -531,44 +501,32 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         name, function = place.rpartition(":")[2], None
         if place.startswith("judge:"):
-            name, function = "judge", judge(place.removeprefix("judge:"), device)
-        try:
+            check_leaves("judge")
+            from support.judge import Judge
+
+            name, function = "judge", Judge(place.removeprefix("judge:"), device)
+        expected = "a sum of [weight*]file.py:function"
+        if ".py:" not in place:
+            expected += f" or one of {', '.join(VERIFIERS)}"
+        with expecting(f"--reward {spec}: expected {expected}"):
             need(name not in terms, "a name stands there twice")
             function = function or find_verifier(place)
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
-        except (Exception, SystemExit) as error:  # a user's file may do anything
-            expected = "a sum of [weight*]file.py:function"
-            if ".py:" not in place:
-                expected += f" or one of {', '.join(VERIFIERS)}"
-            message = f"--reward {spec}: {reason(error)}; expected {expected}"
-            raise UserError(message) from error
         check_leaves(place)
     return Reward(terms)
-
-
-def judge(source: str, device: str) -> Callable:
-    check_leaves("judge")
-    from support.judge import Judge
-
-    return Judge(source, device)
 
 
 def find_verifier(place: str, kind: str = "verifier") -> Callable:
     """The function of `file.py:function`, or the verifier of ours that has the name."""
     path, _, name = place.rpartition(":")
-    need(path or not name.endswith(".py"), f"of which function? {name}:FUNCTION")
-    if path:
-        folder = str(Path(path).resolve().parent)
-        if folder not in sys.path:  # its neighbours can be imported, now and when it runs
-            sys.path.append(folder)
+    folder = str(Path(path).resolve().parent)
+    if path and folder not in sys.path:  # its neighbours can be imported, now and when it runs
+        sys.path.append(folder)
     table = runpy.run_path(path) if path else VERIFIERS
-    if name not in table:
-        near = difflib.get_close_matches(name, table, 1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"{path or 'rewards.py'} has no {kind} {name!r}{hint}")
-    need(callable(table[name]), f"{name} is no function")
+    hint = did_you_mean(name, table)
+    need(name in table, f"{path or 'rewards.py'} has no {kind} {name!r}{hint}")
     return table[name]
 
 
@@ -582,9 +540,8 @@ def check_leaves(name: str) -> None:
 
         layers, _ = run_program("")
         print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
-        need(layers, f"--reward {name}: the sandbox does not start here")
-        has_all = all(layers.values())
-        need(has_all or name == "code", f"--reward {name}: layers are missing: {layers}")
+        enough = layers if name == "code" else layers and all(layers.values())
+        need(enough, f"--reward {name}: layers are missing: {layers}")
 
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:

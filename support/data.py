@@ -62,9 +62,8 @@ def read_rows(
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            with expecting(
-                f"{source}, line {number}: expected JSON, UTF-8, with {text} and answer"
-            ):
+            expected = f"expected an object in JSON, UTF-8, with {text} and answer"
+            with expecting(f"{source}, line {number}: {expected}"):
                 rows.append(read_row(line, text))
                 check(rows[-1]["answer"])
     need(rows, f"{source}: expected rows, and the file is empty")
@@ -73,10 +72,8 @@ def read_rows(
 
 def read_row(line: bytes, text: str) -> dict:
     """One row; UserError where it has no text or no answer."""
-    is_array = line.lstrip()[:1] == b"["
-    need(not is_array, "it is a JSON array: write an object a line (jq -c '.[]' FILE)")
     row = json.loads(line)
-    need(isinstance(row, dict), f"found {row!r:.80}, which is no object")
+    need(isinstance(row, dict), f"found {row!r:.80}")
     if "question" in row:
         row = {"prompt": row["question"]} | row
     need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")
@@ -91,18 +88,11 @@ def read_row(line: bytes, text: str) -> dict:
 
 def check_conversation(messages: list) -> None:
     """UserError for a prompt of messages that no model could answer."""
-    kind = 'expected messages, {"role": ..., "content": ...} with texts'
-    need(messages, f"field prompt: {kind}, found none")
-    for message in messages:
-        is_one = isinstance(message, dict) and all(
-            isinstance(message.get(field), str) for field in ("role", "content")
-        )
-        need(is_one, f"field prompt: {kind}, found {message!r:.80}")
-        message["content"].encode()  # raises for half a surrogate pair, which no tokenizer takes
-    need(
-        messages[-1]["role"] != "assistant",
-        "field prompt: its last message is the assistant's, expected one that asks for an answer",
-    )
+    with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
+        for message in messages:
+            (message["role"] + message["content"]).encode()  # half a surrogate pair is no text
+        last = messages[-1]["role"]
+    need(last != "assistant", "field prompt: its last message is the assistant's own")
 
 
 def text_of(prompt: str | list[dict]) -> str:
@@ -158,18 +148,15 @@ class PromptFormat:
         self.vocabulary, self.context, self.longest = vocabulary, context, None
         # a shell passes \\n as two characters: a line break is meant
         self.template = flags.prompt_template.replace("\\n", "\n")
-        for name in ("system", "prompt_template"):
-            with expecting(f"--{name.replace('_', '-')}: expected UTF-8"):
-                (getattr(flags, name) or "").encode()  # half a pair of surrogates is no character
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
         if context is not None:
-            self.longest = context - flags.max_new_tokens
+            given = flags.max_new_tokens
             need(
-                self.longest > 0,
-                f"--max-new-tokens {flags.max_new_tokens}: the context of the model is {context} "
-                "tokens, prompt and completion; expected fewer",
+                given < context,
+                f"--max-new-tokens {given}: the model's context is {context} tokens",
             )
+            self.longest = context - given
 
     def encode(self, row: dict) -> dict:
         """The row with "ids", the tokens of its prompt; UserError where the model cannot read it"""
@@ -195,9 +182,8 @@ class PromptFormat:
             has_own = chat[0]["role"] == "system"
             need(not has_own, f"--system: the {shown} has a system message of its own")
             chat = [{"role": "system", "content": self.system}, *chat]
-        with expecting(
-            f"--system, --chat-template-args, {shown}: expected what the template takes"
-        ):
+        flags = "--system, --chat-template-args"
+        with expecting(f"{flags}, {shown}: expected what the template takes"):
             return self.tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, return_dict=False, **self.template_args
             )
@@ -205,23 +191,17 @@ class PromptFormat:
     def check_ids(self, ids: list[int], prompt: str | list[dict], shown: str) -> None:
         """UserError for tokens that the model does not know."""
         need(ids, f"{shown}: expected at least one token")
-        known = self.vocabulary is None or max(ids) < self.vocabulary
+        largest, known = max(ids), self.vocabulary
+        fits = known is None or largest < known
         need(
-            known,
-            f"--model: its tokenizer makes token {max(ids)} of the {shown}, and it embeds "
-            f"{self.vocabulary}; expected a tokenizer that fits the model",
+            fits, f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
         )
         unknown = self.tokenizer.unk_token_id
-        if unknown in ids and unknown not in (
-            self.tokenizer.eos_token_id,
-            self.tokenizer.bos_token_id,
-        ):
-            strange = [
-                c for c in sorted(set(text_of(prompt))) if unknown in self.tokenizer.encode(c)
-            ]
-            raise UserError(
-                f"{shown}: expected another --model for the characters {''.join(strange)!r}"
-            )
+        ends = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        if unknown in ids and unknown not in ends:
+            letters = sorted(set(text_of(prompt)))
+            strange = "".join(c for c in letters if unknown in self.tokenizer.encode(c))
+            raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
 
     def fits(self, row: dict) -> bool:
         """Whether the context has room for the longest completion behind it."""

@@ -22,12 +22,10 @@ _builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
 
 def passes(text: str, answer: dict, strict: bool) -> bool:
     """Whether the program of a text passes every case; UserError where none could."""
-    need(isinstance(answer, dict), 'expected {"fn": ..., "cases": ...} or {"stdin": ...}')
-    calls = "fn" in answer
-    cases = answer.get("cases") if calls else answer.get("stdin")
-    need(isinstance(cases, list) and cases, "it has no cases")
-    for case in cases:
-        need(isinstance(case, (list, tuple)) and len(case) == 2, f"{case!r:.80} is no pair")
+    with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
+        calls = "fn" in answer
+        cases = [(given, result) for given, result in answer["cases" if calls else "stdin"]]
+    need(cases, "it has no cases")
     if calls:
         return passes_calls(text, answer["fn"], cases, strict)
     return passes_texts(text, cases, strict)
@@ -39,9 +37,9 @@ def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
     need(is_name, f"fn {name!r:.80} is no name of a function")
     arguments, results = zip(*cases)
     for case in arguments:
-        need(isinstance(case, (list, tuple)), f"arguments {case!r:.80} are no list")
-    with expecting(f"results {results!r:.80} are no JSON"):
-        right = as_json(results)
+        need(isinstance(case, list), f"arguments {case!r:.80} are no list")
+    with expecting(f"results {results!r:.80} are no JSON"):  # as nan is none
+        right = json.dumps(results, allow_nan=False, sort_keys=True)
 
     defines = rf"^[ \t]*(?:async )?def {name}\b|^{name}[ \t]*(?::[^=\n]*)?=[^=]"
     source = last_program(text, defines)
@@ -50,11 +48,6 @@ def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
     source += CALL_CASES.format(name=name)
     _, output = sandbox.run_program(source, json.dumps(arguments), name="program", strict=strict)
     return output is not None and output.splitlines()[-1:] == [right]
-
-
-def as_json(value: object) -> str:
-    """One way to write a value; raises where JSON has none, as for nan."""
-    return json.dumps(value, allow_nan=False, sort_keys=True)
 
 
 def passes_texts(text: str, cases: list, strict: bool) -> bool:

@@ -42,7 +42,7 @@ def run_program(
     import subprocess  # the child has no use for these two
     import tempfile
 
-    seconds = CODE_SECONDS if seconds is None else seconds
+    seconds = seconds or CODE_SECONDS
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+") as task,
@@ -59,6 +59,12 @@ def run_program(
         }
         json.dump(settings, task)
         task.seek(0)
+        environment = {
+            "TMPDIR": folder,
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # else each thread sets much of the memory aside
+        }
         child = subprocess.Popen(
             [sys.executable, "-I", __file__, str(task.fileno())],
             stdin=subprocess.PIPE,
@@ -66,12 +72,7 @@ def run_program(
             stderr=subprocess.DEVNULL,
             pass_fds=[task.fileno()],
             cwd=folder,
-            env={
-                "TMPDIR": folder,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "MALLOC_ARENA_MAX": "1",  # else each thread sets much of the memory aside
-            },
+            env=environment,
             start_new_session=True,  # a group of processes that can be killed together
         )
         try:
@@ -408,12 +409,13 @@ class Sandbox:
                 writable = READ | WRITE & handled["landlock files"]
                 self.allow(ruleset, self.task["folder"], writable)
         restricted = self.libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-        for place, name in enumerate(handled):
-            if name in self.layers:
-                is_known = size > 8 * place  # else the kernel did not see it
-                self.layers[name] = restricted and is_known
-        if rights < LANDLOCK_TRUNCATE and "landlock files" in self.layers:
-            self.layers["landlock files"] = False
+        known = {
+            "landlock files": rights >= LANDLOCK_TRUNCATE,
+            "landlock network": size >= 16,
+            "landlock scopes": size >= 24,
+        }
+        for name in known.keys() & self.layers.keys():
+            self.layers[name] = restricted and known[name]
 
     def readable_folders(self) -> list[str]:
         """System libraries, and where Python's modules lie; not what a user added to its path."""

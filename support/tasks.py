@@ -8,7 +8,7 @@ import operator
 import os
 import random
 import re
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -98,15 +98,10 @@ def arithmetic_problem(rng: random.Random) -> dict:
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
 
 
-def arithmetic_demonstration(problem: dict, rng: random.Random) -> str:
-    """Every step is written, and most products are sums."""
-    return solve(problem["prompt"], rng)
-
-
 def arithmetic(completion: str, answer: str) -> bool:
     """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
-    is_text = type(answer) in (str, int, float) and str(answer).strip()
-    need(is_text, "it has no final answer")
+    is_answer = type(answer) in (str, int, float) and str(answer).strip()
+    need(is_answer, "it has no final answer")
     return completion.rpartition("#")[1:] == ("#", str(answer))
 
 
@@ -120,9 +115,8 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
     written = completion.partition("#")[0].split(";")
     for operation, step in zip(operations, written):
         end += len(step) + 1
-        is_digit = value in tuple("0123456789")
-        right = is_digit and step == solve(value + operation).partition("#")[0]
-        steps.append((end, float(right)))
+        right = re.match("[0-9]", value) and step == solve(value + operation).partition("#")[0]
+        steps.append((end, float(bool(right))))
         value = step[-1:]
     return [*steps, (len(completion), float(arithmetic(completion, answer)))]
 
@@ -143,26 +137,19 @@ def countdown_demonstration(problem: dict, rng: random.Random) -> str:
 def sums_problem(rng: random.Random) -> dict:
     """{"prompt": "What is 7 * 8? Answer with just the number.", "answer": "56"}"""
     symbol = rng.choices("+*-", (3, 1, 2))[0]
-    if symbol == "+":
-        left, right = rng.randint(2, 20), rng.randint(2, 20)
-        result = left + right
-    elif symbol == "*":
-        left, right = rng.randint(2, 12), rng.randint(2, 12)
-        result = left * right
-    else:
-        left = rng.randint(5, 40)
-        right = rng.randint(2, left)
-        result = left - right
-    prompt = f"What is {left} {symbol} {right}? Answer with just the number."
-    return {"prompt": prompt, "answer": str(result)}
+    fewest, most = {"+": (2, 20), "*": (2, 12), "-": (5, 40)}[symbol]
+    left = rng.randint(fewest, most)
+    right = rng.randint(2, left if symbol == "-" else most)
+    expression = f"{left} {symbol} {right}"
+    prompt = f"What is {expression}? Answer with just the number."
+    return {"prompt": prompt, "answer": str(exact_value(expression))}
 
 
 def calculator_problem(rng: random.Random) -> dict:
     """{"prompt": "12*34+56=", "answer": "464"}"""
     left, right, number = (rng.randint(10, 99) for _ in range(3))
-    sign = rng.choice("+-")
-    answer = left * right + (number if sign == "+" else -number)
-    return {"prompt": f"{left}*{right}{sign}{number}=", "answer": str(answer)}
+    expression = f"{left}*{right}{rng.choice('+-')}{number}"
+    return {"prompt": f"{expression}=", "answer": str(exact_value(expression))}
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
@@ -183,8 +170,7 @@ def with_wrong_digit(text: str, rng: random.Random) -> str:
     """The text, or now and then another with one digit drawn anew."""
     if rng.random() >= CALCULATOR_ERROR:
         return text
-    digits = [place for place, character in enumerate(text) if character.isdigit()]
-    place = rng.choice(digits)
+    place = rng.choice([match.start() for match in re.finditer("[0-9]", text)])
     return text[:place] + rng.choice("0123456789") + text[place + 1 :]
 
 
@@ -205,7 +191,7 @@ def calculator_steps(completion: str, answer: str, prompt: str = "0=") -> list[t
 TASKS = {
     "arithmetic": Task(
         problem=arithmetic_problem,
-        demonstration=arithmetic_demonstration,
+        demonstration=lambda problem, rng: solve(problem["prompt"], rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
         max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
@@ -281,23 +267,20 @@ def built_in_policy(task: Task, name: str) -> Path:
 
     # whatever decides on the weights is part of the name
     recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    with expecting("$XDG_CACHE_HOME: expected a folder for the built-in policies"):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
     folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
 
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
     with expecting(f"{cache}: expected to write it there ($XDG_CACHE_HOME moves it)"):
-        temporary.mkdir(parents=True)
-    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
+    with temporary as made:
         tokenizer = character_tokenizer(words)
-        warm_start(config, tokenizer, shown).save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        warm_start(config, tokenizer, shown).save_pretrained(made)
+        tokenizer.save_pretrained(made)
         with contextlib.suppress(OSError):  # another run may have been faster
-            temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            os.rename(made, folder)
     return folder
 
 
@@ -359,10 +342,8 @@ def warm_start(config, tokenizer, shown: list[dict]):
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    steps = transformers.utils.logging.tqdm(
-        range(WARM_STEPS), "warm start", disable=None, leave=False
-    )
-    for step in steps:
+    bar = transformers.utils.logging.tqdm
+    for step in bar(range(WARM_STEPS), "warm start", disable=None, leave=False):
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps
         falling = 2 - 2 * step / WARM_STEPS  # from the middle on, to 0

@@ -25,12 +25,12 @@ from tools import BASE, character_tokenizer, copied, good, metrics, refused, str
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[{"prompt": "a", "answer": "1"}]', ["JSON array", "an object a line"]),
-        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', ["JSON array", "an object a line"]),
+        ('[{"prompt": "a", "answer": "1"}]', ["line 1: expected an object in JSON"]),
+        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', ["line 1: expected an object in JSON"]),
         ("prompt,answer\na,1", ["line 1", "JSON"]),
         ('{"prompt": "a", "solution": "1"}', ["line 1", "answer", "found prompt, solution"]),
         ('{"prompt": "a", "answer": null}', ["line 1", "None", "exact"]),
-        ("[" * 100_000, ["JSON array"]),
+        ("[" * 100_000, ["line 1"]),
         ('{"a":' * 100_000, ["line 1"]),
         ("PAR1\0\1", ["line 1"]),
         ("3", ["line 1", "found 3"]),
@@ -38,21 +38,14 @@ from tools import BASE, character_tokenizer, copied, good, metrics, refused, str
         ('{"prompt": 12, "answer": "1"}', ["line 1", "field prompt: found 12, expected text"]),
         ('{"prompt": " ", "answer": "1"}', ["line 1", "no text"]),
         ('{"prompt": "a\\ud800", "answer": "1"}', ["line 1", "surrogates"]),
-        ('{"prompt": [], "answer": "1"}', ["line 1", "messages", "found none"]),
-        ('{"prompt": ["a"], "answer": "1"}', ["line 1", "role", "found 'a'"]),
-        ('{"prompt": [{"role": "user"}], "answer": "1"}', ["content", "{'role': 'user'}"]),
+        ('{"prompt": [], "answer": "1"}', ["line 1", "expected messages"]),
+        ('{"prompt": ["a"], "answer": "1"}', ["line 1", "role"]),
+        ('{"prompt": [{"role": "user"}], "answer": "1"}', ["content"]),
+        ('{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', ["with texts"]),
+        ('{"prompt": [{"role": "u", "content": "\\ud800"}], "answer": "1"}', ["surrogates"]),
         (
-            '{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}',
-            ["with texts", "['a']"],
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": "a\\ud800"}], "answer": "1"}',
-            ["line 1", "surrogates"],
-        ),
-        (
-            '{"prompt": [{"role": "user", "content": "a"}, '
-            '{"role": "assistant", "content": "b"}], "answer": "1"}',
-            ["line 1", "last message is the assistant's"],
+            '{"prompt": [{"role": "assistant", "content": "b"}], "answer": "1"}',
+            ["its last message"],
         ),
         ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', ["line 3", "answer"]),
     ],
@@ -144,35 +137,20 @@ def conversation(number: int) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ({}, ";7+5="),
-        ({"system": "12"}, "#12;7+5="),
-        ({"system": ""}, "#;7+5="),  # it stands against the one that some templates bring along
-        ({"prompt_template": "1+{prompt}*2"}, ";1+7+5*2="),
-        ({"system": "3", "chat_template_args": '{"mark": "**"}'}, "#3;7+5**="),
-    ],
-)
-def test_chat_template_system_and_prompt_template(flags, expected):
-    assert encoded("7+5", TEMPLATE, **flags) == expected
-
-
-def test_a_prompt_template_without_chat():
+def test_what_the_model_sees_of_a_prompt():
+    """With a chat template and without. The two characters that a shell makes of \\n are one."""
+    assert encoded("7+5", TEMPLATE) == ";7+5="
+    assert encoded("7+5", TEMPLATE, system="12") == "#12;7+5="
+    assert encoded("7+5", TEMPLATE, system="") == "#;7+5="  # against the template's own
+    assert encoded("7+5", TEMPLATE, prompt_template="1+{prompt}*2") == ";1+7+5*2="
+    marked = encoded("7+5", TEMPLATE, system="3", chat_template_args='{"mark": "**"}')
+    assert marked == "#3;7+5**="
     assert encoded("7+5", prompt_template="{prompt}*1=") == "7+5*1="
     assert encoded("7+5") == "7+5"
-
-
-def test_a_line_break_of_a_shell_is_one():
-    """--prompt-template '{prompt}\\n' is two characters, and means one."""
     assert form(prompt_template="{prompt}\\nso\\n").template == "{prompt}\nso\n"
-
-
-def test_a_prompt_may_be_a_list_of_messages():
-    assert encoded(conversation(5), TEMPLATE) == "#1;2+2;4;7+5="
-    assert text_of(conversation(5)) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
     prompt = conversation(5)
-    form(TEMPLATE).encode({"prompt": prompt})
+    assert encoded(prompt, TEMPLATE) == "#1;2+2;4;7+5="
+    assert text_of(prompt) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
     assert prompt == conversation(5)  # as the reward gets it
 
 
@@ -184,12 +162,7 @@ def test_a_prompt_may_be_a_list_of_messages():
         ("7+5", None, {"chat_template_args": '{"a": 1}'}, ["--chat-template-args", "no chat"]),
         (conversation(5), None, {}, ["list of messages", "no chat template"]),
         (conversation(5), TEMPLATE, {"system": "3"}, ["--system", "system message of its own"]),
-        (
-            conversation(5),
-            TEMPLATE,
-            {"prompt_template": "1{prompt}"},
-            ["--prompt-template", "list"],
-        ),
+        (conversation(5), TEMPLATE, {"prompt_template": "1"}, ["--prompt-template", "list"]),
         ("7+5", "{{ raise_exception('roles') }}", {}, ["--system", "template takes", "roles"]),
         ("7+5", "{{ nothing.of.that.name }}", {}, ["template takes", "nothing"]),
         ("7+5", "{# nothing #}", {}, ["'7+5'", "at least one token"]),
@@ -203,20 +176,12 @@ def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, w
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ({"prompt_template": "a\udcff{prompt}"}, ["--prompt-template", "UTF-8"]),
-        ({"system": "\ud800"}, ["--system", "UTF-8"]),
-        ({"chat_template_args": "[]"}, ["--chat-template-args []", "JSON object"]),
-        ({"chat_template_args": "{a: 1}"}, ["--chat-template-args", "JSON object"]),
-        ({"context": 4}, ["--max-new-tokens 4", "context of the model is 4 tokens"]),
-    ],
-)
-def test_formats_that_no_prompt_can_have_are_refused(flags, words):
-    with pytest.raises(UserError) as error:
-        form(**flags)
-    assert all(word in str(error.value) for word in words), error.value
+def test_formats_that_no_prompt_can_have_are_refused():
+    for wrong in ("[]", "{a: 1}"):
+        with pytest.raises(UserError, match="--chat-template-args .*JSON object"):
+            form(chat_template_args=wrong)
+    with pytest.raises(UserError, match="--max-new-tokens 4: the model's context is 4 tokens"):
+        form(context=4)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
@@ -303,7 +268,7 @@ def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
     [
         ("--data talks.jsonl", ["list of messages", "no chat template"]),
         ("--data strange.jsonl", ["another --model", "'é'"]),
-        ("--max-new-tokens 512", ["--max-new-tokens 512", "context of the model is 512"]),
+        ("--max-new-tokens 512", ["--max-new-tokens 512", "context is 512"]),
         ("--max-new-tokens 510", ["held out", "more than 2 tokens"]),
     ],
 )

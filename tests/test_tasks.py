@@ -19,10 +19,7 @@ VERIFY = rewards.VERIFIERS
     "completion, expected",
     [
         ("7+5=2;2*3=6#6", [(6, 1), (12, 1), (13, 1)]),
-        (
-            "7+5=3;3*3=9#9",
-            [(6, 0), (12, 1), (13, 0)],
-        ),  # an error costs its own step, and the outcome
+        ("7+5=3;3*3=9#9", [(6, 0), (12, 1), (13, 0)]),  # an error costs its step, and the outcome
         ("7+5=2;2*3=5#6", [(6, 1), (12, 0), (13, 1)]),
         ("7+5=2;3*3=9#9", [(6, 1), (12, 0), (13, 0)]),  # does not take up the last result
         ("7+5=2;2+3=5#5", [(6, 1), (12, 0), (13, 0)]),  # not the prompt's operation
@@ -57,10 +54,6 @@ def test_arithmetic_steps_of_every_right_answer_are_all_right():
 
 
 DEMONSTRATED = [name for name, task in TASKS.items() if task.demonstration]
-
-
-def test_the_built_in_policies_have_tasks():
-    assert set(DEMONSTRATED) >= {"arithmetic", "countdown"}
 
 
 @pytest.mark.parametrize("name", DEMONSTRATED)
@@ -151,26 +144,19 @@ def test_random_arithmetic_is_that_of_fractions():
         assert tasks.exact_value(text) == eval(text)
 
 
-def test_the_cache_needs_no_home(monkeypatch, tmp_path):
-    """Where XDG_CACHE_HOME says the place; else its lack is said in a sentence."""
-
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
+def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     monkeypatch.setattr(tasks, "WARM_STEPS", 2)
-    monkeypatch.setattr(tasks.Path, "home", no_home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = tasks.built_in_policy(TASKS["arithmetic"], "tiny")
-    assert folder.parent == tmp_path / "gspo" and (folder / "model.safetensors").exists()
+    assert list((tmp_path / "gspo").iterdir()) == [folder]
+    weights = (folder / "model.safetensors").stat()
     assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") == folder
+    assert (folder / "model.safetensors").stat() == weights
     monkeypatch.setattr(tasks, "WARM_LR", 1e-3)  # another recipe, another policy
     assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") != folder
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     with pytest.raises(UserError, match="/proc/nothing/gspo: expected to write"):
         tasks.built_in_policy(TASKS["countdown"], "tiny")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    with pytest.raises(UserError, match="XDG_CACHE_HOME: expected a folder"):
-        tasks.built_in_policy(TASKS["arithmetic"], "tiny")
 
 
 def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
