@@ -310,7 +310,7 @@ def test_a_place_is_read(stand):
     [
         ("tool.py:answer", "asked after TEXT"),
         ("calc", "calculator"),
-        ("tool.py:answers@;", "did you mean 'answer'"),
+        ("tool.py:answers@;", "did you mean answer"),
         ("no.py:answer@;", "FileNotFoundError"),
     ],
 )
