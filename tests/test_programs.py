@@ -1,6 +1,8 @@
 """Programs in completions: which one runs, when it pays, and that no crash and no trick does."""
 
+import json
 import os
+import re
 import textwrap
 import threading
 import time
@@ -16,6 +18,11 @@ ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
 RIGHT = "def add(a, b):\n    return a + b"
 
 
+def cells(text):
+    """Texts of a table, between bars and line breaks."""
+    return [cell.strip() for cell in re.split(r" \| |\n", text) if cell.strip()]
+
+
 def fenced(source):
     return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
 
@@ -23,15 +30,41 @@ def fenced(source):
 @pytest.mark.parametrize(
     "source",
     [
-        "def add(a, b):\n    return a + b",
+        RIGHT,
         "add = lambda a, b: a + b",
         "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
-        "import math, collections, heapq, re\ndef add(a, b):\n    return math.floor(a + b)",
-        "def add(a, b):\n    return a + b\nif __name__ == '__main__':\n    print(input())",
-        "import sys\nsys.stdout.write('no newline')\ndef add(a, b):\n    return a + b",
+        f"import sys\nsys.stdout.write('no newline')\n{RIGHT}",
+        f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
+        f"import sys\ninput = sys.stdin.readline\n{RIGHT}",
+        f"def print(*words): pass\n{RIGHT}",
+        f"json = results = 0\n{RIGHT}",
+        f"text = '{'x' * 200_000}'\n{RIGHT}",  # longer than an argument may be
+        """
+        import threading
+        def add(a, b):
+            found = []
+            thread = threading.Thread(target=lambda: found.append(a + b))
+            thread.start()
+            thread.join()
+            return found[0]""",
+        """
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+        async def later(number):
+            return number
+        def add(a, b):
+            with ThreadPoolExecutor(4) as pool:
+                return sum(pool.map(abs, (asyncio.run(later(a)), b)))""",
+        """
+        import bisect, collections, datetime, decimal, fractions, functools, heapq, itertools
+        import math, random, re, string
+        def add(a, b):
+            return int(decimal.Decimal(a) + b)""",
     ],
+    ids=lambda source: source.strip()[:20],
 )
 def test_code_pays_a_right_function(source):
+    """Whatever it does besides, and whatever names it takes."""
     assert VERIFY["code"](fenced(source), ADD) == 1.0
 
 
@@ -57,52 +90,34 @@ def test_code_does_not_pay_a_wrong_function(source):
 
 
 def test_code_runs_the_last_closed_block_after_the_thinking():
-    right = fenced("def add(a, b):\n    return a + b")
+    right = fenced(RIGHT)
     wrong = fenced("def add(a, b):\n    return 0")
     assert VERIFY["code"](wrong + right, ADD) == 1.0
-    assert VERIFY["code"]("```\ndef add(a, b):\n    return a + b\n```", ADD) == 1.0
     assert VERIFY["code"](f"<think>{wrong}</think>{right}", ADD) == 1.0
-    for text in (
-        right + wrong,
-        f"<think>{right}</think>",
-        f"<think>{right}",
-        right + "```python\n",
-        right.replace("`", ""),
-        right[: right.rindex("```")],
-        "",
-        "```",
-        "``````",
-    ):
-        assert VERIFY["code"](text, ADD) == 0.0
+    wrongs = [right + wrong, f"<think>{right}</think>", f"<think>{right}", right + "```python\n"]
+    wrongs += [right.replace("`", ""), right[: right.rindex("```")], "", "```", "``````"]
+    for text in wrongs:
+        assert VERIFY["code"](text, ADD) == 0.0, text
+
+
+SAME = """
+    1 => 1 | None => null | [1, 2] => [1, 2] | (1, 2) => [1, 2]
+    {'b': 1, 'a': 2} => {"a": 2, "b": 1} | 'ä' => "ä"
+    10 ** 40 => 10000000000000000000000000000000000000000
+"""
+OTHER = """
+    True => 1 | 1 => true | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2]
+    [1, [2, True]] => [1, [2, 1]] | float('nan') => NaN | float('inf') => Infinity
+    0.1 + 0.2 => 0.3 | 10 ** 5000 => 1 | '' => null
+"""
 
 
 @pytest.mark.parametrize(
-    "result, expected, paid",
-    [
-        ("1", 1, 1),
-        ("True", 1, 0),
-        ("1", True, 0),
-        ("1.0", 1, 0),
-        ("1", 1.0, 0),
-        ("'1'", 1, 0),
-        ("None", None, 1),
-        ("[1, 2]", [1, 2], 1),
-        ("(1, 2)", [1, 2], 1),
-        ("[2, 1]", [1, 2], 0),
-        ("[1, [2, True]]", [1, [2, 1]], 0),
-        ("{'b': 1, 'a': 2}", {"a": 2, "b": 1}, 1),
-        ("float('nan')", float("nan"), 0),
-        ("float('inf')", float("inf"), 0),
-        ("{1, 2}", [1, 2], 0),
-        ("'ä'", "ä", 1),
-        ("0.1 + 0.2", 0.3, 0),
-        ("10 ** 5000", 1, 0),
-        ("10 ** 40", 10**40, 1),
-        ("''", None, 0),
-    ],
+    "paid, cell", [*((1.0, cell) for cell in cells(SAME)), *((0.0, cell) for cell in cells(OTHER))]
 )
-def test_code_compares_type_strictly(result, expected, paid):
-    answer = {"fn": "f", "cases": [[[], expected]]}
+def test_code_compares_type_strictly(paid, cell):
+    result, expected = cell.split(" => ")
+    answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
     assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == paid
 
 
@@ -122,36 +137,23 @@ def test_code_runs_whole_programs(source, paid):
     assert VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}) == paid
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        None,
-        "",
-        [],
-        {},
-        {"fn": "add"},
-        {"fn": "add", "cases": []},
-        {"stdin": []},
-        {"cases": ADD["cases"]},
-        {"fn": "add", "cases": [[1]]},
-        {"fn": "add", "cases": 3},
-        {"stdin": [["1"]]},
-        {"stdin": [["1", 1]]},
-        {"stdin": [[1, "1"]]},
-        {"fn": "add", "cases": [[1, 1]]},
-        {"fn": "add", "cases": [["ab", 1]]},
-        {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], float("nan")]]},
-        {"fn": "add", "cases": [[[1, 2], [float("inf")]]]},
-        {"fn": "add(1, 2) or add", "cases": ADD["cases"]},
-        {"fn": "class", "cases": ADD["cases"]},
-        {"fn": "", "cases": ADD["cases"]},
-        {"fn": 3, "cases": ADD["cases"]},
-    ],
-)
+MALFORMED = """
+    null | "" | [] | {} | {"fn": "add"} | {"fn": "add", "cases": []} | {"stdin": []}
+    {"cases": [[[1, 2], 3]]} | {"fn": "add", "cases": [[1]]} | {"fn": "add", "cases": 3}
+    {"stdin": [["1"]]} | {"stdin": [["1", 1]]} | {"stdin": [[1, "1"]]}
+    {"fn": "add", "cases": [[1, 1]]} | {"fn": "add", "cases": [["ab", 1]]}
+    {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]}
+    {"fn": "add", "cases": [[[1], [Infinity]]]}
+    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]} | {"fn": "class", "cases": [[[1, 2], 3]]}
+    {"fn": "", "cases": [[[1, 2], 3]]} | {"fn": 3, "cases": [[[1, 2], 3]]}
+"""
+
+
+@pytest.mark.parametrize("answer", cells(MALFORMED))
 def test_code_refuses_malformed_tests(answer):
-    assert VERIFY["code"](fenced("def add(a, b):\n    return a + b"), answer) == 0.0
+    assert VERIFY["code"](fenced(RIGHT), json.loads(answer)) == 0.0
     with pytest.raises(UserError, match="code"):
-        rewards.parse_reward("code").check_answer(answer)
+        rewards.parse_reward("code").check_answer(json.loads(answer))
 
 
 @pytest.mark.parametrize(
@@ -171,28 +173,13 @@ def test_code_refuses_malformed_tests(answer):
         "~~~python\n" + RIGHT + "\n~~~",
         "~~~\n" + RIGHT + "\n~~~\n",
         "Between ``` and the like is code.\n" + fenced(RIGHT),
+        fenced(RIGHT) + "```\ndef add(a, b):\n    return 0\n```\n",
+        "```\nfrom operator import add\n```\n```\n3\n```\n",
+        "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
     ],
 )
 def test_code_runs_the_last_block_of_python(completion):
     assert VERIFY["code"](completion, ADD) == 1.0
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "import threading\n    found = []\n"
-        "    thread = threading.Thread(target=lambda: found.append(a + b))\n"
-        "    thread.start()\n    thread.join()\n    return found[0]",
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "    with ThreadPoolExecutor(4) as pool:\n        return sum(pool.map(abs, (a, b)))",
-        "import asyncio\n    async def later(): return a + b\n    return asyncio.run(later())",
-        "import decimal, fractions, itertools, random, datetime, string, bisect, functools\n"
-        "    return int(decimal.Decimal(a) + b)",
-    ],
-    ids=["thread", "pool of threads", "asyncio", "modules"],
-)
-def test_code_runs_honest_programs(body):
-    assert VERIFY["code"](fenced(f"def add(a, b):\n    {body}"), ADD) == 1.0
 
 
 def test_code_runs_the_idiom_of_contests():
@@ -255,28 +242,10 @@ def test_code_does_not_charge_the_start_of_the_interpreter(monkeypatch):
     assert VERIFY["code"](fenced("print(input())"), {"stdin": cases}) == 1.0
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import sys\ninput = sys.stdin.readline",
-        "def print(*words): pass",
-        "json = 0",
-        "results = 0",
-    ],
-)
-def test_code_calls_functions_whatever_names_the_program_takes(line):
-    assert VERIFY["code"](fenced(f"{line}\n{RIGHT}"), ADD) == 1.0
-    answer = {"fn": "json", "cases": ADD["cases"]}
-    assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), answer) == 1.0
-
-
 def test_code_with_a_function_and_a_stdin_calls_the_function():
     assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
-
-
-def test_code_takes_a_program_longer_than_an_argument_may_be():
-    long = f"text = '{'x' * 200_000}'\ndef add(a, b):\n    return a + b"
-    assert VERIFY["code"](fenced(long), ADD) == 1.0
+    answer = {"fn": "json", "cases": ADD["cases"]}
+    assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), answer) == 1.0
 
 
 def test_code_strict_pays_only_with_every_layer(monkeypatch):
@@ -324,9 +293,9 @@ def test_code_never_pays_a_program_whose_time_is_over(monkeypatch):
     assert VERIFY["code"](fenced(f"print(3, flush=True)\n{waits}"), {"stdin": [["", "3"]]}) == 0.0
 
 
-@pytest.mark.parametrize("text", ["", "no program", "```python\n```", "```text\nx\n```"])
-def test_code_never_pays_where_there_is_no_program(text):
-    assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0
+def test_code_never_pays_where_there_is_no_program():
+    for text in ("", "no program", "```python\n```", "```text\nx\n```"):
+        assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
 
 
 def test_code_pays_silence_where_it_is_expected():
@@ -363,18 +332,14 @@ def test_code_runs_the_block_that_defines_the_function(completion):
     assert VERIFY["code"](completion, ADD) == 1.0
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
+def test_code_does_not_run_another_block_until_one_is_right():
+    for completion in (
         fenced(RIGHT) + fenced("def add(a, b):\n    return 0"),  # the last one counts
         fenced("def added(a, b):\n    return a + b"),
         fenced(SOLUTION.replace("a + b", "a - b")),
         fenced(SOLUTION.replace("add", "plus")),
-        fenced("class Solution:\n    pass\ndef plus(a, b):\n    return a + b"),
-    ],
-)
-def test_code_does_not_run_another_block_until_one_is_right(completion):
-    assert VERIFY["code"](completion, ADD) == 0.0
+    ):
+        assert VERIFY["code"](completion, ADD) == 0.0, completion
 
 
 def test_code_runs_the_block_that_reads_its_input():
@@ -388,12 +353,6 @@ ATTACKS = {  # each would pay if the verifier trusted the child
     "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
     "sys.exit": "import sys\nsys.exit(0)",
     "always equal": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
-    "int always equal": """
-        class E(int):
-            def __eq__(self, other):
-                return True
-        def add(a, b):
-            return E(7)""",
     "text always equal": """
         class E(str):
             __eq__ = lambda self, other: True

@@ -66,15 +66,6 @@ def test_sandbox_reads_no_folder_that_a_user_put_on_the_path(tmp_path, monkeypat
     assert not {str(tmp_path), sys.prefix + "-of-another"} & set(found)
 
 
-def test_sandbox_allows_pairs_of_streams():
-    source = """
-        import socket
-        a, b = socket.socketpair()
-        a.send(b'through')
-        print(b.recv(9).decode())"""
-    assert run_program(source) == "through\n"
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -108,7 +99,6 @@ SWITCHED_OFF = [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in
 
 
 IN_A_CHILD = """
-import os
 child = os.fork()
 if child == 0:
     {}
@@ -117,58 +107,47 @@ check(-os.waitpid(child, 0)[1])
 """  # the program itself leads a session
 EFFECTS = {  # what reaches out of the sandbox: the program, and the layers each of which stops it
     "reads a file": ("print(open('FOLDER/secret').read())", [FILES]),
-    "lists a folder": ("import os\nassert 'secret' in os.listdir('FOLDER')", [FILES]),
+    "lists a folder": ("assert 'secret' in os.listdir('FOLDER')", [FILES]),
     "reads an environment": ("print(open('/proc/PID/environ').read())", [FILES]),
     "reads memory": ("open('/proc/PID/mem', 'rb')", [FILES]),
     "writes a file": ("open('FOLDER/new', 'w').write('x')", [FILES]),
     "appends": ("open('FOLDER/secret', 'a').write('x')", [FILES]),
-    "truncates": ("import os\nos.truncate('FOLDER/secret', 0)", [FILES, CALLS]),
-    "removes a file": ("import os\nos.remove('FOLDER/secret')", [FILES]),
-    "renames": ("import os\nos.rename('FOLDER/secret', 'FOLDER/other')", [FILES]),
-    "makes a folder": ("import os\nos.mkdir('FOLDER/new')", [FILES]),
-    "makes a link": ("import os\nos.link('FOLDER/secret', 'FOLDER/new')", [FILES]),
-    "makes a symbolic link": ("import os\nos.symlink('/', 'FOLDER/new')", [FILES]),
-    "makes a device": ("import os\nos.mkfifo('FOLDER/new')", [FILES]),
-    "changes a mode": ("import os\nos.chmod('FOLDER/secret', 0o777)", [CALLS]),
-    "changes an owner": ("import os\nos.chown('FOLDER/secret', UID, GID)", [CALLS]),
-    "changes times": ("import os\nos.utime('FOLDER/secret', (1, 1))", [CALLS]),
-    "sets an attribute": ("import os\nos.setxattr('FOLDER/secret', 'user.a', b'1')", [CALLS]),
-    "signals": ("import os\nos.kill(PID, 0)", [SPACES, SCOPES, CALLS]),
-    "stops a process": ("import os\nos.kill(PID, 19)", [SPACES, SCOPES, CALLS]),
-    "changes a priority": ("import os\nos.setpriority(os.PRIO_PROCESS, PID, 19)", [SPACES, CALLS]),
-    "changes a limit": (
-        "import resource\nresource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))",
-        [SPACES, CALLS],
-    ),
-    "connects": (
-        "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
-        [SPACES, TCP, CALLS],
-    ),
-    "listens": ("import socket\nsocket.create_server(('127.0.0.1', 0))", [TCP, CALLS]),
+    "truncates": ("os.truncate('FOLDER/secret', 0)", [FILES, CALLS]),
+    "removes a file": ("os.remove('FOLDER/secret')", [FILES]),
+    "renames": ("os.rename('FOLDER/secret', 'FOLDER/other')", [FILES]),
+    "makes a folder": ("os.mkdir('FOLDER/new')", [FILES]),
+    "makes a link": ("os.link('FOLDER/secret', 'FOLDER/new')", [FILES]),
+    "makes a symbolic link": ("os.symlink('/', 'FOLDER/new')", [FILES]),
+    "makes a device": ("os.mkfifo('FOLDER/new')", [FILES]),
+    "changes a mode": ("os.chmod('FOLDER/secret', 0o777)", [CALLS]),
+    "changes an owner": ("os.chown('FOLDER/secret', UID, GID)", [CALLS]),
+    "changes times": ("os.utime('FOLDER/secret', (1, 1))", [CALLS]),
+    "sets an attribute": ("os.setxattr('FOLDER/secret', 'user.a', b'1')", [CALLS]),
+    "signals": ("os.kill(PID, 0)", [SPACES, SCOPES, CALLS]),
+    "stops a process": ("os.kill(PID, 19)", [SPACES, SCOPES, CALLS]),
+    "changes a priority": ("os.setpriority(os.PRIO_PROCESS, PID, 19)", [SPACES, CALLS]),
+    "changes a limit": ("resource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))", [SPACES, CALLS]),
+    "connects": ("socket.create_connection(('127.0.0.1', PORT))", [SPACES, TCP, CALLS]),
+    "listens": ("socket.create_server(('127.0.0.1', 0))", [TCP, CALLS]),
     "sends a datagram": (
-        "import socket\nsocket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP))",
+        "socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', UDP))",
         [SPACES, CALLS],
     ),
     "sends to a service by a pair": (
-        "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
-        "a.sendto(b'x', 'FOLDER/datagrams')",
+        "a, b = socket.socketpair(type=socket.SOCK_DGRAM)\na.sendto(b'x', 'FOLDER/datagrams')",
         [CALLS],
     ),
     "connects a pair to a service": (
-        "import socket\na, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
-        "a.connect('FOLDER/datagrams')",
+        "a, b = socket.socketpair(type=socket.SOCK_DGRAM)\na.connect('FOLDER/datagrams')",
         [CALLS],
     ),
-    "calls a service": ("import socket\nsocket.socket(1).connect('FOLDER/service')", [CALLS]),
+    "calls a service": ("socket.socket(1).connect('FOLDER/service')", [CALLS]),
     "calls an abstract service": (
-        "import socket\nsocket.socket(1).connect('\\0ABSTRACT')",
+        "socket.socket(1).connect('\\0ABSTRACT')",
         [SPACES, SCOPES, CALLS],
     ),
-    "starts a process": ("import os\nif os.fork() == 0: os._exit(0)", [CALLS]),
-    "becomes a program": (
-        "import os\nos.execv(PYTHON, ['python', '-c', 'print(\"done\")'])",
-        [CALLS],
-    ),
+    "starts a process": ("if os.fork() == 0: os._exit(0)", [CALLS]),
+    "becomes a program": ("os.execv(PYTHON, ['python', '-c', 'print(\"done\")'])", [CALLS]),
     "leaves its session": (IN_A_CHILD.format("os.setsid()"), [CALLS]),
     "leaves its group": (IN_A_CHILD.format("os.setpgid(0, 0)"), [CALLS]),
     "makes namespaces": ("check(libc.unshare(0x10000000))", [CALLS]),
@@ -191,7 +170,7 @@ if os.uname().machine == "x86_64":
         ),
     }
 PREPARED = """
-import ctypes
+import ctypes, os, resource, socket
 libc = ctypes.CDLL(None)
 def check(result):
     if result < 0:
@@ -435,21 +414,38 @@ def test_sandbox_counts_threads_and_processes(name, layers, mark, monkeypatch):
     assert left_running(mark) == set()
 
 
-def test_sandbox_allows_dozens_of_threads():
-    source = """
+HONEST = {  # a program, and what it prints
+    "pair of streams": """
+        import socket
+        a, b = socket.socketpair()
+        a.send(b'done')
+        print(b.recv(9).decode())""",
+    "dozens of threads": """
         import threading
         barrier = threading.Barrier(33)
         for _ in range(32):
             threading.Thread(target=barrier.wait).start()
         barrier.wait()
-        print('done')"""
-    assert run_program(source) == "done\n"
+        print('done')""",
+    "no priority, which its watcher takes": f"""
+        import os
+        assert os.getpriority(os.PRIO_PROCESS, 0) == {os.getpriority(os.PRIO_PROCESS, 0)}
+        print('done')""",
+    "no capabilities": """
+        import ctypes, struct
+        header, found = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+        assert ctypes.CDLL(None).capget(header, found) == 0 and not any(found.raw)
+        print('done')""",
+    "files that are bounded without landlock": f"""
+        import resource
+        assert resource.getrlimit(resource.RLIMIT_FSIZE) == ({sandbox.CODE_BYTES},) * 2
+        print('done')""",
+}
 
 
-def test_sandbox_gives_the_program_no_priority():
-    """Its watcher takes one, where it may."""
-    source = "import os\nprint(os.getpriority(os.PRIO_PROCESS, 0))"
-    assert run_program(source) == f"{os.getpriority(os.PRIO_PROCESS, 0)}\n"
+@pytest.mark.parametrize("name", HONEST)
+def test_sandbox_lets_a_program_have(name):
+    assert run_program(HONEST[name]) == "done\n"
 
 
 GENERIC_CALLS = """
@@ -504,10 +500,7 @@ def test_sandbox_finds_the_whole_tree_of_processes(name, mark, monkeypatch):
 @pytest.mark.slow
 def test_sandbox_leaves_nothing_running_after_200_hostile_programs(mark, monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1)
-    sources = [
-        *LASTING.values(),
-        *(PREPARED + source for source, _ in EFFECTS.values()),
-    ]
+    sources = [*LASTING.values(), *(PREPARED + source for source, _ in EFFECTS.values())]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(run_program, itertools.islice(itertools.cycle(sources), 200)))
     assert left_running(mark) == set()
@@ -534,14 +527,13 @@ def test_sandbox_does_not_wait_for_who_holds_its_output(monkeypatch):
     [
         "while True: print('x' * 100_000)",
         "x = [0] * (1 << 30)",
-        "x = 'a' * (1 << 40)",
         "x = []\nwhile True: x.append(bytearray(1 << 20))",
-        "files = [open('/dev/null') for _ in range(1000)]\nprint('opened')",
+        "import os\nfiles = [os.dup(1) for _ in range(100)]\nprint('opened')",
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()",
         "def f(): return f()\nf()",
         "import time\nwhile True: 9 ** 9 ** 9",
     ],
-    ids=["output", "memory", "string", "parts", "open files", "threads", "recursion", "power"],
+    ids=["output", "memory", "parts", "open files", "threads", "recursion", "power"],
 )
 def test_sandbox_bounds_resources(source, monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 2)
@@ -562,8 +554,3 @@ def test_sandbox_fills_no_disk(tmp_path):
         print('done')"""
     assert run_program(source) == "done\n"
     assert not os.listdir(tmp_path)
-
-
-def test_sandbox_bounds_a_file_even_without_landlock():
-    source = "import resource\nprint(resource.getrlimit(resource.RLIMIT_FSIZE))"
-    assert run_program(source) == f"({sandbox.CODE_BYTES}, {sandbox.CODE_BYTES})\n"
