@@ -656,14 +656,6 @@ def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_name_stands_once_in_a_sum(tmp_path):
-    """Two functions of one name would else overwrite each other in silence."""
-    for name, value in (("a", 1.0), ("b", 0.0)):
-        (tmp_path / f"{name}.py").write_text(f"def f(completion, answer):\n    return {value}\n")
-    with pytest.raises(UserError, match="twice"):
-        rewards.parse_reward(f"{tmp_path}/a.py:f + {tmp_path}/b.py:f")
-
-
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion): return 1": ["f(completion)", "def f(completion, answer)"],
     "def f(): return 1": ["f()", "def f(completion, answer)"],
@@ -795,17 +787,6 @@ def test_check_answer_refuses_what_cannot(name, answer):
         rewards.parse_reward(f"-0.5*{name} + 0.1*format").check_answer(answer)
     reason = str(error.value)
     assert name in reason and "\n" not in reason and len(reason) < 200
-
-
-def test_scoring_1024_gsm8k_like_completions_is_fast():
-    """Far under a second; asserted loosely, for a loaded machine."""
-    solution = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n" * 8
-    texts = [f"<think>{solution}</think>\nThe answer is \\boxed{{{n:,}}}." for n in range(1024)]
-    table = [{"prompt": "?", "answer": str(n)} for n in range(1024)]
-    start = time.monotonic()
-    scores = rewards.parse_reward("math + 0.1*format").score(texts, table)
-    assert time.monotonic() - start < 2
-    assert {score.terms["math"] for score in scores} == {1.0}
 
 
 def test_a_verifier_whose_leaf_is_gone_says_so(monkeypatch):
