@@ -91,9 +91,13 @@ def test_rows_without_advantage_change_no_weight(algorithm, everything_is_live, 
         torch.testing.assert_close(mine[name], theirs[name], atol=1e-3 * scale, rtol=1e-3)
 
 
-def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(everything_is_live, tmp_path):
+def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(everything_is_live, seen, tmp_path):
     """What needs no log-probs is told of dead groups, too; what needs them is not."""
     one = metrics(good(tmp_path / "live", MIXED).folder)[0]
+    first = [row["prompt"][0] for row in seen.batches[0].judged.rows[::4]]
+    for name, begin in (("dead_right", "1"), ("dead_wrong", "2")):
+        assert one[name] == pytest.approx(first.count(begin) / 6)
+    assert one["dead"] == pytest.approx(1 - first.count("3") / 6)
     everything_is_live()
     other = metrics(good(tmp_path / "all", MIXED).folder)[0]
     for name in ("reward", "reward_std", "solved", "dead_right", "length_mean", "advantage_abs"):
