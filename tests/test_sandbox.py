@@ -526,7 +526,7 @@ def test_sandbox_does_not_wait_for_who_holds_its_output(monkeypatch):
     "source",
     [
         "while True: print('x' * 100_000)",
-        "x = bytearray(3 << 30)",
+        "import mmap\nmmap.mmap(-1, 3 << 30)",
         "x = []\nwhile True: x.append(bytearray(1 << 20))",
         "import os\nfiles = [os.dup(1) for _ in range(100)]\nprint('opened')",
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()",
