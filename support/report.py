@@ -1,7 +1,7 @@
 """The page of a run: curves, the same held-out prompts at every evaluation, and all flags. One file
 without a script, which loads nothing. And in sentences: what is not healthy, and what to try.
 
-    python train.py --report runs/a runs/b       # or python -m support.report runs/a runs/b
+    python train.py --report runs/a runs/b
 
 It reads config.json, starts.jsonl, metrics.jsonl and evaluations.jsonl of a run's folder."""
 
@@ -10,11 +10,9 @@ import html
 import json
 import math
 import statistics
-import sys
-import unicodedata
 from pathlib import Path
 
-from support.data import UserError, need
+from support.data import need, printable
 
 # ---- what a run's folder tells -------------------------------------------------------------------
 
@@ -34,12 +32,9 @@ def read_story(folder: Path) -> Story:
     """UserError where the folder is not that of a run."""
     there = (folder / "metrics.jsonl").is_file()
     need(there, f"--report {folder}: expected the folder of a run, with a metrics.jsonl")
-    flags = {}
-    if (folder / "config.json").exists():
-        flags = json.loads((folder / "config.json").read_text())
     return Story(
         name=folder.resolve().name,
-        flags=flags,
+        flags=json.loads((folder / "config.json").read_text()),
         starts=read_lines(folder / "starts.jsonl"),
         rows=read_lines(folder / "metrics.jsonl"),
         evaluations=read_lines(folder / "evaluations.jsonl"),
@@ -131,17 +126,11 @@ def tag(name: str, *inside: str, **attributes) -> str:
 def visible(value) -> str:
     """Text as HTML: escaped, and what would hide or reorder text (control, bidi) as its code."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    pieces = []
-    for character in text[:MOST_CHARACTERS]:
-        kind = unicodedata.category(character)
-        if character in "\n\t" or (kind[0] != "C" and kind not in ("Zl", "Zp")):
-            pieces.append(html.escape(character))
-        else:
-            pieces.append(tag("span", f"[U+{ord(character):04X}]", class_="odd"))
+    lines = text[:MOST_CHARACTERS].split("\n")
+    shown = "\n".join(map(printable, lines))
     if len(text) > MOST_CHARACTERS:
-        more = f" … and {len(text) - MOST_CHARACTERS} more characters"
-        pieces.append(tag("span", more, class_="odd"))
-    return "".join(pieces)
+        shown += f" … and {len(text) - MOST_CHARACTERS} more characters"
+    return html.escape(shown)
 
 
 @dataclasses.dataclass
@@ -230,7 +219,6 @@ class Chart:
     healthy: str
     form: str = ".5g"
     band: tuple[float, float] | None = None  # shaded
-    noise: float = 0.0  # values that are all below it are rounding, and no curve
 
 
 CHARTS = (
@@ -246,26 +234,21 @@ CHARTS = (
     Chart("ratio_mean", "GSPO: within 0.003 of 1", band=(0.997, 1.003)),
     Chart("approx_kl", "nats to π_old; a rise comes before collapse"),
     Chart("kl", "nats to π_ref; grows slowly"),
-    Chart("sampler_kl", "trainer to sampler; 0 up to rounding in float32", noise=1e-7),
+    Chart("sampler_kl", "trainer to sampler; 0 up to rounding in float32"),
     Chart("grad_norm", "before clipping; steady"),
     Chart("tool_calls", "replies of --tool in a completion"),
     Chart("teacher_kl", "nats to the teacher; falls"),
     Chart("seconds_step", "without evaluations"),
 )
 COLORS = 6  # of STYLE; then they come again
-MOST_POINTS = 200  # of a curve; of more points as many neighbours as it takes are averaged
+MOST_POINTS = 200  # of a curve
 MOST_DOTS = 40
 
 
-def curve_of(story: Story, chart: Chart) -> list[tuple[float, float]]:
-    """At most MOST_POINTS points."""
-    points = points_of(story, chart.metric)
-    size = max(1, math.ceil(len(points) / MOST_POINTS))
-    means = []
-    for start in range(0, len(points), size):
-        steps, values = zip(*points[start : start + size])
-        means.append((statistics.fmean(steps), statistics.fmean(values)))
-    return means
+def at_most(most: int, items: list) -> list:
+    """Some of them, evenly chosen, the first and the last among them."""
+    size = max(1, math.ceil((len(items) - 1) / (most - 1)))
+    return items[:-1:size] + items[-1:]
 
 
 def value_range(values: list[float]) -> tuple[float, float]:
@@ -280,15 +263,13 @@ def value_range(values: list[float]) -> tuple[float, float]:
 
 def chart_figure(chart: Chart, stories: list[Story]) -> str:
     """One metric of all runs; nothing where no run has it."""
-    curves = [curve_of(story, chart) for story in stories]
+    curves = [points_of(story, chart.metric) for story in stories]
+    curves = [at_most(MOST_POINTS, curve) for curve in curves]
     values = [value for curve in curves for _, value in curve]
     if not values:
         return ""
     keys = [key(i, f"{curve[-1][1]:{chart.form}}") for i, curve in enumerate(curves) if curve]
     caption = [tag("b", chart.metric), " ", *keys, tag("div", chart.healthy, class_="dim")]
-    if max(map(abs, values)) < chart.noise:
-        caption.append(tag("div", f"all below {chart.noise:g}: rounding", class_="dim"))
-        return tag("figure", tag("figcaption", *caption))
     last = max(step for curve in curves for step, _ in curve)
     plot = Plot((0, last), value_range(values))
     drawn = [plot.band(*chart.band)] if chart.band else []
@@ -311,15 +292,14 @@ def key(color: int, text: str) -> str:
 
 # ---- texts ---------------------------------------------------------------------------------------
 
-MOST_EVALUATIONS = 12  # evenly chosen, if there are more
+MOST_EVALUATIONS = 12  # of a prompt
 
 
 def headline(story: Story) -> str:
     """What was trained, from where to where, when, and by which command."""
     flags = story.flags
-    parts = [
-        f"{flags.get('algo')}, {flags.get('model')} on {flags.get('data') or flags.get('task')}"
-    ]
+    data = flags.get("data") or flags.get("task")
+    parts = [f"{flags.get('algo')}, {flags.get('model')} on {data}"]
     solved = points_of(story, "eval_solved")
     if solved:
         (first, before), (last, after) = solved[0], solved[-1]
@@ -344,31 +324,24 @@ def answers(story: Story) -> str:
 
 
 def cards(by_step: dict[int, dict]) -> list[str]:
-    """One an evaluation: right or wrong, and with a blue top where the text is new."""
-    steps = sorted(by_step)
-    size = max(1, math.ceil((len(steps) - 1) / (MOST_EVALUATIONS - 1)))
-    chosen = steps[:-1:size] + steps[-1:]  # the first and the last are there
-    drawn, before = [], None
-    for step in chosen:
+    """One an evaluation, with its verdict."""
+    drawn = []
+    for step in at_most(MOST_EVALUATIONS, sorted(by_step)):
         row = by_step[step]
         mark, look = "✗ wrong,", "card wrong"
         if row["correct"] is None:
             mark, look = "", "card"
         elif row["correct"] > 0.5:
             mark, look = "✓ right,", "card right"
-        if row["completion"] != before:
-            look += " new"
         head = tag("span", f"step {step}: {mark} reward {row['reward']:g}", class_="head")
         drawn.append(tag("div", head, tag("pre", visible(row["completion"])), class_=look))
-        before = row["completion"]
     return drawn
 
 
 def flag_table(stories: list[Story]) -> str:
     """The resolved flags of all runs, those that differ marked."""
-    lines = [
-        tag("tr", *[tag("th", visible(name)) for name in ("flag", *(s.name for s in stories))])
-    ]
+    names = ["flag", *(story.name for story in stories)]
+    lines = [tag("tr", *[tag("th", visible(name)) for name in names])]
     for name in dict.fromkeys(name for story in stories for name in story.flags):
         values = [visible(story.flags.get(name)) for story in stories]
         cells = [tag("td", text) for text in (visible(name), *values)]
@@ -390,7 +363,6 @@ STYLE = """
 * { box-sizing: border-box; overflow-wrap: anywhere }
 body { margin: 0 auto; padding: 16px; max-width: 1400px; background: var(--page);
   color: var(--text); font: 15px/1.45 system-ui, sans-serif }
-h1 { font-size: 22px; margin: 16px 0 4px } h2 { font-size: 18px; margin: 32px 0 8px }
 figure, p { margin: 0 0 8px } .dim, text { color: var(--dim) }
 .grid { display: grid; gap: 20px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
 svg { display: block; width: 100% } text { fill: currentColor; font-size: 11px }
@@ -401,12 +373,10 @@ svg { display: block; width: 100% } text { fill: currentColor; font-size: 11px }
 td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-width: 120px }
 .differs { font-weight: 600; color: var(--c1) } summary { cursor: pointer; margin: 10px 0 }
 .cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
-.card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; border-radius: 6px;
-  background: var(--card); border-top: 3px solid var(--line) } .new { border-color: var(--c0) }
+.card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; background: var(--card) }
 .head { font-weight: 600 } .right .head { color: var(--c2) } .wrong .head { color: var(--odd) }
-pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto;
-  unicode-bidi: isolate; font: 13px/1.4 ui-monospace, monospace }
-.prompt { font-weight: 600; max-height: 160px } .odd { color: var(--odd); font-size: 0.85em }
+pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto }
+.prompt { font-weight: 600 }
 """
 STYLE += "".join(f".color{i} {{ --c: var(--c{i}) }}\n" for i in range(COLORS))
 
@@ -424,8 +394,6 @@ def write_report(folders: list[Path], path: Path) -> None:
     body += [tag("h2", "Metrics"), tag("p", "shaded: healthy", class_="dim")]
     body.append(tag("div", *figures, class_="grid"))
     body.append(tag("h2", "The same held-out prompts at every evaluation"))
-    legend = "blue top: another answer than in the card before; reward and ✓ are the verifier's"
-    body.append(tag("p", legend, class_="dim"))
     body += [answers(story) for story in stories]
     body += [tag("h2", "Flags"), flag_table(stories)]
     head = [
@@ -458,10 +426,3 @@ def main(folders: list[str]) -> int:
     write_report(paths, page)
     print(f"the report is in {page}")
     return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"error: {error}")
