@@ -552,6 +552,7 @@ AIMED = r"""
     \bar{x} \approx 5 ≢ \bar{x} \approx 6    x + y \approx 3 ≢ x+y    \sigma \approx 1.5 ≡ 1.5
     \frac{a}{b} \approx 2 ≢ \frac{a}{b}    2\pi \approx 6.28 ≡ 2\pi
     # units and currencies
+    -5\text{ cm} ≢ -5\text{ km}    x ↛ 0.1428571428571    i\% ↛ 1
     \$5 ≢ 5 cents    \$5 ≢ 5\text{ cents}    \$5 ≢ €5    £5 ≢ \$5    \text{Rs. }5 ≢ \$5
     5 USD ≡ \$5    5\text{ euros} ≡ €5    5\text{ euros} ≢ 5\text{ dollars}
     60^\circ ≢ 60\text{ radians}    60^\circ ≢ 60\text{ rad}    60° ≡ 60\text{ degrees}
