@@ -33,7 +33,7 @@ import gspo  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from counting import Counting  # noqa: E402
-from support import packing, tasks  # noqa: E402
+from support import attention, packing, tasks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 GB = 1e9
@@ -97,7 +97,7 @@ def as_on_a_gpu() -> Iterator[None]:
     pace = rollout.Pace(span=2**20, steps=1, rows=2**20)
     with (
         mock.patch.dict(rollout.PACE, cpu=pace),
-        mock.patch.object(rollout, "EXPAND_HEADS", {"cpu"}),
+        mock.patch.object(attention, "EXPAND_HEADS", {"cpu"}),
         mock.patch.object(packing, "SharedSlots", rollout.Slots),
     ):
         yield
