@@ -469,6 +469,8 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
+            is_ours = "completions" not in term.signature.parameters
+            need(is_ours, f"--reward {name}: it gets one completion at a time, no list as TRL's do")
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:

@@ -4,7 +4,8 @@
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
 `train`, near the end, is the loop: read it first. `policy` learns, `old_policy` samples, and a KL
-is measured to `ref_policy`. A flag that names a file of support/ goes with it: delete either."""
+is measured to `ref_policy`. A flag with `leaf=NAME` is done by support/NAME.py, and refused where
+that file was deleted."""
 
 import os
 
@@ -67,12 +68,12 @@ class Config:
     model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
     task: str = flag("arithmetic", "built-in problems", choices=tuple(TASKS))
     data: str | None = flag(None, "JSONL file to train on: prompt and answer")
-    eval_data: str | None = flag(None, "JSONL file to evaluate on, not a tenth", needs="data")
-    reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default math")
+    eval_data: str | None = flag(None, "JSONL file of held-out rows, else a tenth", needs="data")
+    reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default: as the task")
     teacher: str | None = flag(None, "OPD: a larger model, folder or hub name")
     tool: str | None = flag(None, "answers: calculator, or file.py:function@TEXT", leaf="tools")
     steps: int = flag(50, "rollout steps", low=1)
-    seed: int = flag(0, "of problems, samples, shuffles and adapters", low=0)
+    seed: int = flag(0, "decides on problems, samples, shuffles, adapters", low=0)
 
     system: str | None = flag(None, "system message, for chat templates", heading="prompts")
     chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
@@ -84,12 +85,14 @@ class Config:
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     cache_gb: float | None = flag(None, "for keys and values; default what is free", above=0)
     old_logprobs: str = flag("trainer", "whose are pi_old's", choices=("trainer", "sampler"))
-    stale_steps: int = flag(1, "between refreshes of the sampler", low=1)
-    tis_cap: float | None = flag(None, "of importance sampling, sampler to pi_old", above=0)
+    stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
+    tis_cap: float | None = flag(None, "bounds importance weights, sampler to pi_old", above=0)
 
     # the defaults are the papers', in gspo.py
-    clip_low: float | None = flag(None, "ratio above 1 - clip_low", heading="objective", low=0)
-    clip_high: float | None = flag(None, "ratio below 1 + clip_high", low=0)
+    clip_low: float | None = flag(
+        None, "of its band; default the paper's", heading="objective", low=0
+    )
+    clip_high: float | None = flag(None, "the same above 1; GSPO 4e-4, GRPO 0.2", low=0)
     dual_clip: float | None = flag(None, "PPO: bound on the objective where A < 0", above=1)
     ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
     tau_pos: float | None = flag(None, "SAPO: steepness of the gate where A > 0", above=0)
@@ -100,14 +103,16 @@ class Config:
     gae_lambda: float | None = flag(None, "of PPO's advantages", low=0, high=1)
     value_clip: float | None = flag(None, "PPO's critic: how far a value may move", above=0)
     kl_coef: float | None = flag(None, "weight of the KL to the reference; GRPO 0.04", low=0)
-    ref_every: int = flag(0, "steps between its refreshes; 0: never", low=0, needs="kl_coef")
+    ref_every: int = flag(
+        0, "steps between refreshes of the reference; 0: never", low=0, needs="kl_coef"
+    )
     entropy_coef: float = flag(0.0, "bonus per nat of the mean entropy", low=0)
     dynamic_sampling: bool | None = flag(None, "refill groups whose completions are paid alike")
     overlong_cache: int | None = flag(None, "punished tokens before the limit; DAPO 1/5", low=0)
     overlong_filter: bool = flag(False, "truncated completions leave the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose", leaf="experts")
 
-    completions_per_update: int | None = flag(None, "default: a fourth", heading="optimiser", low=1)
+    completions_per_update: int | None = flag(None, "default a fourth", heading="optimiser", low=1)
     epochs: int = flag(1, "passes over a rollout", low=1)
     lr: float | None = flag(None, "of AdamW; default 2e-4 for built-in models, else 1e-6", above=0)
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
@@ -119,7 +124,7 @@ class Config:
     lora_alpha: float | None = flag(None, "its scale; default 2 x rank", above=0, needs="lora_rank")
 
     eval_every: int = flag(
-        10, "steps between; 0: before and after only", heading="evaluation", low=0
+        10, "steps between evaluations; 0: before, after", heading="evaluation", low=0
     )
     eval_prompts: int = flag(256, "held-out prompts, greedy", low=1)
     eval_samples: int = flag(8, "k of pass@k, before and after; 0: none", low=0)
@@ -152,6 +157,11 @@ ELSEWHERE = {
     "--gradient-accumulation-steps": "--completions-per-update",
     "--output-dir": "--runs and --name",
     "--loss-type": "--algo",
+    "--importance-sampling-level": "--algo gspo (sequence) or --algo grpo (token)",
+    "--steps-per-generation": "--completions-per-update",
+    "--max-steps": "--steps",
+    "--num-train-epochs": "--steps",
+    "--save-steps": "--save-every",
     "--batch-size": "--prompts-per-step, and --completions-per-update of an optimiser step",
 }
 
@@ -166,7 +176,7 @@ def parse_flags(arguments: list[str]) -> Config:
         for name in KEPT_FLAGS:
             same = getattr(config, name) == saved.get(name, getattr(config, name))
             need(same, f"{dashed(name)}: a run that is resumed keeps its own, {saved.get(name)}")
-    refuse_numbers_of_others(config)
+    refuse_flags_of_others(config)
     fill_defaults(config)
     check_together(config)
     return config
@@ -185,7 +195,8 @@ def saved_flags(config: Config) -> dict:
     return {name: saved[name] for name in saved.keys() & known - {"resume", "runs", "name"}}
 
 
-# keyword parameters in gspo.py whose flags have other names; the others' have the same
+# keyword parameters in gspo.py whose flags have other names; the others' have the same: that of
+# group_advantages(scale=) is --advantage-scale, that of gspo_loss(clip_low=) --clip-low
 RENAMED = {
     "scale": "advantage_scale",
     "lam": "gae_lambda",
@@ -207,7 +218,7 @@ def settings(config: Config, function: Callable) -> dict:
     return {each.name: getattr(config, name) for name, each in keywords(function).items()}
 
 
-def numbers_of(algorithm: gspo.Algorithm) -> dict:
+def own_flags(algorithm: gspo.Algorithm) -> dict:
     """Flag -> the paper's number, if there is one, of the flags that not all algorithms read."""
     parameters = keywords(algorithm.loss) | keywords(algorithm.advantages)
     if algorithm.reads == "values":
@@ -221,9 +232,9 @@ def numbers_of(algorithm: gspo.Algorithm) -> dict:
     return numbers
 
 
-def refuse_numbers_of_others(config: Config) -> None:
+def refuse_flags_of_others(config: Config) -> None:
     """UserError for a flag of other algorithms: it would do nothing."""
-    numbers = {algo: numbers_of(row) for algo, row in gspo.ALGOS.items()}
+    numbers = {algo: own_flags(row) for algo, row in gspo.ALGOS.items()}
     known = set().union(*numbers.values())
     for name in sorted(known - numbers[config.algo].keys()):
         those = " or ".join(algo for algo in numbers if name in numbers[algo])
@@ -263,7 +274,7 @@ def fill_defaults(config: Config) -> None:
     default("overlong_cache", config.max_new_tokens // 5 if algorithm.overlong_shaping else 0)
     if algorithm.reads == "values":
         default("critic_lr", 10 * config.lr)
-    for name, number in numbers_of(algorithm).items():
+    for name, number in own_flags(algorithm).items():
         default(name, number)
 
     completions = config.prompts_per_step * config.group_size
@@ -455,7 +466,10 @@ def find_model(config: Config, ranks: Ranks) -> tuple[str, typing.Any, typing.An
     fits = rollout.has_experts(model_config) or not config.routing_replay
     need(fits, "--routing-replay: needs a mixture of experts")
     if config.teacher:
-        same = rollout.inspect_model(config.teacher)[0].get_vocab() == tokenizer.get_vocab()
+        same = (
+            rollout.inspect_model(config.teacher, "--teacher")[0].get_vocab()
+            == tokenizer.get_vocab()
+        )
         need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
     return source, tokenizer, model_config
 
@@ -553,7 +567,7 @@ def own_folder(run: Run) -> None:
         config.name = folder.name
         folders.write_json(folder / "config.json", dataclasses.asdict(config))
         for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-            folders.cut_back(folder / name, run.progress.step or -1)  # step 0 comes again
+            folders.cut_back(folder / name, run.progress.step or -1)  # a fresh start keeps none
         command = shlex.join(["python", "train.py", *sys.argv[1:]])
         date = time.strftime("%Y-%m-%d")
         begin = {"date": date, "command": command, "step": 0, **run.progress.before}
@@ -927,7 +941,8 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     """The gradient of one update, summed over micro-batches and processes; returns its metrics."""
     unit = run.algorithm.unit
     denom = count_units(batch.mask[update.live], unit)
-    # metrics are means over live rows; the loss is one over all, and that of the others is 0
+    # denom counts live rows: metrics are means over these. The loss is a mean over all rows of the
+    # update, of which the others add 0: hence the share
     share = denom / count_units(batch.mask[update.rows], unit)
     totals = collections.Counter()
     run.optimizer.zero_grad()
@@ -1185,7 +1200,8 @@ def trainer_state(run: Run) -> tuple[dict[str, Tensor], set[str], torch.optim.Op
 
 
 def train(run: Run) -> None:
-    """The three-policy loop."""
+    """The loop, in seven phases. In float32 the sampler is the policy itself, and without a KL
+    there is no reference: the three policies are then one model and a tensor."""
     config = run.config
     stop_on_signals(run)
     for step in range(run.progress.step + 1, config.steps + 1):
@@ -1230,12 +1246,18 @@ def train(run: Run) -> None:
         if last or stopping or (config.save_every and step % config.save_every == 0):
             checkpoint = save(run)
         if stopping and not last:
+            write_page(run)
             raise KeyboardInterrupt
     minutes = (time.time() - run.began) / 60
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
     prompt = data.messages_of(run.held_out[0]["prompt"])[-1]["content"]
     say(f"the model is in {checkpoint}, the report in {run.folder}/report.html; try it:")
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
+    for name in ("system", "prompt_template", "chat_template_args"):
+        if getattr(config, name) != getattr(Config, name):
+            command += [dashed(name), getattr(config, name)]
+    if isinstance(run.held_out[0]["answer"], str):
+        command += ["--answer", run.held_out[0]["answer"], "--reward", config.reward]
     say(printable(shlex.join(command)))
 
 
@@ -1254,11 +1276,14 @@ def stop_on_signals(run: Run) -> None:
 
 def show_answers(run: Run) -> None:
     """evaluations.jsonl, and the page of the run."""
-    if not run.ranks.first:
-        return
-    folders.append_rows(run.folder / "evaluations.jsonl", run.answers)
+    if run.ranks.first:
+        folders.append_rows(run.folder / "evaluations.jsonl", run.answers)
+    write_page(run)
+
+
+def write_page(run: Run) -> None:
     page = leaf("report")
-    if page:
+    if page and run.ranks.first:
         page.write_report([run.folder], run.folder / "report.html")
 
 

@@ -44,7 +44,7 @@ def printable(text: str) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """What a sentence about an unknown word may end with."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 

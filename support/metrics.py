@@ -14,7 +14,7 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
         return {}
     log_s = torch.where(mask, log_ratio, 0.0).sum(1) / mask.sum(1).clamp(min=1)
     return {
-        f"{prefix}_kl": (tokens.exp() - 1 - tokens).mean(),
+        f"{prefix}_kl": (tokens.expm1() - tokens).mean(),
         f"{prefix}_token_std": tokens.std(correction=0),
         f"{prefix}_sequence_std": log_s.std(correction=0),
     }

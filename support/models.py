@@ -12,28 +12,28 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from support.data import expecting, need
 
 
-def load(kind: type, source: str, **options):
+def load(kind: type, source: str, flag: str = "--model", **options):
     """A tokenizer, a config or a model, by a class of transformers; never from a pickle, nor with
     code of its own."""
     is_run = Path(source, "checkpoints").is_dir()
-    need(not is_run, f"--model {source}: it is a run's folder; expected one of its checkpoints/")
+    need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
     here = Path(source).exists() or not is_path
-    need(here, f"--model {source}: there is no such folder")
-    with expecting(f"--model {source}: expected a folder or hub name of a causal language model"):
+    need(here, f"{flag} {source}: there is no such folder")
+    with expecting(f"{flag} {source}: expected a folder or hub name of a causal language model"):
         return kind.from_pretrained(source, trust_remote_code=False, **options)
 
 
-def inspect_model(source: str):
+def inspect_model(source: str, flag: str = "--model"):
     """Its tokenizer and config, before any weights; UserError for no causal language model."""
-    config = load(AutoConfig, source)
-    tokenizer = load(AutoTokenizer, source)
+    config = load(AutoConfig, source, flag)
+    tokenizer = load(AutoTokenizer, source, flag)
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     found = config.architectures or [config.model_type]
     causal = known.intersection(found)
-    need(causal, f"--model {source}: expected a causal language model, found {', '.join(found)}")
+    need(causal, f"{flag} {source}: expected a causal language model, found {', '.join(found)}")
     ends = tokenizer.eos_token and len(tokenizer) > 1
-    need(ends, f"--model {source}: expected a tokenizer with an end token")
+    need(ends, f"{flag} {source}: expected a tokenizer with an end token")
     return tokenizer, config
 
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
+from support.console import say
 from support.data import expecting, is_held_out, need
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
@@ -276,6 +277,7 @@ def built_in_policy(task: Task, name: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
     with temporary as made:
+        say(f"making the built-in policy {name}, once: half a minute; then it is in {folder}")
         tokenizer = character_tokenizer(words)
         warm_start(config, tokenizer, shown).save_pretrained(made)
         tokenizer.save_pretrained(made)
@@ -342,8 +344,7 @@ def warm_start(config, tokenizer, shown: list[dict]):
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    bar = transformers.utils.logging.tqdm
-    for step in bar(range(WARM_STEPS), "warm start", disable=None, leave=False):
+    for step in range(WARM_STEPS):
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps
         falling = 2 - 2 * step / WARM_STEPS  # from the middle on, to 0

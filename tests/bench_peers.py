@@ -5,7 +5,8 @@ TRL lives in an environment of its own, whose Python is an argument:
     python3 -m venv TRL && TRL/bin/pip install trl
     python tests/bench_peers.py --trl-python TRL/bin/python --steps 36 --turns 5
     python tests/bench_peers.py --trl-python TRL/bin/python --model FOLDER --data sums.jsonl \
-        --reward math_lenient --prompts-per-step 16 --max-new-tokens 12 --lr 1e-5 --steps 4 --turns 1
+        --reward math_lenient --prompts-per-step 16 --max-new-tokens 12 --lr 1e-5 --steps 4 \
+        --turns 1
 
 All train with GSPO: ratios of completions, the same band, the mean over completions, no KL, AdamW
 without decay, a constant learning rate, float32, as many updates a rollout. TRL is set as a careful
