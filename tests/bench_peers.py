@@ -205,8 +205,9 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
         tokenizer.decode(ids[:length], skip_special_tokens=True)
         for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist())
     ]
-    scores = rewards.parse_reward(settings["reward"]).score(texts, rows)
-    return statistics.fmean(float(score.correct) for score in scores)
+    reward = rewards.parse_reward(settings["reward"])
+    paid, correct = reward.verdicts(reward.score(texts, rows))
+    return statistics.fmean(correct or paid)
 
 
 # ---- TRL, in its own environment -----------------------------------------------------------------
