@@ -183,7 +183,7 @@ def test_reward_example_pays_and_trains(place):
     scope = {}
     exec(source, scope)
     pay = [scope["last_digit"](text, "6") for text in ("2*3=6#6", "#5", "6", "#66x")]
-    assert pay == [1.0, 0.1, 0.0, 0.0]
+    assert pay == [1.0, 0.0, 0.0, 0.0]
     row = json.loads(re.search(r'`(\{"prompt".*?\})`', README)[1])
     rows = [row, *({"prompt": f"{i}+{i}*3=", "answer": "6"} for i in range(9))]
     write_rows("mine.jsonl", rows)
