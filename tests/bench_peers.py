@@ -169,8 +169,7 @@ def our_step(row: dict) -> dict:
     """A row of metrics.jsonl in the words of the table."""
     step = {phase: row.get(f"seconds_{phase}", 0.0) for phase in PHASES}
     step |= {"reward": row["reward"], "clip": row.get("clip_fraction", 0.0)}
-    dead = row["dead_right"] + row["dead_wrong"]
-    return step | {"length": row["length_mean"], "dead": dead}
+    return step | {"length": row["length_mean"], "dead": row["dead"]}
 
 
 def trl_steps(ends: list[tuple[float, str]]) -> list[dict]:
