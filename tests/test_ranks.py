@@ -174,6 +174,7 @@ SAME = {
     "grpo with a KL": "--algo grpo --kl-coef 0.1 --ref-every 2 --stale-steps 2 --tis-cap 2",
     "experts": "--model models/moe --algo grpo --kl-coef 0 --routing-replay --eval-every 1",
     "lora": "--lora-rank 4 --epochs 2",
+    "opd": "--algo opd --teacher models/moe",
     # some process has none of an update, or of a step
     "one group": "--prompts-per-step 2 --eval-prompts 3 --completions-per-update 2",
 }
@@ -183,7 +184,7 @@ SAME = {
     "case, size",
     [
         pytest.param(case, size, marks=[pytest.mark.slow] if size != fast else [])
-        for case, fast in zip(SAME, (2, 0, 2, 0, 0, 0, 0))
+        for case, fast in zip(SAME, (2, 0, 2, 0, 0, 0, 2, 0))
         for size in (2, 4)
         if (case, size) != ("one group", 4)
     ],

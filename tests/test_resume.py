@@ -62,6 +62,7 @@ RESUMED = {
     "data": ("--data rows.jsonl", 2),
     "moe": ("--model models/moe --algo grpo --routing-replay", 1),
     "lora": ("--lora-rank 2 --kl-coef 0.1", 2),
+    "opd": ("--algo opd --teacher models/moe", 2),
     "a reward that is not 0 or 1": ("--reward pay.py:even+-2*pay.py:steps", 2),
 }
 

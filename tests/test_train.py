@@ -855,3 +855,26 @@ def test_gspo_solves_the_built_in_task_with_each_of_three_seeds(tmp_path, monkey
     for seed in range(3):
         folder = good(tmp_path / str(seed), f"--algo gspo --seed {seed} --name run", small=False)
         assert metrics(folder.folder)[-1]["eval_solved"] > 0.95
+
+
+# ---- on-policy distillation
+
+
+def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path):
+    """log pi_teacher - log pi_old is exactly 0 for every token: no gradient, the same weights."""
+    flags = f"{BASE} --algo opd --teacher models/tiny --reward-coef 0"
+    run = good(tmp_path, f"{flags} --steps 2 --lr 1e-2")
+    rows = metrics(run.folder)
+    assert [row["teacher_kl"] for row in rows] == [0.0, 0.0]
+    assert [row["grad_norm"] for row in rows] == [0.0, 0.0]
+    trained = load_file(newest(run.folder) / "model.safetensors")
+    for name, weight in load_file("models/tiny/model.safetensors").items():
+        assert torch.equal(trained[name], weight), name
+
+
+def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(tmp_path):
+    flags = f"{BASE} --algo opd --teacher models/moe --reward-coef 0"
+    run = good(tmp_path, f"{flags} --steps 6 --lr 3e-3")
+    rows = metrics(run.folder)
+    assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
+    assert all(0 <= row["teacher_unlikely"] <= 1 for row in rows)
