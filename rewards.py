@@ -470,7 +470,10 @@ class Reward:
             if term.function is VERIFIERS.get(name):
                 continue
             is_ours = "completions" not in term.signature.parameters
-            need(is_ours, f"--reward {name}: it gets one completion at a time, no list as TRL's do")
+            need(
+                is_ours,
+                f"--reward {name}: expected def f(completion, answer): one completion, no list as TRL's",
+            )
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:

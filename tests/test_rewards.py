@@ -661,11 +661,8 @@ CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(): return 1": ["f()", "def f(completion, answer)"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
     "def f(completion, answer, *, level): return 1": ["'level'", "prompt, answer"],
-    "def f(completions, **kwargs): return [1.0 for _ in completions]": [
-        "positional argument",
-        "def f(completion, answer)",
-    ],
-    "def f(prompts, completions, **kwargs): return [1.0]": ["[1.0]", "number"],
+    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["one completion", "TRL"],
+    "def f(prompts, completions, **kwargs): return [1.0]": ["one completion", "TRL"],
     "def f(data_source, solution_str, ground_truth, extra_info=None): return 1": ["ground_truth"],
     "def f(completion, answer): return None": ["None", "number"],
     "def f(completion, answer): return 1 if completion == answer else None": ["None", "number"],
