@@ -470,10 +470,8 @@ class Reward:
             if term.function is VERIFIERS.get(name):
                 continue
             is_ours = "completions" not in term.signature.parameters
-            need(
-                is_ours,
-                f"--reward {name}: expected def f(completion, answer): one completion, no list as TRL's",
-            )
+            shape = "expected def f(completion, answer): one completion, no list as TRL's"
+            need(is_ours, f"--reward {name}: {shape}")
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:
