@@ -14,6 +14,7 @@ names and values of extended attributes (listxattr); of any folder that somethin
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import struct
@@ -48,16 +49,8 @@ def run_program(
         tempfile.TemporaryFile("w+") as task,
         tempfile.TemporaryFile() as stdout,
     ):
-        settings = {
-            "source": source,
-            "name": name,
-            "strict": strict,
-            "layers": LAYERS,
-            "seconds": seconds,
-            "bytes": CODE_BYTES,
-            "folder": folder,
-        }
-        json.dump(settings, task)
+        settings = {"name": name, "strict": strict, "layers": LAYERS, "seconds": seconds}
+        json.dump({"source": source, "folder": folder, **settings}, task)
         task.seek(0)
         environment = {
             "TMPDIR": folder,
@@ -128,106 +121,46 @@ ALLOW = 0x7FFF0000
 KILL = 0x80000000
 NOT_PERMITTED = 0x00050000 | 1  # the call fails with EPERM
 NO_SUCH_CALL = 0x00050000 | 38  # with ENOSYS: libraries then take the older call
-X32 = 0x40000000  # from here on numbers are those of another table
+NEWER = 424  # from here on no call is known: io_uring, clone3, pidfd_..., and x32's whole table
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED = """
-    # call              x86_64  aarch64
+    # a call, and its numbers on x86_64 and aarch64
     # starts processes, or becomes another program
-    fork                57      -
-    vfork               58      -
-    execve              59      221
-    execveat            322     281
+    fork               57   -     vfork              58   -     execve             59   221
+    execveat           322  281
     # leaves the group of processes that is ended together
-    setpgid             109     154
-    setsid              112     157
+    setpgid            109  154   setsid             112  157
     # reaches other processes
-    kill                62      129
-    tkill               200     130
-    rt_sigqueueinfo     129     138
-    rt_tgsigqueueinfo   297     240
-    pidfd_send_signal   424     424
-    pidfd_open          434     434
-    pidfd_getfd         438     438
-    ptrace              101     117
-    process_vm_readv    310     270
-    process_vm_writev   311     271
-    process_madvise     440     440
-    kcmp                312     272
-    setpriority         141     140
-    ioprio_set          251     30
-    sched_setparam      142     118
-    sched_setscheduler  144     119
-    sched_setaffinity   203     122
-    sched_setattr       314     274
-    migrate_pages       256     238
-    move_pages          279     239
+    kill               62   129   tkill              200  130   rt_sigqueueinfo    129  138
+    rt_tgsigqueueinfo  297  240   ptrace             101  117   process_vm_readv   310  270
+    process_vm_writev  311  271   kcmp               312  272   setpriority        141  140
+    ioprio_set         251  30    sched_setparam     142  118   sched_setscheduler 144  119
+    sched_setaffinity  203  122   sched_setattr      314  274   migrate_pages      256  238
+    move_pages         279  239
     # reaches the network, or a service by a socket in the file system
-    socket              41      198
-    # does what is refused here on the kernel's own account
-    io_uring_setup      425     425
-    io_uring_enter      426     426
-    io_uring_register   427     427
+    socket             41   198
     # changes files that it cannot open
-    truncate            76      45
-    chmod               90      -
-    fchmod              91      52
-    fchmodat            268     53
-    fchmodat2           452     452
-    chown               92      -
-    fchown              93      55
-    lchown              94      -
-    fchownat            260     54
-    utime               132     -
-    utimes              235     -
-    futimesat           261     -
-    utimensat           280     88
-    setxattr            188     5
-    lsetxattr           189     6
-    fsetxattr           190     7
-    setxattrat          463     463
-    removexattr         197     14
-    lremovexattr        198     15
-    fremovexattr        199     16
-    removexattrat       466     466
-    file_setattr        469     469
+    truncate           76   45    chmod              90   -     fchmod             91   52
+    fchmodat           268  53    chown              92   -     fchown             93   55
+    lchown             94   -     fchownat           260  54    utime              132  -
+    utimes             235  -     futimesat          261  -     utimensat          280  88
+    setxattr           188  5     lsetxattr          189  6     fsetxattr          190  7
+    removexattr        197  14    lremovexattr       198  15    fremovexattr       199  16
     # undoes the namespaces
-    mount               165     40
-    umount2             166     39
-    pivot_root          155     41
-    chroot              161     51
-    unshare             272     97
-    setns               308     268
-    open_tree           428     428
-    open_tree_attr      467     467
-    move_mount          429     429
-    fsopen              430     430
-    fsmount             432     432
-    mount_setattr       442     442
+    mount              165  40    umount2            166  39    pivot_root         155  41
+    chroot             161  51    unshare            272  97    setns              308  268
     # memory, queues and keys that are shared with other processes
-    shmget              29      194
-    semget              64      190
-    msgget              68      186
-    mq_open             240     180
-    add_key             248     217
-    request_key         249     218
-    keyctl              250     219
+    shmget             29   194   semget             64   190   msgget             68   186
+    mq_open            240  180   add_key            248  217   request_key        249  218
+    keyctl             250  219
     # what a kernel's bugs are reached by, and no honest program needs
-    bpf                 321     280
-    perf_event_open     298     241
-    userfaultfd         323     282
-    syslog              103     116
+    bpf                321  280   perf_event_open    298  241   userfaultfd        323  282
+    syslog             103  116
+    # some arguments are harmless: see refuse_calls
+    clone              56   220   tgkill             234  131   prlimit64          302  261
+    ioctl              16   29    socketpair         53   199
 """
-# no limit of the kernel's counts threads without forbidding them, or processes of root's
-MAX_THREADS = 256  # of all processes of a program
-WATCH_SECONDS = 0.02  # between two counts
-END_SECONDS = 4  # for killing what is left
-CLONE3 = 435  # on both; its flags lie in memory, where a filter cannot see them
-CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE_THREAD = 0x00010000
-TGKILL = {"x86_64": 234, "aarch64": 131}
-PRLIMIT64 = {"x86_64": 302, "aarch64": 261}
-IOCTL = {"x86_64": 16, "aarch64": 29}
-SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 # connected for good; one of datagrams could send to any service that has a path
 STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
 HARMLESS_IOCTLS = (
@@ -237,6 +170,17 @@ HARMLESS_IOCTLS = (
     0x5450,  # not to close it when a program starts
     0x5451,  # to close it then
 )
+# no limit of the kernel's counts threads without forbidding them, or processes of root's
+MAX_THREADS = 256  # of all processes of a program
+WATCH_SECONDS = 0.02  # between two counts
+END_SECONDS = 4  # for killing what is left
+
+
+def numbers_of_calls(machine: str) -> dict[str, int]:
+    """Call -> its number, of all in REFUSED that the machine has."""
+    column = list(MACHINES).index(machine)
+    found = re.findall(r"(\w+) +([\d-]+) +([\d-]+)", REFUSED)
+    return {name: int(numbers[column]) for name, *numbers in found if numbers[column] != "-"}
 
 
 # ---- the child: what it does with them -----------------------------------------------------------
@@ -303,7 +247,7 @@ class Sandbox:
         except OSError:  # a container may forbid it: then there is no folder
             return
         folder = self.task["folder"].encode()
-        options = f"size={16 * self.task['bytes']},nr_inodes=1000,mode=700".encode()
+        options = f"size={16 * CODE_BYTES},nr_inodes=1000,mode=700".encode()
         flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
         self.has_folder = self.libc.mount(b"tmpfs", folder, b"tmpfs", flags, options) == 0
         os.chdir(folder)
@@ -431,37 +375,33 @@ class Sandbox:
             os.close(folder)
 
     def refuse_calls(self) -> None:
-        """seccomp: the calls above are not permitted, and all of another architecture kill."""
+        """seccomp: the calls above are not permitted, newer ones are unknown, and all of another
+        architecture kill."""
         machine = os.uname().machine
         if machine not in MACHINES:
             return
+        harmless = {  # call -> an argument, and the test of it that one of the values must pass
+            "clone": (0, HAS_BITS, [CLONE_THREAD]),
+            "tgkill": (0, EQUAL, [os.getpid()]),  # abort()
+            "prlimit64": (0, EQUAL, [0]),  # its own limits
+            "ioctl": (1, EQUAL, HARMLESS_IOCTLS),
+            "socketpair": (1, EQUAL, STREAM_PAIRS),
+        }
         lines = [
             (LOAD, 0, 0, ARCHITECTURE),  # a line: operation, jumps if true, false, value
             (EQUAL, 1, 0, MACHINES[machine]),
             (RETURN, 0, 0, KILL),
             (LOAD, 0, 0, CALL),
+            (AT_LEAST, 0, 1, NEWER),
+            (RETURN, 0, 0, NO_SUCH_CALL),
         ]
-        if machine == "x86_64":
-            lines += [(AT_LEAST, 0, 1, X32), (RETURN, 0, 0, KILL)]
-        for call in self.refused(machine):
-            lines += [(EQUAL, 0, 1, call), (RETURN, 0, 0, NOT_PERMITTED)]
-        lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NO_SUCH_CALL)]
-        lines += self.only(CLONE[machine], 0, HAS_BITS, [CLONE_THREAD])
-        lines += self.only(TGKILL[machine], 0, EQUAL, [os.getpid()])  # abort()
-        lines += self.only(PRLIMIT64[machine], 0, EQUAL, [0])  # its own limits
-        lines += self.only(IOCTL[machine], 1, EQUAL, HARMLESS_IOCTLS)
-        lines += self.only(SOCKETPAIR[machine], 1, EQUAL, STREAM_PAIRS)
+        for name, call in numbers_of_calls(machine).items():
+            lines += self.only(call, *harmless.get(name, (0, EQUAL, [])))
         lines.append((RETURN, 0, 0, ALLOW))
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
         program = struct.pack("HP", len(lines), ctypes.addressof(code))
         filtered = self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program)
         self.layers["seccomp"] = filtered == 0
-
-    def refused(self, machine: str) -> list[int]:
-        """Numbers of the calls that are refused."""
-        column = 1 + list(MACHINES).index(machine)
-        rows = [line.split() for line in REFUSED.strip().splitlines()]
-        return [int(row[column]) for row in rows if row[0] != "#" and row[column] != "-"]
 
     def only(self, call: int, argument: int, test: int, values) -> list[tuple]:
         """Lines of a filter that allow a call where the test of an argument holds for a value."""
@@ -472,11 +412,10 @@ class Sandbox:
         return [(EQUAL, 0, len(lines), call), *lines]
 
     def bound_resources(self) -> None:
-        size, seconds = self.task["bytes"], int(self.task["seconds"]) + 1
         limits = {
-            resource.RLIMIT_AS: size << 10,  # bytes of memory
-            resource.RLIMIT_CPU: seconds,
-            resource.RLIMIT_FSIZE: size,  # bytes of a file, and so of the output
+            resource.RLIMIT_AS: CODE_BYTES << 10,  # bytes of memory
+            resource.RLIMIT_CPU: int(self.task["seconds"]) + 1,
+            resource.RLIMIT_FSIZE: CODE_BYTES,  # bytes of a file, and so of the output
             resource.RLIMIT_NOFILE: 64,
         }
         if not self.layers.get("seccomp"):  # no processes; it would forbid threads, too
