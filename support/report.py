@@ -13,6 +13,7 @@ import statistics
 from pathlib import Path
 
 from support.data import need, printable
+from support.folders import replace_text
 
 # ---- what a run's folder tells -------------------------------------------------------------------
 
@@ -29,9 +30,6 @@ class Story:
 
 
 def read_story(folder: Path) -> Story:
-    """UserError where the folder is not that of a run."""
-    there = (folder / "metrics.jsonl").is_file()
-    need(there, f"--report {folder}: expected the folder of a run, with a metrics.jsonl")
     return Story(
         name=folder.resolve().name,
         flags=json.loads((folder / "config.json").read_text()),
@@ -43,8 +41,6 @@ def read_story(folder: Path) -> Story:
 
 def read_lines(path: Path) -> list[dict]:
     """The object of each line; not that of a last line that is still being written."""
-    if not path.exists():
-        return []
     lines = path.read_text(errors="replace").split("\n")[:-1]
     return [json.loads(line) for line in lines]
 
@@ -62,7 +58,6 @@ RECENT = 10  # steps that the sentences are about
 
 def health(rows: list[dict], flags: dict) -> list[str]:
     """What is not healthy in the last steps of a run, by docs/metrics.md, and what to try."""
-    rows = [row for row in rows if "reward" in row]
     if not rows:
         return ["no step is done yet"]
     now = {name: mean_of(rows[-RECENT:], name) for name in rows[-1]}
@@ -140,17 +135,19 @@ class Plot:
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     left: float = 50.0
-    right: float = 312.0
+    right: float = 300.0
     top: float = 6.0
     bottom: float = 130.0
 
     def x(self, value: float) -> float:
-        share = share_of(value, *self.x_range)
+        first, last = self.x_range
+        share = (value - first) / ((last - first) or 1)
         return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
         """Values beyond the axis lie on its ends."""
-        share = min(max(share_of(value, *self.y_range), 0), 1)
+        low, high = self.y_range
+        share = min(max((value - low) / (high - low), 0), 1)
         return self.bottom - share * (self.bottom - self.top)
 
     def line(self, points: list[tuple[float, float]], look: str) -> str:
@@ -164,12 +161,6 @@ class Plot:
             note = tag("title", f"step {x:g}: {y:.5g}")
             drawn.append(tag("circle", note, class_=look, cx=self.x(x), cy=self.y(y), r=radius))
         return drawn
-
-    def band(self, low: float, high: float, look: str = "band") -> str:
-        """A strip between two values."""
-        top, bottom = self.y(high), self.y(low)
-        size = {"width": self.right - self.left, "height": bottom - top}
-        return tag("rect", class_=look, x=self.left, y=top, **size)
 
     def ticks_of_y(self, labels: dict[float, str]) -> list[str]:
         """Lines across, each with its label."""
@@ -187,16 +178,9 @@ class Plot:
             anchor, label = "middle", f"{value:g}"
             if value == values[0]:
                 anchor, label = "start", f"{name} {value:g}"
-            elif value == values[-1]:
-                anchor = "end"
             place = {"x": self.x(value), "y": self.bottom + 15}
             drawn.append(tag("text", label, **place, text_anchor=anchor))
         return drawn
-
-
-def share_of(value: float, low: float, high: float) -> float:
-    """0 at low, 1 at high."""
-    return (value - low) / ((high - low) or 1)
 
 
 def round_ticks(low: float, high: float) -> list[float]:
@@ -210,36 +194,26 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 # ---- curves --------------------------------------------------------------------------------------
 
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """A metric over the steps, and what is healthy."""
-
-    metric: str
-    healthy: str
-    form: str = ".5g"
-    band: tuple[float, float] | None = None  # shaded
-
-
-CHARTS = (
-    Chart("eval_solved", "held-out prompts, greedy; rises with solved", form=".1%"),
-    Chart("solved", "of the completions sampled; rises with the reward", form=".1%"),
-    Chart("reward", "of what is trained on; rises"),
-    Chart("eval_reward", "held-out prompts, greedy, where nothing says what is right; rises"),
-    Chart("length_mean", "tokens; no drift to --max-new-tokens"),
-    Chart("truncated", "near 0, else raise --max-new-tokens", form=".1%", band=(0, 0.1)),
-    Chart("dead", "groups that are paid alike; near 100% little is learned", form=".1%"),
-    Chart("entropy", "nats; falls slowly; near 0 exploration is over"),
-    Chart("clip_fraction", "GSPO 10 to 60%, less once all is solved; GRPO to 2%", form=".1%"),
-    Chart("ratio_mean", "GSPO: within 0.003 of 1", band=(0.997, 1.003)),
-    Chart("approx_kl", "nats to π_old; a rise comes before collapse"),
-    Chart("kl", "nats to π_ref; grows slowly"),
-    Chart("sampler_kl", "trainer to sampler; 0 up to rounding in float32"),
-    Chart("grad_norm", "before clipping; steady"),
-    Chart("tool_calls", "replies of --tool in a completion"),
-    Chart("teacher_kl", "nats to the teacher; falls"),
-    Chart("seconds_step", "without evaluations"),
-)
+CHARTS = {  # metric, over the steps -> what is healthy
+    "eval_solved": "held-out prompts, greedy; rises with solved",
+    "solved": "of the completions sampled; rises with the reward",
+    "reward": "of what is trained on; rises",
+    "eval_reward": "held-out prompts, greedy, where nothing says what is right; rises",
+    "length_mean": "tokens; no drift to --max-new-tokens",
+    "truncated": "near 0, else raise --max-new-tokens",
+    "dead": "groups that are paid alike; near 100% little is learned",
+    "entropy": "nats; falls slowly; near 0 exploration is over",
+    "clip_fraction": "GSPO 10 to 60%, less once all is solved; GRPO to 2%",
+    "ratio_mean": "GSPO: within 0.003 of 1",
+    "approx_kl": "nats to π_old; a rise comes before collapse",
+    "kl": "nats to π_ref; grows slowly",
+    "sampler_kl": "trainer to sampler; 0 up to rounding in float32",
+    "grad_norm": "before clipping; steady",
+    "tool_calls": "replies of --tool in a completion",
+    "teacher_kl": "nats to the teacher; falls",
+    "seconds_step": "without evaluations",
+}
+SHARES = ("eval_solved", "solved", "truncated", "dead", "clip_fraction")  # in percent
 COLORS = 6  # of STYLE; then they come again
 MOST_POINTS = 200  # of a curve
 MOST_DOTS = 40
@@ -261,28 +235,26 @@ def value_range(values: list[float]) -> tuple[float, float]:
     return max(low - margin, least), high + margin
 
 
-def chart_figure(chart: Chart, stories: list[Story]) -> str:
+def chart_figure(metric: str, stories: list[Story]) -> str:
     """One metric of all runs; nothing where no run has it."""
-    curves = [points_of(story, chart.metric) for story in stories]
-    curves = [at_most(MOST_POINTS, curve) for curve in curves]
+    curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
     values = [value for curve in curves for _, value in curve]
     if not values:
         return ""
-    keys = [key(i, f"{curve[-1][1]:{chart.form}}") for i, curve in enumerate(curves) if curve]
-    caption = [tag("b", chart.metric), " ", *keys, tag("div", chart.healthy, class_="dim")]
+    form = ".1%" if metric in SHARES else ".5g"
     last = max(step for curve in curves for step, _ in curve)
     plot = Plot((0, last), value_range(values))
-    drawn = [plot.band(*chart.band)] if chart.band else []
     ticks = round_ticks(*plot.y_range)
-    drawn += plot.ticks_of_y({tick: f"{tick:{chart.form}}" for tick in ticks})
+    drawn = plot.ticks_of_y({tick: f"{tick:{form}}" for tick in ticks})
     drawn += plot.ticks_of_x(round_ticks(0, last or 1), "step")
+    caption = [tag("b", metric), " "]
     for i, curve in enumerate(curves):
-        color = f"color{i % COLORS}"
         if curve:
-            drawn.append(plot.line(curve, f"curve {color}"))
-        if len(curve) <= MOST_DOTS:
-            drawn += plot.dots(curve, f"dot {color}")
-    picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=chart.metric)
+            caption.append(key(i, f"{curve[-1][1]:{form}}"))
+            drawn.append(plot.line(curve, f"curve color{i % COLORS}"))
+            drawn += plot.dots(at_most(MOST_DOTS, curve), f"dot color{i % COLORS}")
+    caption.append(tag("div", CHARTS[metric], class_="dim"))
+    picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=metric)
     return tag("figure", picture, tag("figcaption", *caption))
 
 
@@ -306,7 +278,7 @@ def headline(story: Story) -> str:
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
     for start in story.starts:
         parts.append(f"{start['date']}: {start['command']}")
-    return tag("p", *[tag("div", visible(part)) for part in parts])
+    return "".join(tag("div", visible(part)) for part in parts)
 
 
 def answers(story: Story) -> str:
@@ -328,13 +300,12 @@ def cards(by_step: dict[int, dict]) -> list[str]:
     drawn = []
     for step in at_most(MOST_EVALUATIONS, sorted(by_step)):
         row = by_step[step]
-        mark, look = "✗ wrong,", "card wrong"
-        if row["correct"] is None:
-            mark, look = "", "card"
-        elif row["correct"] > 0.5:
-            mark, look = "✓ right,", "card right"
-        head = tag("span", f"step {step}: {mark} reward {row['reward']:g}", class_="head")
-        drawn.append(tag("div", head, tag("pre", visible(row["completion"])), class_=look))
+        head, look = f"step {step}: reward {row['reward']:g}", "card"
+        if row["correct"] is not None:
+            verdict = "right" if row["correct"] > 0.5 else "wrong"
+            head, look = f"{head}, {verdict}", f"card {verdict}"
+        shown = tag("pre", visible(row["completion"]))
+        drawn.append(tag("div", tag("span", head, class_="head"), shown, class_=look))
     return drawn
 
 
@@ -355,18 +326,18 @@ def flag_table(stories: list[Story]) -> str:
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1b1d21; --dim: #63676e; --line: #d9dbdf;
-  --card: #f5f6f7; --band: #2f9e5d26; --odd: #b3261e; --c0: #0067b1; --c1: #c24a00; --c2: #00825f;
-  --c3: #a8407f; --c4: #7a6200; --c5: #4b4fc4 }
+  --card: #f5f6f7; --odd: #b3261e; --c0: #0067b1; --c1: #c24a00; --c2: #00825f; --c3: #a8407f;
+  --c4: #7a6200; --c5: #4b4fc4 }
 @media (prefers-color-scheme: dark) { :root { --page: #15171a; --text: #e6e8eb; --dim: #9aa0a8;
-  --line: #34383e; --card: #1f2226; --band: #4cc38a2b; --odd: #ff8a80; --c0: #5db2f2;
-  --c1: #f59a5b; --c2: #45c79f; --c3: #e58fc3; --c4: #d3b545; --c5: #9ea2ff } }
+  --line: #34383e; --card: #1f2226; --odd: #ff8a80; --c0: #5db2f2; --c1: #f59a5b; --c2: #45c79f;
+  --c3: #e58fc3; --c4: #d3b545; --c5: #9ea2ff } }
 * { box-sizing: border-box; overflow-wrap: anywhere }
 body { margin: 0 auto; padding: 16px; max-width: 1400px; background: var(--page);
   color: var(--text); font: 15px/1.45 system-ui, sans-serif }
-figure, p { margin: 0 0 8px } .dim, text { color: var(--dim) }
+figure { margin: 0 } .dim, text { color: var(--dim) }
 .grid { display: grid; gap: 20px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
 svg { display: block; width: 100% } text { fill: currentColor; font-size: 11px }
-.axis { stroke: var(--line) } .band { fill: var(--band) } .dot { fill: var(--c) }
+.axis { stroke: var(--line) } .dot { fill: var(--c) }
 .curve { stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; fill: none }
 .key { margin-right: 14px } .key::before { content: "■ "; color: var(--c) }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
@@ -387,12 +358,11 @@ def write_report(folders: list[Path], path: Path) -> None:
     title = "Report of " + ", ".join(story.name for story in stories)
     body = [tag("h1", visible(title))]
     for i, story in enumerate(stories):
-        body.append(tag("p", key(i, visible(story.name)), headline(story)))
+        body += [key(i, visible(story.name)), headline(story)]
         sentences = [tag("li", visible(each)) for each in health(story.rows, story.flags)]
         body.append(tag("ul", *sentences))
-    figures = [chart_figure(chart, stories) for chart in CHARTS]
-    body += [tag("h2", "Metrics"), tag("p", "shaded: healthy", class_="dim")]
-    body.append(tag("div", *figures, class_="grid"))
+    figures = [chart_figure(metric, stories) for metric in CHARTS]
+    body += [tag("h2", "Metrics"), tag("div", *figures, class_="grid")]
     body.append(tag("h2", "The same held-out prompts at every evaluation"))
     body += [answers(story) for story in stories]
     body += [tag("h2", "Flags"), flag_table(stories)]
@@ -402,21 +372,18 @@ def write_report(folders: list[Path], path: Path) -> None:
         # completions are hostile; should one get past visible(), it still loads and runs nothing
         '<meta http-equiv="Content-Security-Policy" content="',
         "default-src 'none'; style-src 'unsafe-inline'\">",
-        tag("title", html.escape(title)),
+        tag("title", visible(title)),
         tag("style", STYLE),
     ]
     page = tag("html", tag("head", *head), tag("body", "\n".join(body)), lang="en")
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.write_text(f"<!doctype html>\n{page}\n", encoding="utf-8", errors="replace")
-    unfinished.replace(path)  # whoever opens it finds a whole page
+    replace_text(path, f"<!doctype html>\n{page}\n")
 
 
 def main(folders: list[str]) -> int:
     """One page of all these runs, beside the last of them, and what is not healthy in each."""
     need(folders, "--report: expected folders of runs")
     paths = [Path(folder) for folder in folders]
-    for path in paths:
-        story = read_story(path)
+    for story in map(read_story, paths):
         sentences = health(story.rows, story.flags) or ["nothing unhealthy by docs/metrics.md"]
         for sentence in sentences:
             print(f"{story.name}: {sentence}")

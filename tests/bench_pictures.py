@@ -92,6 +92,12 @@ def box(look: str, x: float, y: float, width: float, height: float, rx: int = 5)
     return tag("rect", class_=look, x=float(x), y=float(y), **size)
 
 
+def band(plot: Plot, low: float, high: float, look: str) -> str:
+    """A strip between two values."""
+    top, bottom = plot.y(high), plot.y(low)
+    return box(look, plot.left, top, plot.right - plot.left, bottom - top, rx=0)
+
+
 def across(plot: Plot, y: float, look: str) -> str:
     return plot.line([(x, y) for x in plot.x_range], look)
 
@@ -319,11 +325,11 @@ def ratios_picture(shown: Completion) -> str:
     close = Plot(places, (1 - near, 1 + near), left=70, right=462, top=222, bottom=332)
     drawn = [words(16, 52, "GRPO clips each token's r outside 0.8 … 1.2", "bold")]
     drawn += wide.ticks_of_y({value: f"{value:g}" for value in (0.8, 1, 1.2)})
-    drawn.append(wide.band(*GRPO_BAND, look="band color0"))
+    drawn.append(band(wide, *GRPO_BAND, "band color0"))
     drawn.append(words(16, 208, "GSPO clips s outside 0.9997 … 1.0004 (close up)", "bold"))
     ticks = (1 - near / 1.5, 1, 1 + near / 1.5)
     drawn += close.ticks_of_y({value: f"{value:.4f}" for value in ticks})
-    drawn.append(close.band(*GSPO_BAND, look="band color1"))
+    drawn.append(band(close, *GSPO_BAND, "band color1"))
     for plot in (wide, close):
         for i, ratio in enumerate(ratios):
             drawn.append(plot.line([(i, 1), (i, ratio)], "thin color0"))

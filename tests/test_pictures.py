@@ -47,6 +47,7 @@ def story_of(folder, algo: str, before: float, held_out: dict[int, float]):
     flags = {"algo": algo, "model": "tiny", "data": None, "task": "arithmetic"}
     (folder / "config.json").write_text(json.dumps(flags))
     (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "eval_solved": before}) + "\n")
+    (folder / "evaluations.jsonl").touch()
     rows = [{"step": step, "eval_solved": value} for step, value in held_out.items()]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return read_story(folder)

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from support import report
-from support.data import UserError
 
 VOID = {"meta"}  # elements without an end tag
 ELEMENTS = VOID | {"html", "head", "title", "style", "body", "h1", "h2", "p", "div", "span", "b"}
@@ -166,10 +165,10 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
 
 
 def test_a_curve_lies_where_its_values_are(tmp_path):
-    """Rewards 0, 1, 3 at steps 1, 2, 5: x from 46 (step 0) to 312, y from 130 (0) to 6 (3.15)."""
+    """Rewards 0, 1, 3 at steps 1, 2, 5: x from 50 (step 0) to 300, y from 130 (0) to 6 (3.15)."""
     rows = [step_row(step, reward=reward) for step, reward in ((1, 0), (2, 1), (5, 3))]
     _, page = page_of(write_run(tmp_path / "run", rows))
-    expected = [(50 + 262 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
+    expected = [(50 + 250 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
     for found, wanted in zip(page.curves("reward")[0], expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.06)
     [dead] = page.curves("dead")  # flat: in the middle of 0.27 to 0.33
@@ -241,7 +240,7 @@ def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
     assert len(page.curves("truncated")) == 2
     report.main([str(first)])
     assert (first / "report.html").exists()
-    with pytest.raises(UserError, match="expected the folder of a run"):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
         report.main([str(tmp_path / "nowhere")])
 
 
