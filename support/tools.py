@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rewards import find_verifier
-from rollout import Rollout, padded
-from support.data import need, reason
+from rollout import Rollout
+from support.data import expecting, need, reason
 from support.models import context_of
+from support.tasks import exact_value
 
 
 class Tool(NamedTuple):
@@ -33,14 +33,10 @@ class Tool(NamedTuple):
 def calculate(completion: str) -> str:
     """`=408` after `<calc>12*34</calc>`; `=?` after what is not two numbers and + - or * between.
 
-    Of digits alone, few of them, and nothing is evaluated: a completion may hold anything."""
+    Of digits alone, and few of them: a completion may hold anything."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
-    operation = re.fullmatch("([0-9]{1,9})([-+*])([0-9]{1,9})", call)
-    if operation is None:
-        return "=?"
-    left, sign, right = operation.groups()
-    functions = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-    return f"={functions[sign](int(left), int(right))}"
+    is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
+    return f"={exact_value(call)}" if is_operation else "=?"
 
 
 TOOLS = {"calculator": Tool(calculate, after="</calc>")}
@@ -52,11 +48,9 @@ def parse_tool(place: str) -> Tool:
         return TOOLS[place]
     where, _, after = place.partition("@")
     expected = f"expected file.py:function@TEXT, asked after TEXT, or one of {', '.join(TOOLS)}"
-    need(":" in where and after, f"--tool {place}: {expected}")
-    try:
+    with expecting(f"--tool {place}: {expected}"):
+        need(":" in where and after, "it is neither")
         return Tool(find_verifier(where, "function"), after)
-    except (Exception, SystemExit) as error:  # a user's file may do anything
-        need(False, f"--tool {place}: {reason(error)}; {expected}")
 
 
 LONGEST_REPLY = 100_000  # characters that are read: to tokenise more takes time
@@ -81,19 +75,22 @@ class Completion:
     def text(self) -> list[int]:
         return self.prompt + self.tokens
 
-    def to_draw(self, width: int) -> Tensor:
-        """(width,) the uniforms of the tokens to come; beyond the room any will do."""
-        left = self.uniforms[len(self.tokens) :][:width]
-        return F.pad(left, (0, width - len(left)))
+    def write(self, tokens: list[int], logprobs: list[float], own: bool):
+        """As much as there is room for."""
+        room = self.room
+        self.tokens += tokens[:room]
+        self.logprobs += logprobs[:room]
+        self.own += [own] * len(tokens[:room])
 
-    def write(self, tokens: list[int], logprobs: list[float] | None = None):
-        """As much as there is room for; without log-probs the tool wrote it."""
-        tokens = tokens[: self.room]
-        count = len(tokens)
-        is_own = logprobs is not None
-        self.tokens += tokens
-        self.own += [is_own] * count
-        self.logprobs += logprobs[:count] if is_own else [0.0] * count
+    def rollout(self) -> Rollout:
+        return Rollout(
+            tokens=torch.tensor([self.text]),
+            prompt_lengths=torch.tensor([len(self.prompt)]),
+            lengths=torch.tensor([len(self.tokens)]),
+            completion_mask=torch.tensor([self.own]),
+            sampler_logprobs=torch.tensor([self.logprobs]),
+            truncated=torch.tensor([not self.ended]),
+        )
 
 
 class Turns:
@@ -133,23 +130,24 @@ class Turns:
             self.take(under_way, turn, eos_ids)
             under_way = [each for each in under_way if each.room and not each.ended]
             if not under_way:
-                return put_together(everything, pad_id, model.device)
+                written = [each.rollout() for each in everything]
+                return Rollout.cat(written, pad_id).to(model.device)
             once = {}  # equal texts are one list, which is read once
             texts = [once.setdefault(tuple(each.text), each.text) for each in under_way]
-            longest = max(map(len, texts))
-            width = max(each.room for each in under_way)
-            width = min(width, context_of(model.config) - longest)
-            rest = torch.stack([each.to_draw(width) for each in under_way])
+            width = context_of(model.config) - max(map(len, texts))
+            rest = [each.uniforms[len(each.tokens) :][:width] for each in under_way]
+            rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do
             turn = self.generate(model, texts, rest[:, None], **options)
 
     def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
         """What a turn has sampled, and what the tool says to it."""
         texts, logprobs = turn.completions.tolist(), turn.sampler_logprobs.tolist()
         for row, (each, length) in enumerate(zip(completions, turn.lengths.tolist())):
-            each.write(texts[row][:length], logprobs[row])
+            each.write(texts[row][:length], logprobs[row][:length], own=True)
             each.ended = each.tokens[-1] in eos_ids
             if each.room and not each.ended and self.is_asked(each.tokens):
-                each.write(self.reply(self.read(each.tokens)))
+                reply = self.reply(self.read(each.tokens))
+                each.write(reply, [0.0] * len(reply), own=False)
 
     def is_asked(self, ids: list[int]) -> bool:
         """Whether the last token completes what the tool is asked after."""
@@ -181,25 +179,3 @@ class Turns:
             "tool_calls": begins.sum() / len(written),
             "tool_tokens": written.sum() / lengths.sum(),
         }
-
-
-def put_together(completions: list[Completion], pad_id: int, device) -> Rollout:
-    """One rollout of completions that are written, in their order."""
-
-    def column(name, padding):
-        rows = [torch.tensor(getattr(each, name)) for each in completions]
-        return pad_sequence(rows, batch_first=True, padding_value=padding).to(device)
-
-    prompts = [each.prompt for each in completions]
-    prompt_lengths = [len(prompt) for prompt in prompts]
-    lengths = [len(each.tokens) for each in completions]
-    truncated = [not each.ended for each in completions]
-    prompt_tokens = padded(prompts, device, padding_side="left", padding_value=pad_id)
-    return Rollout(
-        tokens=torch.cat([prompt_tokens, column("tokens", pad_id)], dim=1),
-        prompt_lengths=torch.tensor(prompt_lengths, device=device),
-        lengths=torch.tensor(lengths, device=device),
-        completion_mask=column("own", False),
-        sampler_logprobs=column("logprobs", 0.0),
-        truncated=torch.tensor(truncated, device=device),
-    )
