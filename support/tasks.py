@@ -37,7 +37,6 @@ class Task(NamedTuple):
     tool: str | None = None  # default of --tool
 
 
-MAX_EXPRESSION = 1_000  # characters
 OPERATIONS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -50,8 +49,7 @@ def exact_value(text: str) -> Fraction:
     """Of an expression in + - * / ( ) and whole numbers; raises where it is none, or divides by 0.
 
     Python reads it, and evaluates none of it."""
-    is_arithmetic = len(text) <= MAX_EXPRESSION and re.fullmatch("[-+*/() 0-9]+", text)
-    need(is_arithmetic, f"{text!r:.80} is no arithmetic")
+    need(re.fullmatch("[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
     text = re.sub(r"\b0+(?=[0-9])", "", text)  # 03, which Python does not read
     return value_of(ast.parse(text.strip(), mode="eval").body)
 
@@ -153,18 +151,23 @@ def calculator_problem(rng: random.Random) -> dict:
     return {"prompt": f"{expression}=", "answer": str(exact_value(expression))}
 
 
+REPLY = re.compile("(?<=</calc>)=-?[0-9]+")  # the calculator's, in a demonstration
+
+
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Often a guess; else two calls of the calculator, or now and then one alone; now and then with
-    a wrong digit. The calculator's replies are left out."""
+    """Often a guess; else two calls of the calculator with its replies, or now and then one alone;
+    now and then with a wrong digit."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
     asked = with_wrong_digit(product, rng)
     value = str(exact_value(asked))
+    first = f"<calc>{asked}</calc>={value}"
     if rng.random() < CALCULATOR_ERROR:
-        return f"<calc>{asked}</calc>#{value}"
+        return f"{first}#{value}"
     second = with_wrong_digit(value + sign + number, rng)
-    return f"<calc>{asked}</calc><calc>{second}</calc>#{exact_value(second)}"
+    result = exact_value(second)
+    return f"{first}<calc>{second}</calc>={result}#{result}"
 
 
 def with_wrong_digit(text: str, rng: random.Random) -> str:
@@ -287,41 +290,22 @@ def built_in_policy(task: Task, name: str) -> Path:
 
 
 def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
-    """Rows to learn from, in the order of the steps; the loss is of the completions alone."""
+    """Rows to learn from, in the order of the steps; the loss is of what the policy writes."""
     rng, rows = random.Random(0), []
     for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
         prompt = [words[character] for character in row["prompt"]]
-        text, own = with_replies(task.demonstration(row, rng), task.tool)
+        text = task.demonstration(row, rng)
         completion = [words[character] for character in text]
-        labels = [word if mine else -100 for word, mine in zip(completion, own)]
         completion.append(words["<eos>"])
-        labels.append(words["<eos>"])
+        labels = list(completion)
+        for reply in REPLY.finditer(text):  # a policy that foretells them does without the tool
+            labels[reply.start() : reply.end()] = [-100] * len(reply[0])
         rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + labels})
 
     # rows of like length stand together, within windows of four steps: little padding
     window = 4 * WARM_ROWS
     order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
     return [rows[i] for i in order]
-
-
-def with_replies(text: str, name: str | None) -> tuple[str, list[bool]]:
-    """The completion of which the policy writes `text`, and which characters are the policy's.
-
-    Those of the tool are no labels: a policy that learned to foretell them would do without it."""
-    if name is None:
-        return text, [True] * len(text)
-    from support.tools import TOOLS
-
-    tool = TOOLS[name]
-    written, own = "", []
-    for character in text:
-        written += character
-        own.append(True)
-        if written.endswith(tool.after):
-            reply = tool.function(written) or ""
-            written += reply
-            own += [False] * len(reply)
-    return written, own
 
 
 def character_tokenizer(words: dict[str, int]):
