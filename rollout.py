@@ -6,6 +6,7 @@ Read `generate` (sampling), then `completion_logprobs` (scoring). Sampling runs 
 layers with our attention over `Slots`; scoring is its plain forward pass over padded rows.
 support/packing.py does both without computing twice what texts have in common."""
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -18,29 +19,23 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from support.attention import (  # noqa: F401 (checkpoint_layers is for train.py)
+from support.attention import (
     attention,
     body_of,
-    checkpoint_layers,
     mask_between,
     our_attention,
     takes_our_attention,
 )
 from support.data import PromptFormat, UserError, expecting, need, printable
 from support.flags import flag, leaf, parse
-from support.models import (  # noqa: F401 (some for train.py, which asks here for all of models)
+from support.models import (
     context_of,
-    critic_of,
     end_and_pad_ids,
-    frozen_copy,
     has_experts,
     inspect_model,
     load_model,
-    refresh,
-    token_that_completes,
 )
 
 
@@ -99,10 +94,14 @@ class Rollout(typing.NamedTuple):
         return Rollout(*map(torch.cat, zip(*padded)))
 
 
-def padded(texts: list[list[int]], device, **options) -> Tensor:
-    """(texts, longest), padded on the right, which no token before it sees."""
-    rows = [torch.tensor(text, dtype=torch.long) for text in texts]
-    return pad_sequence(rows, batch_first=True, **options).to(device)
+def padded(texts: list[list[int]], device, value: int = 0, left: bool = False) -> Tensor:
+    """(texts, longest), padded on the right, which no token before it sees, or on the left."""
+    longest = max(map(len, texts))
+    rows = []
+    for text in texts:
+        padding = [value] * (longest - len(text))
+        rows.append(padding + text if left else text + padding)
+    return torch.tensor(rows, dtype=torch.long, device=device)
 
 
 def fast_way(model):
@@ -166,8 +165,7 @@ class Page(typing.NamedTuple):
         logprobs = self.logprobs[:-1, :longest].masked_fill(~mask, 0.0)
 
         sizes = [len(prompt) for prompt in self.prompts]
-        left = {"padding_side": "left", "padding_value": pad_id}
-        prompts = padded(self.prompts, tokens.device, **left)
+        prompts = padded(self.prompts, tokens.device, pad_id, left=True)
         return Rollout(
             tokens=torch.cat([prompts, completions], dim=1),
             prompt_lengths=tokens.new_tensor(sizes),
@@ -401,14 +399,14 @@ def generate(
 
 def fill(page: Page, model, eos_ids: list[int], temperature: float, cache_gb: float):
     """Samples every row of the page, in slots: one that ends makes room for the next."""
-    kind, packing = Slots, leaf("packing")
+    kind, weights, packing = Slots, contextlib.nullcontext(), leaf("packing")
     if model.device.type == "cpu" and packing:
-        kind = packing.SharedSlots
+        kind, weights = packing.SharedSlots, packing.transposed_weights(model)
     slots = kind(model, page, eos_ids, temperature, cache_gb)
     step = DecodeStep(slots)
 
     waiting = list(range(len(page.prompts)))
-    with our_attention(model, slots):
+    with our_attention(model, slots), weights:
         while True:
             # 1. samples that wait take the free slots
             free = slots.free()[: len(waiting)]
@@ -534,20 +532,24 @@ def predicting(rollout: Rollout) -> Tensor:
     return row * width + rollout.prompt_lengths[row] + step - 1
 
 
-LOGITS_AT_ONCE = 2**25  # float32: 128 MB
+LOGITS_AT_ONCE = 2**26  # float32: 256 MB
 
 
-def completion_logprobs(model, rollout: Rollout, temperature: float) -> tuple[Tensor, Tensor]:
+def completion_logprobs(
+    model, rollout: Rollout, temperature: float, *, entropy_grad: bool = True
+) -> tuple[Tensor, Tensor]:
     """Log-probs of the completions, and entropies of the distributions, at a temperature.
 
-    Returns both (N, T), float32, 0 on padding; the same bits with and without gradients."""
+    Returns both (N, T), float32, 0 on padding; the same bits with and without gradients. That of
+    the entropies costs memory and time even where nothing is made of it: hence entropy_grad."""
     at_once = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
 
     def chunk(hidden, targets):
         logits = logits_of(model, hidden)
         logp = (logits / temperature).log_softmax(-1)
         logprobs = logp.gather(1, targets[:, None])[:, 0]
-        entropy = -(logp.exp() * logp).sum(-1)
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = -(logp.exp() * logp).sum(-1)
         return torch.stack([logprobs, entropy])
 
     def in_chunks(hidden, targets):

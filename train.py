@@ -39,17 +39,21 @@ import gspo
 import rewards
 import rollout
 from support import data, folders
+from support.attention import checkpoint_layers
 from support.console import (
     command_to_resume,
+    command_to_try,
     explain,
     peak_memory,
     percent,
     say,
     step_line,
 )
+from support.credit import own_tokens, placed
 from support.data import expecting, need, printable
-from support.flags import dashed, flag, leaf, parse
+from support.flags import ELSEWHERE, dashed, flag, leaf, parse
 from support.metrics import drift, of_critic, of_teacher
+from support.models import critic_of, frozen_copy, has_experts, refresh
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
 
@@ -89,9 +93,7 @@ class Config:
     tis_cap: float | None = flag(None, "bounds importance weights, sampler to pi_old", above=0)
 
     # the defaults are the papers', in gspo.py
-    clip_low: float | None = flag(
-        None, "of its band; default the paper's", heading="objective", low=0
-    )
+    clip_low: float | None = flag(None, "of the band below 1", heading="objective", low=0)
     clip_high: float | None = flag(None, "the same above 1; GSPO 4e-4, GRPO 0.2", low=0)
     dual_clip: float | None = flag(None, "PPO: bound on the objective where A < 0", above=1)
     ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
@@ -103,9 +105,7 @@ class Config:
     gae_lambda: float | None = flag(None, "of PPO's advantages", low=0, high=1)
     value_clip: float | None = flag(None, "PPO's critic: how far a value may move", above=0)
     kl_coef: float | None = flag(None, "weight of the KL to the reference; GRPO 0.04", low=0)
-    ref_every: int = flag(
-        0, "steps between refreshes of the reference; 0: never", low=0, needs="kl_coef"
-    )
+    ref_every: int = flag(0, "steps between refreshes of the reference", low=0, needs="kl_coef")
     entropy_coef: float = flag(0.0, "bonus per nat of the mean entropy", low=0)
     dynamic_sampling: bool | None = flag(None, "refill groups whose completions are paid alike")
     overlong_cache: int | None = flag(None, "punished tokens before the limit; DAPO 1/5", low=0)
@@ -123,9 +123,7 @@ class Config:
     lora_rank: int = flag(0, "train an adapter of this rank; 0: all weights", low=0, leaf="lora")
     lora_alpha: float | None = flag(None, "its scale; default 2 x rank", above=0, needs="lora_rank")
 
-    eval_every: int = flag(
-        10, "steps between evaluations; 0: before, after", heading="evaluation", low=0
-    )
+    eval_every: int = flag(10, "steps; 0: before and after", heading="evaluation", low=0)
     eval_prompts: int = flag(256, "held-out prompts, greedy", low=1)
     eval_samples: int = flag(8, "k of pass@k, before and after; 0: none", low=0)
 
@@ -143,27 +141,6 @@ KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha")
 SHOWN_PROMPTS = 4  # of a step in samples.jsonl, of an evaluation in report.html
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 MAX_BAD_UPDATES = 5  # in a row, skipped as something was not finite; one more ends the run
-
-# what flags of TRL and verl are called here
-ELSEWHERE = {
-    "--learning-rate": "--lr",
-    "--beta": "--kl-coef",
-    "--epsilon": "--clip-low and --clip-high",
-    "--epsilon-high": "--clip-high",
-    "--num-generations": "--group-size",
-    "--max-completion-length": "--max-new-tokens",
-    "--num-iterations": "--epochs",
-    "--per-device-train-batch-size": "--micro-batch-tokens, which changes no result",
-    "--gradient-accumulation-steps": "--completions-per-update",
-    "--output-dir": "--runs and --name",
-    "--loss-type": "--algo",
-    "--importance-sampling-level": "--algo gspo (sequence) or --algo grpo (token)",
-    "--steps-per-generation": "--completions-per-update",
-    "--max-steps": "--steps",
-    "--num-train-epochs": "--steps",
-    "--save-steps": "--save-every",
-    "--batch-size": "--prompts-per-step, and --completions-per-update of an optimiser step",
-}
 
 
 def parse_flags(arguments: list[str]) -> Config:
@@ -189,9 +166,6 @@ def saved_flags(config: Config) -> dict:
     with expecting(f"--resume: expected the --name of a run of this train.py, with {path}"):
         saved = dict(json.loads(path.read_text(encoding="utf-8")))
     known = {field.name for field in dataclasses.fields(Config)}
-    strange = ", ".join(sorted(saved.keys() - known))
-    if strange:
-        say(f"resume: {path} has flags that are no more, and are left out: {strange}")
     return {name: saved[name] for name in saved.keys() & known - {"resume", "runs", "name"}}
 
 
@@ -372,8 +346,11 @@ class Run:
 
     def logprobs(self, model, samples: rollout.Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (N, T): one path for the policy, pi_old and the reference."""
+        config = self.config
         with self.autocast():
-            return rollout.completion_logprobs(model, samples, self.config.temperature)
+            return rollout.completion_logprobs(
+                model, samples, config.temperature, entropy_grad=config.entropy_coef > 0
+            )
 
     def values(self, samples: rollout.Rollout) -> Tensor:
         """The critic's values (N, T)."""
@@ -429,7 +406,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     ends = rollout.end_and_pad_ids(policy, tokenizer)
     rollout.check_scorer(policy, [row["ids"][-64:] for row in held_out[:2]], ends["pad_id"])
     if config.gradient_checkpointing:
-        rollout.checkpoint_layers(policy)
+        checkpoint_layers(policy)
     run = Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],
@@ -463,13 +440,11 @@ def find_model(config: Config, ranks: Ranks) -> tuple[str, typing.Any, typing.An
         source = str(built_in_policy(TASKS[config.task], source))
     source = ranks.from_first(source)
     tokenizer, model_config = rollout.inspect_model(source)
-    fits = rollout.has_experts(model_config) or not config.routing_replay
+    fits = has_experts(model_config) or not config.routing_replay
     need(fits, "--routing-replay: needs a mixture of experts")
     if config.teacher:
-        same = (
-            rollout.inspect_model(config.teacher, "--teacher")[0].get_vocab()
-            == tokenizer.get_vocab()
-        )
+        its_tokenizer, _ = rollout.inspect_model(config.teacher, "--teacher")
+        same = its_tokenizer.get_vocab() == tokenizer.get_vocab()
         need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
     return source, tokenizer, model_config
 
@@ -509,18 +484,18 @@ def policies(config: Config, policy) -> dict:
     old_policy, ref_policy, critic, teacher = policy, None, None, None
     # nothing moves while the policy samples: in float32 on one step's weights it needs no copy
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
-        old_policy = rollout.frozen_copy(policy, dtype)
+        old_policy = frozen_copy(policy, dtype)
     if config.kl_coef:
-        ref_policy = rollout.frozen_copy(policy, dtype)
+        ref_policy = frozen_copy(policy, dtype)
     if config.teacher:
-        teacher = rollout.frozen_copy(rollout.load_model(config.teacher, config.device), dtype)
+        teacher = frozen_copy(rollout.load_model(config.teacher, config.device), dtype)
     if config.lora_rank:
         from support.lora import add_adapters
 
         add_adapters(policy, config, dtype)
     groups = [learner("", policy, config.lr)]
     if gspo.ALGOS[config.algo].reads == "values":
-        critic = rollout.critic_of(policy)
+        critic = critic_of(policy)
         groups.append(learner("critic_", critic, config.critic_lr))
     return {
         "policy": policy,
@@ -735,9 +710,9 @@ def snapshot(run: Run) -> None:
     """pi_old <- pi_theta, where the sampler is a copy; pi_ref <- pi_theta every --ref-every."""
     config, done = run.config, run.progress.step
     if run.old_policy is not run.policy and done % config.stale_steps == 0:
-        rollout.refresh(run.old_policy, run.policy)
+        refresh(run.old_policy, run.policy)
     if config.ref_every and done > 0 and done % config.ref_every == 0:
-        rollout.refresh(run.ref_policy, run.policy)
+        refresh(run.ref_policy, run.policy)
 
 
 def collect(run: Run, step: int) -> Batch:
@@ -747,10 +722,7 @@ def collect(run: Run, step: int) -> Batch:
     run.reward.faults = 0
     if config.tool:
         run.generate.faults = 0
-    attempts = 1
-    if config.dynamic_sampling:
-        attempts += MAX_REFILLS
-    for attempt in range(attempts):
+    for attempt in range(1 + MAX_REFILLS * config.dynamic_sampling):
         prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
         run.progress.prompts_drawn += len(prompts)
         seed = f"{step} {attempt}"
@@ -787,21 +759,11 @@ def score(run: Run, batch: Batch) -> None:
     costs = [rewards.soft_overlong_penalty(n, limit, cache) for n in batch.samples.lengths.tolist()]
     batch.rewards = (torch.tensor(paid) + torch.tensor(costs)).to(config.device)
     if run.algorithm.reads in ("outcomes", "steps"):
-        batch.advantages = advantages_of_rewards(run, batch)
+        batch.advantages = advantages(run, batch)
     batch.updates = plan(run, batch)
     experts = leaf("experts")
-    if experts and rollout.has_experts(run.policy.config) and config.old_logprobs == "trainer":
+    if experts and has_experts(run.policy.config) and config.old_logprobs == "trainer":
         batch.experts = experts.Experts(config.routing_replay)
-
-
-def advantages_of_rewards(run: Run, batch: Batch) -> Tensor:
-    """(N,) or (N, T), of algorithms that need neither log-probs nor values for them."""
-    config, algorithm = run.config, run.algorithm
-    options = settings(config, algorithm.advantages)
-    if algorithm.reads == "outcomes":
-        return algorithm.advantages(batch.rewards, config.group_size, **options)
-    token_rewards, step_ends = place_rewards(run, batch)
-    return algorithm.advantages(token_rewards, step_ends, config.group_size, **options)
 
 
 def plan(run: Run, batch: Batch) -> list[Update]:
@@ -854,7 +816,7 @@ def compare(run: Run, batch: Batch) -> None:
     where the sampler was another policy."""
     config, sampler_logprobs = run.config, batch.samples.sampler_logprobs
     if batch.advantages is None:
-        batch.advantages = advantages_of_tokens(run, batch)
+        batch.advantages = advantages(run, batch)
     if config.tis_cap:
         weights = gspo.truncated_importance_weights(
             batch.old_logprobs, sampler_logprobs, batch.mask, cap=config.tis_cap
@@ -862,14 +824,19 @@ def compare(run: Run, batch: Batch) -> None:
         batch.advantages = batch.advantages.view(len(weights), -1) * weights
 
 
-def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
-    """(N, T) from rewards that stand at their tokens, log-probs and values."""
+def advantages(run: Run, batch: Batch) -> Tensor:
+    """(N,) or (N, T), of what the algorithm reads; of a critic the batch keeps its targets, too."""
     config, algorithm = run.config, run.algorithm
     options = settings(config, algorithm.advantages)
+    if algorithm.reads == "outcomes":
+        return algorithm.advantages(batch.rewards, config.group_size, **options)
     if algorithm.reads == "teacher":
-        pair = (batch.teacher_logprobs, batch.old_logprobs, batch.mask)
-        return algorithm.advantages(batch.rewards, config.group_size, *pair, **options)
-    token_rewards, _ = place_rewards(run, batch)
+        scored = (batch.teacher_logprobs, batch.old_logprobs, batch.mask)
+        return algorithm.advantages(batch.rewards, config.group_size, *scored, **options)
+    steps = [score.steps for score in batch.judged.scores]
+    token_rewards, step_ends = placed(batch.rewards, steps, batch.samples, run.tokenizer)
+    if algorithm.reads == "steps":
+        return algorithm.advantages(token_rewards, step_ends, config.group_size, **options)
     if algorithm.kl_in == "reward":  # k1, per token
         kl = batch.old_logprobs - batch.ref_logprobs
         token_rewards -= config.kl_coef * batch.mask * kl
@@ -878,35 +845,10 @@ def advantages_of_tokens(run: Run, batch: Batch) -> Tensor:
     # a completion that was cut off is not over: the critic's last word stands for the rest
     last = own_tokens(batch.samples)[:, -1:]
     bootstrap = batch.values.gather(1, last)[:, 0] * batch.samples.truncated
-    advantages, batch.returns = algorithm.advantages(
+    found, batch.returns = algorithm.advantages(
         token_rewards, batch.values, batch.mask, bootstrap=bootstrap, **options
     )
-    return advantages
-
-
-def own_tokens(samples: rollout.Rollout) -> Tensor:
-    """(N, T) for each token the index of the last one up to it that is the policy's own: what a
-    tool wrote is no action, so what would stand there goes to the action before."""
-    mask = samples.completion_mask
-    steps = torch.arange(mask.shape[1], device=mask.device)
-    return (steps * mask).cummax(1).values
-
-
-def place_rewards(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Rewards where they are earned, and where steps end, (N, T) each: the outcome at the last
-    token, a step's reward at the token that completes its text."""
-    own = own_tokens(batch.samples)
-    last = own[:, -1:]
-    zeros = torch.zeros_like(batch.samples.sampler_logprobs)
-    token_rewards = zeros.scatter(1, last, batch.rewards[:, None])
-    step_ends = torch.zeros_like(batch.mask).scatter(1, last, True)
-    for i, score in enumerate(batch.judged.scores):
-        ids = batch.samples.completions[i, : batch.samples.lengths[i]].tolist()
-        for end, reward in score.steps:
-            token = own[i, rollout.token_that_completes(run.tokenizer, ids, end)]
-            token_rewards[i, token] += reward
-            step_ends[i, token] = True
-    return token_rewards, step_ends
+    return found
 
 
 def improve(run: Run, batch: Batch) -> list[dict]:
@@ -1067,23 +1009,6 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     return {"step": batch.step, **numbers}
 
 
-def expert_flips(run: Run, batch: Batch) -> dict[str, float]:
-    """Share of (token, layer) whose experts are others now than pi_old's; takes a pass."""
-    if batch.experts is None:
-        return {}
-
-    def passes(rows):
-        samples = batch.samples[rows]
-        run.logprobs(run.policy, samples)
-        return (rollout.fast_way(run.policy) or rollout).predicting(samples)
-
-    changed, seen = batch.experts.flips(passes)
-    total = run.ranks.sum_numbers({"changed": changed, "seen": seen})
-    if not total["seen"]:  # a dense model with the configuration of a mixture
-        return {}
-    return {"expert_flips": total["changed"] / total["seen"]}
-
-
 def report(run: Run, batch: Batch, row: dict) -> None:
     """One console line, one row of metrics.jsonl, a few samples that a person can read."""
     warn(run, batch, row)
@@ -1131,7 +1056,7 @@ def evaluate(run: Run, pass_k: int = 0) -> dict:
     if run.config.stale_steps > 1:  # what is evaluated is not
         sampler = run.policy
     elif sampler is not run.policy:
-        rollout.refresh(sampler, run.policy)
+        refresh(sampler, run.policy)
     if pass_k:
         say(f"evaluating {count} prompts, greedy and {pass_k} samples each")
     greedy = sample(run, sampler, run.held_out, 1, 0.0, "eval")
@@ -1238,7 +1163,9 @@ def train(run: Run) -> None:
         evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
         if evaluates:
             after = evaluate(run, pass_k=config.eval_samples * last)
-            row |= after | expert_flips(run, batch)
+            row |= after
+            if batch.experts:
+                row |= batch.experts.measure_flips(run, batch.samples)
         report(run, batch, row)
         if evaluates:
             show_answers(run)
@@ -1250,15 +1177,8 @@ def train(run: Run) -> None:
             raise KeyboardInterrupt
     minutes = (time.time() - run.began) / 60
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
-    prompt = data.messages_of(run.held_out[0]["prompt"])[-1]["content"]
     say(f"the model is in {checkpoint}, the report in {run.folder}/report.html; try it:")
-    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
-    for name in ("system", "prompt_template", "chat_template_args"):
-        if getattr(config, name) != getattr(Config, name):
-            command += [dashed(name), getattr(config, name)]
-    if isinstance(run.held_out[0]["answer"], str):
-        command += ["--answer", run.held_out[0]["answer"], "--reward", config.reward]
-    say(printable(shlex.join(command)))
+    say(printable(command_to_try(checkpoint, config, run.held_out[0])))
 
 
 def stop_on_signals(run: Run) -> None:
@@ -1267,8 +1187,7 @@ def stop_on_signals(run: Run) -> None:
     def stop(number, frame):
         run.stopping = True
         signal.signal(number, signal.default_int_handler)
-        if run.ranks.first:
-            say("stopping after this step, with a checkpoint")
+        say("stopping after this step, with a checkpoint")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)

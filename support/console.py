@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from support.data import UserError
+from support.data import UserError, messages_of
 
 STEP = {  # metric -> how the line of a step writes it
     "reward": "reward {:.2f}",
@@ -91,3 +91,15 @@ def explain(error: BaseException) -> tuple[int, str] | None:
 
 def command_to_resume(runs: str, name: str) -> str:
     return shlex.join(["python", "train.py", "--resume", "--name", name, "--runs", runs])
+
+
+def command_to_try(checkpoint, config, row: dict) -> str:
+    """rollout.py's, that asks the trained model for an answer to a row of data."""
+    prompt = messages_of(row["prompt"])[-1]["content"]
+    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
+    for name in ("system", "prompt_template", "chat_template_args"):
+        if getattr(config, name) != getattr(type(config), name):
+            command += ["--" + name.replace("_", "-"), getattr(config, name)]
+    if isinstance(row["answer"], str):
+        command += ["--answer", row["answer"], "--reward", config.reward]
+    return shlex.join(command)

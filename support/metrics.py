@@ -22,7 +22,7 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 def of_critic(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
     """1 - var(return - value) / var(return), over (tokens,): 1 if perfect, 0 if constant."""
-    unexplained = (returns - values).var() / (returns.var() + 1e-8)
+    unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-8)
     return {"explained_variance": 1 - unexplained}
 
 

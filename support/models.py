@@ -1,6 +1,5 @@
 """Models and tokenizers: what is known before weights load, loading, and copies."""
 
-import bisect
 import copy
 from pathlib import Path
 
@@ -133,14 +132,3 @@ def critic_of(policy) -> torch.nn.Module:
     width = policy.config.get_text_config().hidden_size
     critic.value = torch.nn.Parameter(torch.zeros(width + 1, device=policy.device))
     return critic
-
-
-def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
-    """Index of the token with which the text of a completion has so many characters."""
-
-    def complete(token):
-        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
-        return len(text.rstrip("\ufffd"))  # the first bytes of a character
-
-    found = bisect.bisect_left(range(len(ids)), characters, key=complete)
-    return min(found, len(ids) - 1)

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import rollout as R  # noqa: E402
+from support.attention import checkpoint_layers  # noqa: E402
 
 # fields of configurations, where they are there, and a small value for each
 SMALL = {
@@ -233,7 +234,7 @@ def sampled(model, new_tokens: int):
 def with_checkpointing(model, out) -> str:
     before, _ = R.completion_logprobs(model, out, temperature=1.0)
     try:
-        R.checkpoint_layers(model)
+        checkpoint_layers(model)
     except R.UserError:
         return "no gradient checkpointing"
     after, entropy = R.completion_logprobs(model, out, temperature=1.0)

@@ -134,7 +134,7 @@ def new_run(config: train.Config, shape: dict) -> train.Run:
     """Its policies and its optimiser as train.py makes them, of a model without numbers."""
     policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
     if config.gradient_checkpointing:
-        rollout.checkpoint_layers(policy)
+        attention.checkpoint_layers(policy)
     return train.Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],

@@ -1,6 +1,8 @@
 """Mixtures of experts: what is replayed, with which weights, and how many changed their mind."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from transformers import AutoModelForCausalLM
 import rollout
 import train
 from support import packing
+from support.attention import checkpoint_layers
 from support.experts import Experts
 from support.models import has_experts
+from support.ranks import Ranks
 from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
 
 LATENT = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
@@ -73,8 +77,13 @@ def completions(model):
 def scored(model, samples, experts=None):
     if experts is None:
         return rollout.completion_logprobs(model, samples, temperature=1.0)[0]
-    with experts.over(ROWS):
+    with experts.over(torch.arange(len(samples.lengths))):
         return rollout.completion_logprobs(model, samples, temperature=1.0)[0]
+
+
+def run_of(model):
+    """As much of a run as is read to measure flips."""
+    return SimpleNamespace(policy=model, logprobs=partial(scored, experts=None), ranks=Ranks())
 
 
 def module_of(model, ending):
@@ -146,19 +155,12 @@ def test_flips_are_a_count_of_sets(kind):
             module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1].tolist()))
     scored(model, samples, experts)
     move(model)
-    rows_again = []
-
-    def passes(rows):
-        rows_again.append(rows.tolist())
-        scored(model, samples)
-        return packing.predicting(samples)
-
-    changed, seen = experts.flips(passes)
+    found = experts.measure_flips(run_of(model), samples)["expert_flips"]
     pairs = []
     for before, after in zip(taken[:2], taken[2:], strict=True):
         pairs += [(before[i], after[i]) for i in packing.predicting(samples).tolist()]
-    assert seen == len(pairs) and rows_again == [ROWS.tolist()]
-    assert 0 < changed == sum(set(before) != set(after) for before, after in pairs) < seen
+    changed = sum(set(before) != set(after) for before, after in pairs)
+    assert 0 < found == changed / len(pairs) < 1
 
 
 def test_what_is_not_replayed_is_a_free_pass():
@@ -180,7 +182,7 @@ def test_recomputed_layers_take_the_same_experts(kind, replays):
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            rollout.checkpoint_layers(model)
+            checkpoint_layers(model)
             model.train()
         model.zero_grad()
         scored(model, samples, experts).sum().backward()
@@ -280,20 +282,14 @@ def test_flips_are_those_of_each_completion_alone(plain, monkeypatch):
         monkeypatch.setattr(rollout, "fast_way", lambda model: None)
     model = opinionated_mixture("qwen3_moe")
     samples, together = completions(model), Experts(replays=False)
-    way = rollout if plain else packing
     scored(model, samples, together)
     alone = {row: Experts(replays=False) for row in range(3)}
     for row, experts in alone.items():
         with experts.over(torch.tensor([row])):
             scored(model, samples[[row]])
     move(model)
-
-    def passes(chosen):
-        scored(model, chosen)
-        return way.predicting(chosen)
-
-    found = together.flips(lambda rows: passes(samples))
-    each = [one.flips(lambda rows: passes(samples[rows])) for one in alone.values()]
-    changed, seen = (sum(column) for column in zip(*each))
-    assert found == (changed, seen) and 0 < changed < seen
-    assert seen == 2 * int(samples.lengths.sum())
+    run, lengths = run_of(model), samples.lengths.tolist()
+    shares = [one.measure_flips(run, samples)["expert_flips"] for one in alone.values()]
+    changed = sum(share * length for share, length in zip(shares, lengths))
+    found = together.measure_flips(run, samples)["expert_flips"]
+    assert found == pytest.approx(changed / sum(lengths)) and 0 < found < 1

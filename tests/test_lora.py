@@ -15,6 +15,7 @@ import bench_architectures
 import rollout
 from support.data import UserError
 from support.lora import LoraLinear, add_adapters, check_base, write_adapter
+from support.models import refresh
 from tools import BASE, digests, good, newest, random_policy, refused, timeless
 
 LORA = f"{BASE} --lora-rank 4 --lr 1e-2"
@@ -35,7 +36,7 @@ def adapted(model, dtype=torch.float32):
 def merged(model, policy):
     """The model with the weights that the policy's state_dict says."""
     found = copy.deepcopy(model)
-    rollout.refresh(found, policy)
+    refresh(found, policy)
     return found
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -480,44 +479,6 @@ def test_an_entropy_bonus_raises_the_entropy(tmp_path):
 
 
 # ---- rewards of steps
-
-
-class Pieces:
-    """A tokenizer whose tokens are strings of several characters; 0 ends, and is special."""
-
-    pieces = ["<end>", "ab", "c", "", "def"]
-
-    def decode(self, ids, skip_special_tokens):
-        assert skip_special_tokens
-        return "".join(self.pieces[i] for i in ids if i)
-
-
-def test_step_rewards_stand_at_the_token_that_completes_the_step():
-    """Row 0 is ab|c|def|end with ends 2, 3, 5 in characters: a step that ends inside def (5) is
-    complete with def. Row 1 is c|ab: an end beyond the text is at the last token, values add up.
-    The completion's own reward, 8 and 16, is at the last token."""
-    tokens = torch.tensor([[9, 1, 2, 4, 0], [9, 2, 1, 3, 3]])
-    lengths = torch.tensor([4, 2])
-    columns = dict(
-        tokens=tokens,
-        prompt_lengths=torch.tensor([1, 1]),
-        lengths=lengths,
-        sampler_logprobs=torch.zeros(2, 4),
-        truncated=torch.tensor([False, True]),
-        completion_mask=torch.arange(4) < lengths[:, None],
-    )
-    samples = rollout.Rollout(**{name: columns[name] for name in rollout.Rollout._fields})
-    mask = samples.completion_mask
-    scores = [
-        SimpleNamespace(steps=steps)
-        for steps in ([(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)])
-    ]
-    judged = train.Judged(samples, ["abcdef", "cab"], [{}, {}], scores)
-    batch = train.Batch(1, judged, mask, paid=None, correct=None)
-    batch.rewards = torch.tensor([8.0, 16.0])
-    per_token, steps = train.place_rewards(SimpleNamespace(tokenizer=Pieces()), batch)
-    assert per_token.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
-    assert steps.tolist() == [[True, False, True, True], [True, True, False, False]]
 
 
 @pytest.mark.parametrize("algorithm", ["gspo-token", "ppo", "reinforce++"])
