@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import itertools
 import json
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -72,16 +73,14 @@ def read_rows(
 
 def read_row(line: bytes, text: str) -> dict:
     """One row; UserError where it has no text or no answer."""
-    row = json.loads(line)
-    need(isinstance(row, dict), f"found {row!r:.80}")
+    row = dict(json.loads(line))
     if "question" in row:
         row = {"prompt": row["question"]} | row
     need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")
     if text == "prompt" and isinstance(row[text], list):
         check_conversation(row[text])
         return row
-    is_text = isinstance(row[text], str)
-    need(is_text, f"field {text}: found {row[text]!r:.80}, expected text")
+    need(isinstance(row[text], str), f"field {text}: found {row[text]!r:.80}, expected text")
     need(row[text].encode().strip() or text != "prompt", f"field {text}: no text")
     return row
 
@@ -140,38 +139,34 @@ def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
 class PromptFormat:
     """How the text of a prompt becomes token ids, and how many of them fit."""
 
-    def __init__(self, tokenizer, flags, vocabulary: int | None = None, context: int | None = None):
+    def __init__(self, tokenizer, flags, vocabulary=math.inf, context=math.inf):
         """flags: with system, prompt_template, chat_template_args and max_new_tokens; vocabulary:
         how many tokens the model embeds; context: how many it reads, prompt and completion."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self.vocabulary, self.context = tokenizer, vocabulary, context
         self.system = flags.system
-        self.vocabulary, self.context, self.longest = vocabulary, context, None
         # a shell passes \\n as two characters: a line break is meant
         self.template = flags.prompt_template.replace("\\n", "\n")
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
-        if context is not None:
-            given = flags.max_new_tokens
-            need(
-                given < context,
-                f"--max-new-tokens {given}: the model's context is {context} tokens",
-            )
-            self.longest = context - given
+        given = flags.max_new_tokens
+        need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
+        self.longest = context - given
 
     def encode(self, row: dict) -> dict:
         """The row with "ids", the tokens of its prompt; UserError where the model cannot read it"""
         prompt = row["prompt"]
+        is_text = isinstance(prompt, str)
         shown = f"prompt {text_of(prompt)[:60]!r}"
-        if isinstance(prompt, str):
+        if is_text:
             prompt = self.template.replace("{prompt}", prompt)
-        elif self.template != "{prompt}":
-            raise UserError(f"--prompt-template: expected texts; the {shown} is a list of messages")
+        else:
+            fits = self.template == "{prompt}"
+            need(fits, f"--prompt-template: expected texts; the {shown} is a list of messages")
         if self.tokenizer.chat_template:
             ids = self.in_chat_template(messages_of(prompt), shown)
         else:
             given = self.system is not None or self.template_args
             need(not given, "--system, --chat-template-args: the model has no chat template")
-            is_text = isinstance(prompt, str)
             need(is_text, f"{shown}: a list of messages, and the model has no chat template")
             ids = self.tokenizer.encode(prompt)
         self.check_ids(ids, prompt, shown)
@@ -190,12 +185,9 @@ class PromptFormat:
 
     def check_ids(self, ids: list[int], prompt: str | list[dict], shown: str) -> None:
         """UserError for tokens that the model does not know."""
-        need(ids, f"{shown}: expected at least one token")
         largest, known = max(ids), self.vocabulary
-        fits = known is None or largest < known
-        need(
-            fits, f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
-        )
+        beyond = f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
+        need(largest < known, beyond)
         unknown = self.tokenizer.unk_token_id
         ends = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         if unknown in ids and unknown not in ends:
@@ -205,17 +197,15 @@ class PromptFormat:
 
     def fits(self, row: dict) -> bool:
         """Whether the context has room for the longest completion behind it."""
-        return self.longest is None or len(row["ids"]) <= self.longest
+        return len(row["ids"]) <= self.longest
 
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
         """The rows of a file with their tokens, less those that are too long, which is said."""
         encoded = [self.encode(row) for row in rows]
         kept = [row for row in encoded if self.fits(row)]
         skipped = len(rows) - len(kept)
-        sentence = (
-            f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} tokens"
-        )
-        sentence += f", the model's context of {self.context} less --max-new-tokens"
+        sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} "
+        sentence += f"tokens, the model's context of {self.context} less --max-new-tokens"
         need(kept, sentence)
         if skipped:
             print("skipped:", sentence)

@@ -192,6 +192,7 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
     policy = rollout.load_model(str(trained), "cpu")
     tokenizer = transformers.AutoTokenizer.from_pretrained(settings["model"])
     plain = SimpleNamespace(system=None, chat_template_args="{}", prompt_template="{prompt}")
+    plain.max_new_tokens = settings["max_new_tokens"]
     rows = [PromptFormat(tokenizer, plain).encode(row) for row in read_rows(settings["held_out"])]
     samples = rollout.generate(
         policy,

@@ -1,6 +1,7 @@
 """What a run reads: rows of prompts and answers, what is held out, how prompts become tokens."""
 
 import itertools
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from tools import BASE, character_tokenizer, copied, good, metrics, refused, str
         ("[" * 100_000, ["line 1"]),
         ('{"a":' * 100_000, ["line 1"]),
         ("PAR1\0\1", ["line 1"]),
-        ("3", ["line 1", "found 3"]),
+        ("3", ["line 1", "expected an object"]),
         ("\n\n", ["empty"]),
         ('{"prompt": 12, "answer": "1"}', ["line 1", "field prompt: found 12, expected text"]),
         ('{"prompt": " ", "answer": "1"}', ["line 1", "no text"]),
@@ -112,7 +113,7 @@ TEMPLATE = (
 )
 
 
-def form(template=None, vocabulary=None, context=None, **flags):
+def form(template=None, vocabulary=math.inf, context=math.inf, **flags):
     """A PromptFormat of the tests' tokenizer, a character a token."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
@@ -165,7 +166,6 @@ def test_what_the_model_sees_of_a_prompt():
         (conversation(5), TEMPLATE, {"prompt_template": "1"}, ["--prompt-template", "list"]),
         ("7+5", "{{ raise_exception('roles') }}", {}, ["--system", "template takes", "roles"]),
         ("7+5", "{{ nothing.of.that.name }}", {}, ["template takes", "nothing"]),
-        ("7+5", "{# nothing #}", {}, ["'7+5'", "at least one token"]),
         ("7+é%é", None, {}, ["'7+é%é'", "another --model", "'%é'"]),
     ],
 )

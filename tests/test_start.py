@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, data, folders, ranks, tasks
-from support.data import UserError
+from support import console, data, folders, tasks
 from tools import (
     BASE,
     ROOT,
@@ -360,23 +359,6 @@ def test_numbers_of_the_console_say_something_at_any_size():
 
 
 # ---- the environment
-
-
-@pytest.mark.parametrize(
-    "environment, word",
-    [
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2", "RANK": "first"}, "RANK"),
-    ],
-)
-def test_an_environment_that_torchrun_did_not_make(environment, word, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=word), ranks.joined_ranks():
-        pass
 
 
 def test_a_lock_is_of_its_process(tmp_path):
