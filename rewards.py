@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.data import UserError, did_you_mean, expecting, need, read_rows, reason
-from support.tasks import arithmetic, arithmetic_steps, calculator_steps, exact_value
+from support.tasks import arithmetic, arithmetic_steps, exact_value
 
 MAX_TEXT = 10_000  # characters of an answer
 LARGEST_REWARD = 1e6
@@ -335,7 +335,6 @@ def countdown(completion: str, answer: dict) -> bool:
 
 verifier(arithmetic)
 verifier(arithmetic_steps)
-verifier(calculator_steps)
 
 
 # ---- verifiers of programs -----------------------------------------------------------------------

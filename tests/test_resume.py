@@ -139,7 +139,7 @@ def test_flags_that_come_with_a_resume_hold_from_then_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--model models/moe", "--algo grpo", "--lora-rank 2", "--task countdown"]
+    "flags", ["--model models/moe", "--algo grpo", "--lora-rank 2", "--task calculator"]
 )
 def test_a_resumed_run_keeps_what_its_weights_are(flags, tmp_path):
     good(tmp_path, f"{BASE} --steps 1")

@@ -139,8 +139,9 @@ def test_exact_value_evaluates_nothing_else(text):
 def test_random_arithmetic_is_that_of_fractions():
     rng = random.Random(0)
     for _ in range(300):
-        numbers = rng.choices(range(10), k=4)
-        text = tasks.random_expression(numbers, "+-*", rng)
+        text = str(rng.randrange(10))
+        for _ in range(3):
+            text += rng.choice("+-*") + str(rng.randrange(10))
         assert tasks.exact_value(text) == eval(text)
 
 
@@ -156,7 +157,7 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") != folder
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     with pytest.raises(UserError, match="/proc/nothing/gspo: expected to write"):
-        tasks.built_in_policy(TASKS["countdown"], "tiny")
+        tasks.built_in_policy(TASKS["calculator"], "tiny")
 
 
 def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
@@ -175,31 +176,3 @@ def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
         assert own == re.sub(r"(</calc>)=-?\d+", r"\1", completion)
         for call, value in re.findall(r"<calc>(.*?)</calc>=(-?\d+)", completion):
             assert tasks.exact_value(call) == int(value)
-
-
-@pytest.mark.parametrize(
-    "completion, expected",
-    [
-        ("<calc>12*34</calc>=408<calc>408+56</calc>=464#464", [(18, 1), (41, 1), (49, 1)]),
-        ("<calc>12*35</calc>=420<calc>420+56</calc>=476#476", [(18, 0), (41, 0), (49, 0)]),
-        ("<calc>12*34</calc>=408#408", [(18, 1), (26, 0)]),
-        ("#464", [(4, 1)]),
-        ("", [(0, 0)]),
-    ],
-)
-def test_calculator_steps_pay_each_call_that_is_needed(completion, expected):
-    """12*34+56= needs 12*34, which is 408, and then 408+56."""
-    assert VERIFY["calculator_steps"](completion, "464", prompt="12*34+56=") == expected
-
-
-def test_countdown_problems_can_be_solved():
-    for problem in itertools.islice(problems(TASKS["countdown"], 0), 20):
-        numbers, target = problem["answer"]["numbers"], problem["answer"]["target"]
-        assert problem["prompt"] == f"{' '.join(map(str, numbers))}={target}:"
-        assert any(
-            VERIFY["countdown"](
-                str(first) + "".join(map("".join, zip(symbols, map(str, rest)))), problem["answer"]
-            )
-            for first, *rest in itertools.permutations(numbers)
-            for symbols in itertools.product("+-*", repeat=len(rest))
-        )
