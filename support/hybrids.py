@@ -3,7 +3,6 @@
 transformers' own `generate` samples them, with whatever cache they have; each token is drawn by us,
 so that completions depend on the page's uniforms alone and log-probs are of what was drawn."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 
@@ -33,35 +32,31 @@ class OurDraw(transformers.LogitsProcessor):
 
 
 def fill(page: Page, model, eos_ids: list[int], pad_id: int, temperature: float):
-    """Samples every row of the page; prompts of one length at a time: a state must not read
-    padding."""
-
-    def length(row):
-        return len(page.prompts[row])
-
-    in_order = sorted(range(len(page.prompts)), key=length)
-    for _, same in itertools.groupby(in_order, key=length):
-        same = list(same)
-        for first in range(0, len(same), ROWS_AT_ONCE):
-            rows = same[first : first + ROWS_AT_ONCE]
-            ids = torch.tensor([page.prompts[row] for row in rows], device=model.device)
-            with generating(model, eos_ids, pad_id):
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=page.max_new_tokens,
-                    logits_processor=[OurDraw(page, rows, temperature)],
-                )
-
-
-@contextlib.contextmanager
-def generating(model, eos_ids: list[int], pad_id: int) -> Iterator[None]:
-    """Without the penalties, filters and lengths that the model's own configuration asks for."""
+    """Samples every row of the page."""
     before = model.generation_config
+    # without the penalties, filters and lengths that the model's own configuration asks for
     model.generation_config = transformers.GenerationConfig(
         do_sample=False, eos_token_id=eos_ids or None, pad_token_id=pad_id
     )
-    try:
-        yield
-    finally:
-        model.generation_config = before
+    for rows in alike(page.prompts):
+        ids = torch.tensor([page.prompts[row] for row in rows], device=model.device)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=page.max_new_tokens,
+            logits_processor=[OurDraw(page, rows, temperature)],
+        )
+    model.generation_config = before
+
+
+def alike(prompts: list[list[int]]) -> Iterator[list[int]]:
+    """Rows whose prompts have one length, some at a time: a state must not read padding."""
+
+    def length(row):
+        return len(prompts[row])
+
+    in_order = sorted(range(len(prompts)), key=length)
+    for _, same in itertools.groupby(in_order, key=length):
+        same = list(same)
+        for first in range(0, len(same), ROWS_AT_ONCE):
+            yield same[first : first + ROWS_AT_ONCE]
