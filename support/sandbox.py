@@ -337,29 +337,22 @@ class Sandbox:
             LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION
         )
         rights, size = LANDLOCK_VERSIONS.get(version, LANDLOCK_LATEST)
-        handled = {
-            "landlock files": (1 << rights) - 1,
-            "landlock network": TCP,
-            "landlock scopes": SCOPES,
+        parts = {  # layer -> rights that are taken away, and whether this kernel knows of all
+            "landlock files": ((1 << rights) - 1, rights >= LANDLOCK_TRUNCATE),
+            "landlock network": (TCP, size >= 16),
+            "landlock scopes": (SCOPES, size >= 24),
         }
-        for name in handled.keys() - self.layers.keys():  # switched off
-            handled[name] = 0
-        attributes = struct.pack("QQQ", *handled.values())
+        taken = [part[0] if name in self.layers else 0 for name, part in parts.items()]
+        attributes = struct.pack("QQQ", *taken)
         ruleset = self.libc.syscall(LANDLOCK_CREATE_RULESET, attributes, size, 0)
         if "landlock files" in self.layers:
             for path in self.readable_folders():
                 self.allow(ruleset, path, READ)
             if self.has_folder:
-                writable = READ | WRITE & handled["landlock files"]
-                self.allow(ruleset, self.task["folder"], writable)
+                self.allow(ruleset, self.task["folder"], READ | WRITE & taken[0])
         restricted = self.libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-        known = {
-            "landlock files": rights >= LANDLOCK_TRUNCATE,
-            "landlock network": size >= 16,
-            "landlock scopes": size >= 24,
-        }
-        for name in known.keys() & self.layers.keys():
-            self.layers[name] = restricted and known[name]
+        for name in parts.keys() & self.layers.keys():
+            self.layers[name] = restricted and parts[name][1]
 
     def readable_folders(self) -> list[str]:
         """System libraries, and where Python's modules lie; not what a user added to its path."""
