@@ -39,10 +39,10 @@ def pytest_collection_modifyitems(config, items):
 def models(tmp_path_factory):
     """The folder of the models that runs are made with; tests add theirs under other names.
 
-    tiny is dense; moe is a mixture of 8 experts, 2 of them active, in 2 layers."""
+    tiny is dense, of one layer; moe is a mixture of 8 experts, 2 of them active, in 2 layers."""
     folder = tmp_path_factory.mktemp("models")
     random_policy(folder / "tiny", transformers.Qwen3Config(**SHAPE))
-    random_policy(folder / "moe", transformers.Qwen3MoeConfig(**EXPERTS, **SHAPE))
+    random_policy(folder / "moe", transformers.Qwen3MoeConfig(**EXPERTS))
     return folder
 
 

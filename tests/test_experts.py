@@ -257,7 +257,7 @@ def test_checkpointing_changes_neither_flips_nor_weights(tmp_path):
 @pytest.mark.usefixtures("place")
 def test_a_dense_model_with_the_config_of_a_mixture(tmp_path):
     """It has nothing to tell, and nothing to replay."""
-    config = transformers.Qwen3MoeConfig(**EXPERTS, **SHAPE, mlp_only_layers=[0, 1])
+    config = transformers.Qwen3MoeConfig(**EXPERTS, mlp_only_layers=[0, 1])
     assert has_experts(config) and not has_experts(transformers.Qwen3Config(**SHAPE))
     folder = random_policy(tmp_path / "moe", config)
     flags = f"--model {folder} --reward pay.py:even --steps 1"

@@ -307,7 +307,7 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
         ("--reward pay.py:never --steps 10", "10 steps taught nothing.*paid alike"),
         ("--reward pay.py:never", "2 steps taught nothing"),
         (
-            "--max-new-tokens 1 --steps 10 --group-size 2 --seed 3",
+            "--max-new-tokens 1 --steps 10 --group-size 2",
             "taught nothing.*--max-new-tokens",
         ),
     ],

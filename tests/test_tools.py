@@ -335,7 +335,7 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
         knobs += " --reward pay.py:steps"
     if algorithm == "opd":
         knobs = "--teacher models/tiny --epochs 2"
-    flags = f"{WITH} --algo {algorithm} {knobs}"
+    flags = f"{WITH} --algo {algorithm} {knobs} --seed 1"
     plain = good(tmp_path / "plain", flags)
     for batch in seen.batches:
         forced = batch.samples.lengths.sum() - batch.samples.completion_mask.sum()

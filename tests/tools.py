@@ -1,7 +1,7 @@
 """What several test files share: a small run of train.py, models of random weights, spies.
 
 Runs are real ones, mostly by train.main in this process, of a random policy with 18 characters and
-0.04 M parameters: its completions end after 1 to some 30 tokens, by chance. Its reward is `even`,
+0.01 M parameters: its completions end after 1 to some 30 tokens, by chance. Its reward is `even`,
 the share of even digits in a completion: it pays differently for almost every sample, so hardly any
 group is dead. Tests that run it stand in a folder of their own (`place` in conftest.py), in which
 `models` leads to the policies and pay.py has the rewards.
@@ -171,7 +171,7 @@ SHAPE = dict(
     vocab_size=18,
     hidden_size=32,
     intermediate_size=64,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     head_dim=16,
     num_attention_heads=4,
     num_key_value_heads=2,
@@ -180,7 +180,13 @@ SHAPE = dict(
     pad_token_id=0,
     eos_token_id=1,
 )
-EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True)
+EXPERTS = SHAPE | dict(
+    num_hidden_layers=2,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
+)
 
 
 def character_tokenizer():
