@@ -1,11 +1,10 @@
 """Several processes train as one does: the same run up to rounding, decisions alike, no hang.
 
-Processes are forked from a server that has imported everything, with the environment that torchrun
-would give them; at the end torchrun itself starts some. Gloo, on the CPU, one thread each."""
+Processes are forked with the environment that torchrun would give them; at the end torchrun itself
+starts some. Gloo, on the CPU, one thread each."""
 
 import functools
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 import train
+from forks import fork
 from support.data import UserError
 from tools import BASE, ROOT, command_line, metrics, newest, same_run, strict, timeless, write_rows
 
@@ -29,9 +29,6 @@ pytestmark = [
 MINUTES = 300  # seconds that a run may take on a busy machine
 SOON = 120  # seconds within which all end where one does, on a busy machine
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "transformers.models.qwen3.modeling_qwen3"])
-
 # ---- tools
 
 
@@ -41,18 +38,9 @@ def prompts(place):
     return write_rows(place / "rows.jsonl", rows)
 
 
-def one_rank(rank, size, port, arguments, log, seen, trouble):
-    """train.main as torchrun starts it. seen: file for the completions and rewards of every step;
-    trouble: (what, rank, step) that is to happen, see `interfere`."""
-    sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115, open until it dies
-    if size > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+def one_rank(rank, arguments, seen, trouble):
+    """train.main. seen: file for the completions and rewards of every step; trouble: (what, rank,
+    step) that is to happen, see `interfere`."""
     report = train.report
 
     def watched(run, batch, row):
@@ -64,10 +52,7 @@ def one_rank(rank, size, port, arguments, log, seen, trouble):
     train.report = watched
     if trouble is not None and trouble[1] == rank:
         interfere(*trouble)
-    status = train.main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    return train.main(arguments)
 
 
 def interfere(what, rank, at):
@@ -102,15 +87,13 @@ class Together:
         for log in [*self.logs, self.seen]:
             log.write_text("")
         arguments = command_line(runs, flags, small=small)
-        with pytest.MonkeyPatch.context() as patch:
-            # the server reads it when it starts, with its first fork
-            patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{Path(__file__).parent}")
-            patch.setenv("OMP_NUM_THREADS", "1")
-            processes = []
-            for rank, log in enumerate(self.logs):
-                given = (rank, size, port, arguments, str(log), str(self.seen), trouble)
-                processes.append(FORKS.Process(target=one_rank, args=given))
-                processes[-1].start()
+        processes = []
+        for rank, log in enumerate(self.logs):
+            given = (rank, arguments, str(self.seen), trouble)
+            environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment = environment if size > 1 else {}
+            processes.append(fork(one_rank, *given, out=log, **environment))
         self.seconds = self.wait(processes, seconds)
         self.statuses = [process.exitcode for process in processes]
         self.texts = [log.read_text() for log in self.logs]

@@ -1,13 +1,11 @@
 """Runs that were stopped, killed or broken off go on as if they had not been."""
 
 import json
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -18,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import train
+from forks import fork
 from support import folders
 from tools import (
     BASE,
-    ROOT,
     command_line,
     digests,
     good,
@@ -316,16 +314,11 @@ def test_a_reference_is_the_model_of_the_start_after_a_resume(seen, tmp_path):
 
 # ---- kill -9, a full disk
 
-# a server that has imported everything forks the runs that are killed: no seconds for imports
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["train", "transformers.models.qwen3.modeling_qwen3"])
 
-
-def forked(arguments, log, die_at, limit):
-    """A run in a process of its own, which may die at its die_at-th touch of the disk."""
+def mortal_run(arguments, die_at, limit):
+    """train.main, which may die at its die_at-th touch of the disk, or find the disk full."""
     import resource  # unix only
 
-    sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115, open until it dies
     left = [die_at or -1]
 
     def mortal(function):
@@ -349,20 +342,11 @@ def forked(arguments, log, die_at, limit):
         setattr(module, name, mortal(getattr(module, name)))
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-    status = train.main(arguments)
-    sys.stdout.flush()
-    os._exit(status)
+    return train.main(arguments)
 
 
-def fork(runs, flags, log, die_at=None, limit=None, small=True):
-    arguments = command_line(runs, flags, small=small)
-    with pytest.MonkeyPatch.context() as patch:
-        # the server reads it when it starts, with its first fork
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{Path(__file__).parent}")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        process = FORKS.Process(target=forked, args=(arguments, str(log), die_at, limit))
-        process.start()
-    return process
+def forked(runs, flags, log, die_at=None, limit=None, small=True):
+    return fork(mortal_run, command_line(runs, flags, small=small), die_at, limit, out=log)
 
 
 def saved_steps(folder) -> int:
@@ -391,7 +375,7 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
         if kill % 2 == 0:
             die_at = rng.randrange(5, 110) if kill >= 4 else (2, 60)[kill // 2]
         resume = folders.is_run(folder)  # else it died too early, and starts over
-        process = fork(
+        process = forked(
             runs, "--resume --name run" if resume else flags, log, die_at, small=not resume
         )
         if die_at:
@@ -405,13 +389,13 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
         assert saved_steps(folder) >= saved  # only steps since the last checkpoint are lost
         saved = saved_steps(folder)
     assert saved > 0, log.read_text()[-2000:]
-    process = fork(runs, f"--resume --name run --steps {saved + 2}", log, small=False)
+    process = forked(runs, f"--resume --name run --steps {saved + 2}", log, small=False)
     process.join(60)
     assert process.exitcode == 0, log.read_text()[-2000:]
     assert [row["step"] for row in metrics(folder)] == list(range(1, saved + 3))
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {f"step-{saved + 1}", f"step-{saved + 2}"}  # and nothing half deleted
-    process = fork(tmp_path / "whole", f"{BASE} --steps {saved + 2}", log)
+    process = forked(tmp_path / "whole", f"{BASE} --steps {saved + 2}", log)
     process.join(60)
     assert process.exitcode == 0, log.read_text()[-2000:]
     same_run(tmp_path / "whole" / "run", folder)
@@ -446,7 +430,7 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, tmp_
     flags = f"{BASE} --steps 2 --save-every 1"
     folder = good(runs, flags).folder
     before, kept = newest(folder), digests(folder)
-    process = fork(runs, "--resume --name run --steps 9", log, limit=limit, small=False)
+    process = forked(runs, "--resume --name run --steps 9", log, limit=limit, small=False)
     process.join(60)
     text = log.read_text()
     assert process.exitcode == 2, text

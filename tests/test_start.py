@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
+from forks import fork
 from support import console, data, folders, tasks
 from tools import (
     BASE,
@@ -41,18 +41,6 @@ from tools import (
 
 pytestmark = pytest.mark.usefixtures("place")
 NAMELESS = SMALL.replace("--name run", "")
-MINUTES = 300  # seconds that a process may take on a busy machine
-
-
-def started(arguments: list[str], **environment) -> subprocess.Popen:
-    """train.py in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, ROOT / "train.py", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def on_disk(folder: Path) -> list[Path]:
@@ -363,14 +351,15 @@ def test_numbers_of_the_console_say_something_at_any_size():
 
 def test_a_lock_is_of_its_process(tmp_path):
     """kill -9 of a run frees it: nothing must be removed by hand. Meanwhile it is refused."""
-    process = started(command_line("runs", f"{BASE} --steps 10000 --save-every 1"))
-    while process.poll() is None and not folders.checkpoints(Path("runs/run")):
+    arguments = command_line("runs", f"{BASE} --steps 10000 --save-every 1")
+    process = fork(train.main, arguments, out="log")
+    while process.is_alive() and not folders.checkpoints(Path("runs/run")):
         time.sleep(0.05)
-    assert process.poll() is None, process.communicate()
+    assert process.is_alive(), Path("log").read_text()
     sentence = refused("runs", "--resume --name run", small=False)
     assert "another process" in sentence and "runs/run" in sentence
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=MINUTES)
+    process.kill()
+    process.join()
     step = int(newest("runs/run").name[5:])
     good("runs", f"--resume --name run --steps {step + 1}", small=False)
 

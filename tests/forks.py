@@ -1,0 +1,41 @@
+"""Processes of their own without the seconds of an import: they are forked from one that has
+imported torch and transformers, and nothing of the project, of which each may import a copy."""
+
+import multiprocessing
+import os
+import sys
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pytest", "transformers.models.qwen3.modeling_qwen3"])
+
+
+def begin(function, arguments, out, err, folder, environment):
+    """What a fork does first and last."""
+    sys.stdout = open(out, "a", buffering=1)  # noqa: SIM115, open until it dies
+    sys.stderr = sys.stdout if err is None else open(err, "a", buffering=1)  # noqa: SIM115
+    os.environ |= environment
+    os.chdir(folder)
+    status = function(*arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def fork(function, *arguments, out, err=None, folder=".", **environment):
+    """function(*arguments), which returns the exit status, in a process of its own that writes into
+    the files out and err (None: one file for both)."""
+    given = (function, arguments, str(out), err and str(err), str(folder), environment)
+    process = FORKS.Process(target=begin, args=given)
+    process.start()
+    return process
+
+
+def program(source: str, *arguments: str) -> int:
+    """`python -c source arguments`, for fork."""
+    sys.argv = ["-c", *arguments]
+    sys.path.insert(0, os.getcwd())
+    try:
+        exec(source, {"__name__": "__main__"})
+    except SystemExit as end:
+        return end.code or 0
+    return 0
