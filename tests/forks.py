@@ -31,9 +31,11 @@ def fork(function, *arguments, out, err=None, folder=".", **environment):
 
 
 def program(source: str, *arguments: str) -> int:
-    """`python -c source arguments`, for fork."""
+    """`python -c source arguments`, for fork; of the project it finds what stands where it runs."""
     sys.argv = ["-c", *arguments]
-    sys.path.insert(0, os.getcwd())
+    tests = os.path.dirname(__file__)
+    elsewhere = [path for path in sys.path if path not in (tests, os.path.dirname(tests))]
+    sys.path[:] = [os.getcwd(), *elsewhere]
     try:
         exec(source, {"__name__": "__main__"})
     except SystemExit as end:

@@ -2,13 +2,11 @@
 step in a copy."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ import torch
 import gspo
 import rewards
 import train
+from forks import fork, program
 from support import report
 from tools import ROOT, good, metrics, strict, write_rows
 
@@ -238,15 +237,11 @@ def extended(tmp_path_factory):
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
     flags = command.partition("train.py ")[2] + f" {SHORT} --steps 2 --group-size 16"
     flags += " --name run --track csv"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(project / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *shlex.split(flags)],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    return done, project
+    out, err, cache = (project / name for name in ("out", "err", "cache"))
+    given = (program, PROGRAM, *shlex.split(flags))
+    process = fork(*given, out=out, err=err, folder=project, XDG_CACHE_HOME=str(cache))
+    process.join()
+    return SimpleNamespace(stdout=out.read_text(), stderr=err.read_text()), project
 
 
 def test_extended_as_the_page_says_it_trains(extended):

@@ -1,18 +1,14 @@
 """Files of support/ that can be deleted with what they do: in a copy of the project without one of
-them, and without all, the default command trains, and what needs one says so in a sentence.
-
-A process imports torch and transformers, and forks for every copy: it must not know the project."""
+them, and without all, the default command trains, and what needs one says so in a sentence."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import transformers
 
+from forks import fork, program
 from tools import ROOT, random_policy
 
 SMALL = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-prompts 4 --eval-samples 0"
@@ -33,14 +29,11 @@ NEEDS = {  # leaf -> flags that ask for it
 MIXTURE = f"--model models/moe {SMALL}"
 CASES = {leaf: [leaf] for leaf in NEEDS} | {"all": list(NEEDS)}
 
-DRIVER = """
-import contextlib, io, json, os, pathlib, sys, traceback
-import torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM  # lazily loaded
-import torch.optim, torch.utils.checkpoint, torch.nn.attention
+PROGRAM = """
+import contextlib, io, json, sys, traceback
+import support.tasks, train
 
 def run(line):
-    import train
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -49,46 +42,37 @@ def run(line):
             status = traceback.format_exc()
     return status, out.getvalue(), err.getvalue()
 
-place = os.getcwd()
-for name, lines in json.loads(sys.argv[1]).items():
-    child = os.fork()
-    if child == 0:
-        sys.path.insert(0, os.path.join(place, "copies", name))
-        import support.tasks
-        support.tasks.WARM_STEPS = 4
-        found = {line: run(f"{line} --runs runs/{name}") for line in lines}
-        pathlib.Path(f"{name}.json").write_text(json.dumps(found))
-        os._exit(0)
-    os.waitpid(child, 0)
+support.tasks.WARM_STEPS = 4
+print(json.dumps({line: run(line) for line in sys.argv[1:]}))
 """
 
 
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
     """What was printed: copy -> command line -> status, stdout, stderr."""
-    place, lines = tmp_path_factory.mktemp("leaves"), {}
-    Path(place, "models").symlink_to(models)
-    Path(place, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    place, printed = tmp_path_factory.mktemp("leaves"), {}
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1}
     mamba = transformers.MambaConfig(vocab_size=18, pad_token_id=0, **shape)
     random_policy(models / "mamba", mamba)
     for name, leaves in CASES.items():
-        copy = place / "copies" / name
-        copy.mkdir(parents=True)
+        copy, out = place / name, place / f"{name}.out"
+        copy.mkdir()
         for path in ROOT.glob("*.py"):
             shutil.copy(path, copy)
         shutil.copytree(ROOT / "support", copy / "support")
         for leaf in leaves:
             Path(copy, "support", f"{leaf}.py").unlink()
-        asking = [line for leaf in leaves for line in NEEDS[leaf]]
-        lines[name] = [f"{TRAINS} --name gspo", *asking]
+        Path(copy, "models").symlink_to(models)
+        Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+        lines = [f"{TRAINS} --name gspo", *(line for leaf in leaves for line in NEEDS[leaf])]
         if name in ("experts", "all"):
-            lines[name].append(f"{MIXTURE} --name moe")
-    environment = os.environ | {"XDG_CACHE_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(lines)], cwd=place, env=environment, check=True
-    )
-    return {name: json.loads(Path(place, f"{name}.json").read_text()) for name in CASES}
+            lines.append(f"{MIXTURE} --name moe")
+        cache = str(place / "cache")
+        process = fork(program, PROGRAM, *lines, out=out, folder=copy, XDG_CACHE_HOME=cache)
+        process.join()
+        assert process.exitcode == 0, out.read_text()
+        printed[name] = json.loads(out.read_text())
+    return printed
 
 
 @pytest.mark.parametrize("name", CASES)
