@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import modeling_utils
 
 PLACES = {}  # address of a storage -> (a reference that keeps the address from use again, place)
 COUNTS = {"captures": 0, "replays": 0}
@@ -240,7 +241,8 @@ def install() -> None:
         (torch, "get_autocast_dtype"),
     ):
         setattr(owner, name, on_the_cpu(getattr(owner, name)))
-    torch.utils.checkpoint.checkpoint = seen_again(torch.utils.checkpoint.checkpoint)
+    seen = seen_again(torch.utils.checkpoint.checkpoint)
+    torch.utils.checkpoint.checkpoint = modeling_utils.checkpoint = seen
     Functions().__enter__()
     Operations().__enter__()
 

@@ -2,18 +2,22 @@
 devices, decode steps are captured and replayed, and a float32 run says what it says on the CPU."""
 
 import ast
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forks import fork, program
 from tools import BASE, ROOT, command_line, good, metrics
 
 pytestmark = pytest.mark.usefixtures("place")
 
+PROGRAM = """
+import runpy, sys
+
+sys.argv[:1] = []
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 CASES = {
     "ppo": "--dtype float32 --algo ppo --kl-coef 0.1 --gradient-checkpointing",
     "experts": "--dtype float32 --model models/moe --algo grpo --routing-replay --stale-steps 2",
@@ -23,13 +27,12 @@ CASES = {
 
 
 def pretended(runs, flags, source=ROOT):
-    arguments = [*command_line(runs, flags), "--device", "cuda"]
-    return subprocess.run(
-        [sys.executable, ROOT / "tests/pretend.py", source / "train.py", *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    """The exit status of a run on the device, and what it wrote to stderr."""
+    arguments = [str(source / "train.py"), *command_line(runs, flags), "--device", "cuda"]
+    out, err = Path("out"), Path("err")
+    process = fork(program, PROGRAM, str(ROOT / "tests/pretend.py"), *arguments, out=out, err=err)
+    process.join()
+    return process.exitcode, err.read_text()
 
 
 @pytest.mark.parametrize(
@@ -37,10 +40,10 @@ def pretended(runs, flags, source=ROOT):
 )
 def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
     flags = f"{BASE} {CASES[case]}"
-    done = pretended(tmp_path / "gpu", flags)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "without CUDA graphs" not in done.stderr
-    counts = ast.literal_eval(done.stderr.splitlines()[-1])
+    status, said = pretended(tmp_path / "gpu", flags)
+    assert status == 0, said[-3000:]
+    assert "without CUDA graphs" not in said
+    counts = ast.literal_eval(said.splitlines()[-1])
     assert 0 < counts["captures"] < counts["replays"]
     folder = good(tmp_path / "cpu", flags).folder
     if case == "bf16":
@@ -78,5 +81,5 @@ def test_what_a_gpu_refuses_is_seen(file, there, instead, word, tmp_path):
     text = (source / file).read_text()
     assert text.count(there) == 1
     (source / file).write_text(text.replace(there, instead))
-    done = pretended(tmp_path / "gpu", f"{BASE} --steps 1 --dtype float32", Path(source))
-    assert word in done.stderr
+    _, said = pretended(tmp_path / "gpu", f"{BASE} --steps 1 --dtype float32", source)
+    assert word in said
