@@ -1,7 +1,6 @@
 """The command line of train.py: what its flags take, reach and refuse, each in one sentence."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import gspo
 import train
 from support.data import UserError
 from support.flags import dashed, kinds_of
-from tools import BASE, ROOT, copied, good, launch, needed, refused, spied, strict
+from tools import BASE, ROOT, Calls, copied, good, launch, needed, refused, spied, strict
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -350,61 +349,38 @@ def test_a_negative_weight_is_a_value_and_no_flag(tmp_path):
 
 # ---- what flags reach
 
-# flag -> algorithm that has it, the function of gspo.py that it sets, its parameter, a value
+# algorithm -> its flags: the function of gspo.py that each sets, its parameter, a value
 REACHED = {
-    "clip_low": ("gspo", "loss", "clip_low", 0.01),
-    "clip_high": ("ppo", "loss", "clip_high", 0.3),
-    "dual_clip": ("ppo", "loss", "dual_clip", 3.0),
-    "ratio_max": ("cispo", "loss", "ratio_max", 2.0),
-    "tau_pos": ("sapo", "loss", "tau_pos", 0.7),
-    "tau_neg": ("sapo", "loss", "tau_neg", 1.3),
-    "max_new_tokens": ("dr-grpo", "loss", "max_completion_length", 6),
-    "advantage_scale": ("grpo", "advantages", "scale", "batch"),
-    "gamma": ("reinforce++", "advantages", "gamma", 0.9),
-    "gae_lambda": ("ppo", "advantages", "lam", 0.5),
-    "value_clip": ("ppo", "critic", "clip", 0.4),
+    "gspo": {"clip_low": ("loss", "clip_low", 0.01)},
+    "cispo": {"ratio_max": ("loss", "ratio_max", 2.0)},
+    "sapo": {"tau_pos": ("loss", "tau_pos", 0.7), "tau_neg": ("loss", "tau_neg", 1.3)},
+    "dr-grpo": {"max_new_tokens": ("loss", "max_completion_length", 6)},
+    "grpo": {"advantage_scale": ("advantages", "scale", "batch")},
+    "reinforce++": {"gamma": ("advantages", "gamma", 0.9)},
+    "ppo": {
+        "clip_high": ("loss", "clip_high", 0.3),
+        "dual_clip": ("loss", "dual_clip", 3.0),
+        "gae_lambda": ("advantages", "lam", 0.5),
+        "value_clip": ("critic", "clip", 0.4),
+    },
 }
+VALUES = {flag: value for flags in REACHED.values() for flag, (_, _, value) in flags.items()}
 
 
-@pytest.mark.parametrize("flag", REACHED)
-def test_a_flag_reaches_its_function(flag, monkeypatch, tmp_path):
-    algorithm, field, parameter, value = REACHED[flag]
-    found = []
-    if field == "critic":
-        value_loss = gspo.value_loss
-
-        @functools.wraps(value_loss)
-        def keep(*positional, **keyword):
-            found.append(keyword)
-            return value_loss(*positional, **keyword)
-
-        monkeypatch.setattr(gspo, "value_loss", keep)
-    else:
-        calls = spied(monkeypatch, algorithm, field)
-    good(tmp_path, f"{BASE} --steps 1 --algo {algorithm} {dashed(flag)} {value}")
-    if field != "critic":
-        found = [keyword for _, keyword, _ in calls]
-    assert found and all(keyword[parameter] == value for keyword in found)
+@pytest.mark.parametrize("algorithm", REACHED)
+def test_flags_reach_their_functions(algorithm, monkeypatch, tmp_path):
+    calls = {field: spied(monkeypatch, algorithm, field) for field in ("loss", "advantages")}
+    calls["critic"] = Calls(gspo.value_loss)
+    monkeypatch.setattr(gspo, "value_loss", calls["critic"].stand_in)
+    words = [f"{dashed(flag)}={value}" for flag, (_, _, value) in REACHED[algorithm].items()]
+    good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
+    for field, parameter, value in REACHED[algorithm].values():
+        given = [keyword[parameter] for _, keyword, _ in calls[field]]
+        assert given and set(given) == {value}
 
 
 def resolved(flags: str) -> train.Config:
     return train.parse_flags(flags.split())
-
-
-@pytest.mark.parametrize("algorithm", gspo.ALGOS)
-def test_without_flags_the_papers_numbers_hold(algorithm, monkeypatch, tmp_path):
-    """They stand in the signatures alone; what is called gets them, and config.json tells them."""
-    row = gspo.ALGOS[algorithm]
-    defaults = {**train.keywords(row.loss), **train.keywords(row.advantages)}
-    calls = [spied(monkeypatch, algorithm, field) for field in ("loss", "advantages")]
-    folder = good(tmp_path, f"{BASE} --steps 1 --algo {algorithm} {needed(algorithm)}").folder
-    config = strict((folder / "config.json").read_text())
-    for flag, parameter in defaults.items():
-        if flag in ("max_new_tokens", "reward_coef"):  # every run's; by whether --reward is asked
-            continue
-        assert config[flag] == parameter.default
-        told = [keyword for each in calls for _, keyword, _ in each if parameter.name in keyword]
-        assert told and all(keyword[parameter.name] == parameter.default for keyword in told)
 
 
 @pytest.mark.parametrize(
@@ -431,11 +407,11 @@ def test_flags_that_were_not_given_have_the_right_values(flags, expected):
     assert {name: config[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("flag", ["critic_lr", *sorted(REACHED.keys() - {"max_new_tokens"})])
+@pytest.mark.parametrize("flag", ["critic_lr", *sorted(VALUES.keys() - {"max_new_tokens"})])
 def test_a_flag_of_another_algorithm_is_refused(flag):
     """Given where nothing would read it: one sentence, for every algorithm that has it not."""
     refusals = 0
-    value = REACHED[flag][3] if flag in REACHED else 1e-3
+    value = VALUES.get(flag, 1e-3)
     for name, row in gspo.ALGOS.items():
         reached = train.keywords(row.loss).keys() | train.keywords(row.advantages).keys()
         if row.reads == "values":

@@ -394,9 +394,9 @@ def test_greedy_records_logprobs_at_temperature_1(way):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("cache_gb", [1e-12, 2e-5, 1e-4])
+@pytest.mark.parametrize("cache_gb", [1e-12, 3e-5])
 def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb, way):
-    """One slot, a few, some; rows are stepped in another order, and end where they did."""
+    """One slot, a few; rows are stepped in another order, and end where they did."""
     model = tiny(kind)
     whole, other = [
         sampled(model, group_size=7, max_new_tokens=12, **options)
