@@ -8,7 +8,6 @@ from models that are trained on the verdict: nothing is evaluated, and no call t
 import functools
 import random
 import re
-import unicodedata
 from fractions import Fraction
 from math import comb, factorial, inf
 from typing import NamedTuple
@@ -29,7 +28,8 @@ class Unreadable(ValueError):
 
 SYMBOLS = r"""
     *←\cdot,\times,\ast,×,·,⋅  /←\div,÷  -←−,–  ^←**  %←\%  °←^\circ,^{\circ},\degree
-    \frac←\dfrac,\tfrac,\cfrac  \binom←\dbinom,\tbinom  ±←\pm  ∓←\mp
+    \frac←\dfrac,\tfrac,\cfrac  \binom←\dbinom,\tbinom  \sqrt←√  ±←\pm  ∓←\mp
+    \frac12←½  \frac13←⅓  \frac23←⅔  \frac14←¼  \frac34←¾  \frac18←⅛
     ∞←\infty  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt  >←\gt
     ≤←<=,\le,\leq,\leqslant  ≥←>=,\ge,\geq,\geqslant  ≠←!=,\ne,\neq
     (←\langle  )←\rangle  ⟨←\{,\lbrace  ⟩←\},\rbrace  |←\lvert,\rvert,\vert,\|
@@ -47,7 +47,6 @@ GREEK = """
     π pi ρ rho σ sigma τ tau φ phi ϕ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda
     Σ Sigma Φ Phi Ψ Psi Ω Omega ℓ ell ℏ hbar
 """
-FRACTIONS = "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒"
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 
 
@@ -56,14 +55,10 @@ def meanings() -> dict[str, str]:
     found = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")
     for row in SYMBOLS.split():
         ours, _, others = row.partition("←")
-        meaning = f" {ours} " if ours.isalpha() else ours
+        meaning = f" {ours} " if ours[-1].isalpha() else ours
         found |= dict.fromkeys(others.split(","), meaning)
     signs = GREEK.split()
-    found |= {sign: f"\\{name} " for sign, name in zip(signs[::2], signs[1::2])}
-    for sign in FRACTIONS:
-        value = Fraction(unicodedata.numeric(sign)).limit_denominator(10)
-        found[sign] = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-    return found | {"√": r"\sqrt "}
+    return found | {sign: f"\\{name} " for sign, name in zip(signs[::2], signs[1::2])}
 
 
 MEANINGS = meanings()
@@ -93,17 +88,20 @@ REWRITES = (  # what stands in the text, for speed; what to look for; what it be
     ("$", re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
     ("\\", TEXT_BOX, r'"\1"'),
     ("\\\\", re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
+    ("\\end", re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
     ("\\!", re.compile(r"\\!\s*"), ""),  # 32,\! 349
     ("}{", re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
 )
-UNIT_REWRITES = (  # as above, in our symbols
-    (
-        "^{-",
-        re.compile(r"(?<=[0-9] )((?:(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?)+)$"),
-        r'"\1"',
-    ),
+UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
+BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
+FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
+REWRITES_OF_OURS = (  # as above, in our symbols
+    ("^{-", re.compile(rf"(?<=[0-9] )((?:{UNIT})+)$"), r'"\1"'),  # 9.8 m s^{-2}
     ('"', re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
     ('"', re.compile('" ?/ ?"'), "/"),  # "km"/"h"
+    (",", re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
+    (",", re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
+    ("", re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3 1/2
 )
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)+")
 TOKEN = re.compile(
@@ -121,15 +119,15 @@ TOKEN = re.compile(
       (?: [eE] [-+]? [0-9]{1,3} (?![0-9]) )?                 # 1.5e-3
     | "[^"]*"                                                # \text{...}
     | \\begin \s* \{\w+\*?\} (?: \s* \{[lcr|\s]*\} )?        # a matrix, with its columns
-    | \\end \s* \{\w+\*?\}
     | (?: cm | m | km | ft | mi ) / (?: h | hr | min | s (?: \^2 )? ) \b  # 10 m/s
-    | \\ (?! log | ln | lim | sum | prod ) [a-zA-Z]+ _ (?: \w | \{[^{}]*\} )  # \mu_0
+    | \\ (?! log | ln | lim | sum | prod ) [a-zA-Z]+ [ ]? _ (?: \w | \{[^{}]*\} )  # \mu_0
     | \\ (?: [a-zA-Z]+ | \\ )                                # a command, or the end of a row
     | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,}             # a word; but xyz is a product
     | (?<=[ ]) (?: is | of | to | so | in ) (?= [ ] | $ )    # short words
     | (?<=[0-9 ]) (?: cm | mm | km | kg | mL | ft | sq ) (?: \^ \{?[23]\}? )? (?![a-zA-Z])
     | \A [Nn]o \Z                                            # yes, or no
     | (?: pi | ln | or ) (?![a-zA-Z])
+    | [fghy] \^ \{ (?: -1 | \([^()]\) ) \} (?= [ ]? \( )     # f^{-1}(x), y^{(4)}(0)
     | [a-zA-Z] '* (?: _ (?: \w | \{[^{}]*\} ) )?             # a letter, perhaps with a subscript
     | \S
     """,
@@ -137,7 +135,7 @@ TOKEN = re.compile(
 )
 WORD = re.compile(r"[a-zA-Z]{2,}|[a-z]+/[a-z]+(\^2)?|[a-z]{2}\^\{?[23]\}?")
 END = re.compile(r"(?:\s|\\|(?<!\.)\.)+\Z")  # a full stop, what is left of a row or of a space
-OPENING, CLOSING = ("(", "[", "⟨"), (")", "]", "⟩")
+CLOSING = (")", "]", "⟩")
 
 
 def tokenise(text: str) -> list[str]:
@@ -146,24 +144,14 @@ def tokenise(text: str) -> list[str]:
     text = END.sub("", " ".join(with_our_symbols(text).split()))
     if len(text) > 2 * MAX_EXPRESSION:
         raise Unreadable("too long")
-    text = rewritten(text, UNIT_REWRITES)
-
-    tokens, depth = [], 0
-    for token in TOKEN.findall(text):
-        if token in OPENING:
-            depth += 1
-        elif token in CLOSING:
-            depth -= 1
+    tokens = []
+    for token in TOKEN.findall(rewritten(text, REWRITES_OF_OURS)):
         if token == "%":
             tokens += ["/", "100"]
-        elif depth > 0 and re.fullmatch("[0-9,.]+", token):  # (1,234) is a pair
-            tokens += re.findall("[0-9.]+|,", token)
         elif token[0] == '"' or WORD.fullmatch(token):
             tokens += word_tokens(token.strip('" '), boxed=token[0] == '"')
         else:
             tokens.append(token)
-        if tokens[-1:] in (["and"], ["or"]) and tokens[-2:-1] == [","]:  # 1, 2, and 3
-            del tokens[-2]
     return tokens
 
 
@@ -181,12 +169,8 @@ def with_our_symbols(text: str) -> str:
 
 def our_symbol(found: re.Match) -> str:
     if found["raised"]:
-        return "^" + braced(found[0].translate(RAISED))
+        return f"^{{{found[0].translate(RAISED)}}}"
     return MEANINGS.get(found[0], found[0])
-
-
-def braced(text: str) -> str:
-    return text if len(text) == 1 else f"{{{text}}}"
 
 
 MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "percent": ["/", "100"], "pct": ["/", "100"]}
@@ -252,7 +236,7 @@ RELATIONS = ("=", "≠", "<", ">", "≤", "≥", "≈")
 SEPARATORS = (",", ";", "and", "or")
 TURNED = {">": "<", "≥": "≤"}
 COMMANDS = "|".join([*GREEK.split()[1::2], "partial", "nabla", "det", "dim", "deg"])
-LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?:_.+)?", re.DOTALL)
+LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTALL)
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 CONSTANTS = ("\\pi", "e", "i")
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
@@ -267,9 +251,10 @@ OTHER_VALUE = r"""
     | [a-z]+ty-(?: first | second | third ) s?
     | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
       | hundred | thousand | illion ) ths?
-    | squared | cubed | factorial | tens | score | gross | below | double | twice | triple | minus
+    | squared | cubed? | factorial | tens | score | gross | below | double | twice | triple | minus
     | negative | over | percent (?:age)? | not | no | never | neither | \w*n't | wrong | false
-    | incorrect | if | unless | than | except
+    | incorrect | if | unless | than | except | but | one [ ] of | times [ ] \w+
+    | square [ ] of | root | inverse | reciprocal | opposite | logarithm
 """  # words beside a number that say something else than that it is the answer
 CHANGES_VALUE = re.compile(  # words behind a number that are no unit of it
     rf"""
@@ -278,11 +263,11 @@ CHANGES_VALUE = re.compile(  # words behind a number that are no unit of it
       | pp[mbt] | bps? | basis | fold | and | or | so | is | are | was | invalid | to | by | less
       | least | most | about | approximately | roughly | almost | nearly | maybe | perhaps | too
       | rejected | impossible | excluded | without | does | fails | cannot | remainder
+      | (?-i: [kMBxX] )
     ) \b
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-THOUSANDS_LETTER = re.compile(r"\s*[kMBxX×]\b")  # 5k
 CURRENCIES = {"usd": "dollar", "rs": "rupee", "inr": "rupee", "eur": "euro", "gbp": "pound"}
 CURRENCIES |= {name: name for name in ("dollar", "euro", "pound", "yen", "rupee")}
 SAME_UNIT = {  # other ways to write a unit
@@ -296,15 +281,7 @@ LEAD_IN = re.compile(  # words that may stand before a value
     r"(?: .*\s )? (?: is | are | equals | answer:? | about | approximately )",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
-NO_LEAD_IN = re.compile(
-    rf"""
-    \b (?:
-        {OTHER_VALUE} | times | one [ ] of | root | square | cube | inverse | reciprocal | opposite
-      | logarithm | but
-    ) \b
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
+NO_LEAD_IN = re.compile(rf"\b (?: {OTHER_VALUE} ) \b", re.VERBOSE | re.IGNORECASE)
 
 
 def read(text: str) -> Node:
@@ -318,17 +295,14 @@ def read(text: str) -> Node:
 
 def collected(node: Node) -> Node:
     """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3."""
-    if node.kind != "list" or not is_named(node.items[0]):
+    named = [item for item in node.items if item.kind == "="]
+    if node.kind != "list" or node.items[0] not in named:
         return node
-    name = node.items[0].items[0]
-    found = []
-    for item in node.items:
-        if is_named(item) and item.items[0] == name:
-            item = item.items[1]
-        elif item.kind == "=":
-            return node
-        found.append(item)
-    return Node("=", (name, Node("list", tuple(found), node.value)))
+    name = named[0].items[0]
+    if not all(is_named(item) and item.items[0] == name for item in named):
+        return node
+    values = tuple(item.items[1] if item.kind == "=" else item for item in node.items)
+    return Node("=", (name, Node("list", values, node.value)))
 
 
 class Parser:
@@ -431,7 +405,7 @@ class Parser:
             scale = SCALES[words.pop(0).lower().rstrip("s")]
             value = combine("*", value, number(scale))
         text = " ".join(words)
-        if CHANGES_VALUE.search(text) or THOUSANDS_LETTER.match(text):
+        if CHANGES_VALUE.search(text):
             raise Unreadable("words that change the value")
         if value.kind == "quantity" and text:  # 20°C
             unit, value = value.value, value.items[0]
@@ -441,11 +415,9 @@ class Parser:
 
     # expressions
 
-    def expression(self, level: int = 1, mixed: bool = True) -> Node:
-        """An operand, and all that operators bind to it at least as tightly as `level`.
-
-        mixed: a number may be a mixed one, 3 1/2; in an exponent it is not."""
-        value = self.postfixed(self.operand(mixed))
+    def expression(self, level: int = 1) -> Node:
+        """An operand, and all that operators bind to it at least as tightly as `level`."""
+        value = self.postfixed(self.operand())
         powers = 0
         while True:
             implied = self.product_without_sign()
@@ -459,8 +431,7 @@ class Parser:
             powers += symbol == "^"
             if powers > 10:
                 raise Unreadable("a tower")
-            right = self.expression(PRECEDENCE[symbol] + 1, mixed=symbol != "^")
-            value = combine(symbol, value, right)
+            value = combine(symbol, value, self.expression(PRECEDENCE[symbol] + 1))
         return value
 
     def product_without_sign(self) -> bool:
@@ -476,16 +447,16 @@ class Parser:
             return True
         return token.strip("\\") in FUNCTIONS or LETTER.fullmatch(token) is not None
 
-    def operand(self, mixed: bool = False) -> Node:
+    def operand(self) -> Node:
         """What stands between two signs; a root or a function takes no more without brackets."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
-        node = self.operand_of(self.take(), mixed)
+        node = self.operand_of(self.take())
         self.depth -= 1
         return node
 
-    def operand_of(self, token: str, mixed: bool) -> Node:
+    def operand_of(self, token: str) -> Node:
         if token in "+-±∓":
             return combine(token, ZERO, self.expression(PRECEDENCE["^"]))
         if token == "\\frac":
@@ -508,16 +479,13 @@ class Parser:
             return REALS
         if LETTER.fullmatch(token):
             return self.letter_or_call(re.sub("[{} ]", "", token))
-        return self.number(token, mixed)
+        if not re.match(r"\.?[0-9]", token) or "_" in token:  # 204_5 is of another base
+            raise Unreadable(f"{token} has no value")
+        return number(re.sub("[, ]", "", token))
 
     def letter_or_call(self, name: str) -> Node:
         """f(x + 1) and N(0) are calls of a function; x(x + 1) and a(b + c) are products."""
-        letter = name.partition("_")[0].rstrip("'")
-        order = re.match(r"\^ (\{ - 1 \}|\{ \( .{1,9} \) \}) \(", " ".join(self.tokens[:-10:-1]))
-        if order and letter in CALLED:  # f^{-1}(x), y^{(4)}(0)
-            for _ in order[1].split():
-                name += self.take()
-            name += self.take()
+        letter = re.match(r"\\?[a-zA-Z]+", name)[0]
         if not self.next_is("(") or letter in CONSTANTS:
             return Node("letter", value=name)
         inside = self.inside_bracket()
@@ -552,27 +520,6 @@ class Parser:
                 value = Node("quantity", (value,), unit_of("° " + scale))
         return value
 
-    def number(self, token: str, mixed: bool) -> Node:
-        if not re.match(r"\.?[0-9]", token) or "_" in token:  # 204_5 is of another base
-            raise Unreadable(f"{token} has no value")
-        value = number(re.sub("[, ]", "", token))
-        if mixed and token.isdigit():
-            return self.mixed_number(value)
-        return value
-
-    def mixed_number(self, whole: Node) -> Node:
-        """3\\frac12 and 3 1/2 are sums; 3\\frac{x}{2} is a product."""
-        if self.next_is("\\frac"):
-            self.take()
-            fraction = self.fraction()
-            over, under = fraction.items[0], fraction.items[1].items[0]
-            is_mixed = is_whole(over) and is_whole(under)
-            return combine("+" if is_mixed else "*", whole, fraction)
-        if re.fullmatch(r"[0-9]+ / [0-9]+", " ".join(self.tokens[:-4:-1])):
-            over, _, under = (self.take() for _ in range(3))  # no more: 3 1/2% is 3.5%
-            return combine("+", whole, combine("/", number(over), number(under)))
-        return whole
-
     def fraction(self) -> Node:
         numerator = self.digit_or_operand()
         return Node("product", (numerator, Node("inverse", (self.digit_or_operand(),))))
@@ -604,9 +551,7 @@ class Parser:
             return items[0]
         if len(items) == 1 and kind in ("()", "{}"):
             return Node("group", items)
-        if kind == "{}":
-            return alternatives(node)
-        if kind == "⟨⟩":
+        if kind in ("{}", "⟨⟩"):
             return alternatives(Node("set", items))
         if kind in PAIRS:
             return Node(kind, items)
@@ -624,20 +569,17 @@ class Parser:
         if kind not in MATRICES:
             raise Unreadable(kind)
         rows, row = [], []
-        while not self.at_end_of_matrix():
+        while not self.next_is("\\end"):
             row.append(self.quantity())
             if self.next_is("&"):
                 self.take()
                 continue
-            if not self.at_end_of_matrix():
+            if not self.next_is("\\end"):
                 self.take("\\\\")
             rows.append(Node("row", tuple(row)))
             row = []
         self.take()
         return Node("matrix", tuple(rows))
-
-    def at_end_of_matrix(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1].startswith("\\end")
 
     def function(self, name: str) -> Node:
         """sin x, sin^2(x), sin^{-1} x, log_2 8"""
@@ -701,10 +643,6 @@ def unit_of(text: str) -> str:
     return " ".join(found)
 
 
-def is_whole(node: Node) -> bool:
-    return isinstance(node.value, Fraction) and node.value.denominator == 1
-
-
 def ungrouped(node: Node) -> Node:
     """A node without brackets that only group."""
     while node.kind == "group":
@@ -743,22 +681,15 @@ def alternatives(node: Node) -> Node:
         parts = map(alternatives, node.items)
         items = [each for part in parts for each in (part.items if part.kind == "list" else [part])]
         return node._replace(items=tuple(items))
-    if not has_sign(node):
-        return node
-    return Node("list", (with_sign(node, "±", "∓"), with_sign(node, "∓", "±")), "or")
+    found = with_signs(node, "+", "-"), with_signs(node, "-", "+")
+    return node if found[0] == found[1] else Node("list", found, "or")
 
 
-def has_sign(node: Node) -> bool:
-    return node.kind in ("±", "∓") or any(map(has_sign, node.items))
-
-
-def with_sign(node: Node, plus: str, minus: str) -> Node:
-    """The node with + for one of the signs and - for the other."""
-    items = tuple(with_sign(item, plus, minus) for item in node.items)
-    if node.kind == plus:
-        return combine("+", *items)
-    if node.kind == minus:
-        return combine("-", *items)
+def with_signs(node: Node, plus: str, minus: str) -> Node:
+    """The node with one of the signs for ± and the other for ∓."""
+    items = tuple(with_signs(item, plus, minus) for item in node.items)
+    if node.kind in ("±", "∓"):
+        return combine(plus if node.kind == "±" else minus, *items)
     return node._replace(items=items)
 
 
@@ -851,8 +782,6 @@ def power(base, exponent):
         return whole_power(base, int(exponent))
     if degree % 2 == 1 and is_real(base) and inexact(base) < 0:
         return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
-    if degree == 2:
-        return whole_power(cleaned(MP.sqrt(inexact(base))), exponent.numerator)
     return exp(multiply(exponent, FUNCTION_OF["ln"](base)))
 
 
@@ -863,16 +792,10 @@ def whole_power(base, exponent: int):
     return cleaned(base**exponent)
 
 
-def factorial_of(value) -> Fraction:
-    if not are_exact(value) or value not in range(3000):
-        raise Unreadable("no factorial")
-    return bounded(Fraction(factorial(int(value))))
-
-
-def binomial(above, below) -> Fraction:
-    if not are_exact(above, below) or above not in range(3000) or below not in range(3000):
-        raise Unreadable("no binomial coefficient")
-    return Fraction(comb(int(above), int(below)))
+def small_whole(value) -> int:
+    if not are_exact(value) or value.denominator > 1 or not 0 <= value < 3000:
+        raise Unreadable("no factorial, and no binomial coefficient")
+    return int(value)
 
 
 def exp(value):
@@ -905,8 +828,8 @@ OPERATIONS = {  # kind of a node -> what it computes of one or two values
     "power": power,
     "root": lambda degree, radicand: power(radicand, invert(degree)),
     "absolute": lambda value: cleaned(abs(value)),
-    "factorial": factorial_of,
-    "binomial": binomial,
+    "factorial": lambda value: bounded(Fraction(factorial(small_whole(value)))),
+    "binomial": lambda above, below: Fraction(comb(small_whole(above), small_whole(below))),
     **FUNCTION_OF,
 }
 SLOW = (*FUNCTIONS, "power", "root")  # where the value is not exact
@@ -964,8 +887,6 @@ class Comparison:
         if node.kind == "call":
             arguments = [written(self.value(item, point)) for item in node.items]
             return unknown(f"{node.value}{arguments}", point)
-        if node.kind in STRUCTURES:
-            raise Unreadable(f"{node.kind} has no value")
         values = [self.value(item, point) for item in node.items]
         if node.kind in ("group", "quantity"):
             return values[0]
@@ -1192,8 +1113,9 @@ UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order counts, 
 CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*(.+)"
 )
+SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
 LONG_DECIMAL = re.compile(r"-?[0-9]+\.0*[1-9][0-9]{9,}")  # which nobody writes who guesses 1/12
-BARE_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?")
+BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 PERCENT = re.compile(
     r"(.*?) \s* (?: \\?% | percent | \\text \s* \{ \s* percent \s* \} )", re.VERBOSE
 )
@@ -1251,9 +1173,10 @@ def same_meaning(given: str, gold: str) -> bool:
     if all(special) or any(found and found[2] for found in special):
         return same_text(given.lower(), gold.lower())
     try:
-        left, right = read(given), read(gold)
-        if "word" in (left.kind, right.kind):
-            return same_word(left, right) or same_text(given, gold)
+        left, right = ungrouped(read(given)), ungrouped(read(gold))
+        if "word" in (left.kind, right.kind):  # \text{(C)} is C, as a word or as a letter
+            are_names = not left.items + right.items
+            return are_names and left.value == right.value or same_text(given, gold)
         return Comparison().same(left, right)
     except Unreadable:
         return same_text(given, gold)
@@ -1262,13 +1185,6 @@ def same_meaning(given: str, gold: str) -> bool:
 def has_matrices(text: str) -> bool:
     names = re.findall(r"(?<!\^)(?<!\^\{)[A-Z]", text)
     return len(set(names)) > 1 and UNORDERED.search(text) is not None
-
-
-def same_word(left: Node, right: Node) -> bool:
-    """\\text{(C)} is C, as a word or as a letter."""
-    left, right = ungrouped(left), ungrouped(right)
-    are_words = {left.kind, right.kind} <= {"word", "letter"}
-    return are_words and left.value == right.value
 
 
 def same_text(given: str, gold: str) -> bool:
@@ -1298,20 +1214,17 @@ def without_case(found: re.Match) -> str:
 
 
 def gold_allows(given: str, gold: str) -> bool:
-    """What of `same_answer` is about how answers are written: a choice and its value, a percentage
-    as the gold answer, a decimal of ten digits or more, which may be rounded, m + n = 5."""
-    try:
-        if choice := CHOICE_WITH_VALUE.fullmatch(given):
-            return chooses(choice, gold)
-        if percent := PERCENT.fullmatch(gold):
-            return is_of_percent(given, percent[1])
-        if LONG_DECIMAL.fullmatch(gold):
-            return rounds_to(given, gold)
-        if LONG_DECIMAL.fullmatch(given):
-            return rounds_to(gold, given)
-        return "=" in given and names_a_sum(given, gold)
-    except Unreadable:
-        return False
+    """What of `same_answer` is about how answers are written: a choice and its value, the name of
+    what was asked for, a percentage as the gold answer, a decimal of ten digits or more."""
+    if choice := CHOICE_WITH_VALUE.fullmatch(given):
+        return chooses(choice, gold)
+    if named := SUM_OF_LETTERS.fullmatch(given):
+        return BARE_NUMBER.fullmatch(gold) is not None and same_meaning(named[1], gold)
+    if percent := PERCENT.fullmatch(gold):
+        return is_of_percent(given, percent[1])
+    if LONG_DECIMAL.fullmatch(gold):
+        return rounds_to(given, gold)
+    return LONG_DECIMAL.fullmatch(given) is not None and rounds_to(gold, given)
 
 
 def is_of_percent(given: str, bare: str) -> bool:
@@ -1323,28 +1236,17 @@ def is_of_percent(given: str, bare: str) -> bool:
 def chooses(given: re.Match, gold: str) -> bool:
     """(A) 5 is A, and 5; but (A) or (B) is neither."""
     letter, value = given.groups()
-    is_plain = read(value).kind not in ("list", "word") and not re.search("[A-E]", value)
+    is_plain = not re.search("[A-E]", value)
     return is_plain and (same_meaning(letter, gold) or same_meaning(value, gold))
-
-
-def names_a_sum(given: str, gold: str) -> bool:
-    """5 for m + n = 5, for 10m + n = 2 + 3 = 5, as contests ask; x + y = 5 is the equation of a
-    line."""
-    node = read(given)
-    if node.kind != "=" or node.items[0].kind != "sum":
-        return False
-    letters = [term.items[1] if term.kind == "product" else term for term in node.items[0].items]
-    if not all(is_unknown_letter(letter) and letter.value not in "xyz" for letter in letters):
-        return False
-    comparison, value = Comparison(), node.items[-1]
-    agree = all(comparison.same(side, value) for side in node.items[1:])
-    return agree and not has_unknowns(value) and comparison.same(value, read(gold))
 
 
 def rounds_to(exact: str, rounded: str) -> bool:
     """Whether a decimal may stand for the value: it is off by less than one in its last place."""
     places = len(rounded.partition(".")[2])
-    value = Comparison().value(read(exact), POINTS[0])
-    if is_infinite(value):
+    try:
+        value = Comparison().value(read(exact), POINTS[0])
+        if is_infinite(value):
+            return False
+        return abs(inexact(add(value, -Fraction(rounded)))) < inexact(Fraction(1, 10**places))
+    except Unreadable:
         return False
-    return abs(inexact(add(value, -Fraction(rounded)))) < inexact(Fraction(1, 10**places))
