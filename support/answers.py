@@ -294,15 +294,20 @@ def read(text: str) -> Node:
 
 
 def collected(node: Node) -> Node:
-    """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3."""
-    named = [item for item in node.items if item.kind == "="]
-    if node.kind != "list" or node.items[0] not in named:
+    """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3; (x, y) = (3, -2) for x = 3, y = -2,
+    in the order of the names."""
+    named = [item.items for item in node.items if is_named(item)]
+    unnamed = [item for item in node.items if item.kind != "="]
+    if node.kind != "list" or not named or len(named) + len(unnamed) < len(node.items):
         return node
-    name = named[0].items[0]
-    if not all(is_named(item) and item.items[0] == name for item in named):
-        return node
-    values = tuple(item.items[1] if item.kind == "=" else item for item in node.items)
-    return Node("=", (name, Node("list", values, node.value)))
+    names = {name for name, _ in named}
+    if len(names) == 1 and node.items[0] not in unnamed:
+        values = [item.items[1] if item not in unnamed else item for item in node.items]
+        return Node("=", (named[0][0], node._replace(items=tuple(values))))
+    if len(names) == len(node.items) and node.value != "or":
+        names, values = zip(*sorted(named, key=str))
+        return Node("=", (Node("()", names), Node("()", values)))
+    return node
 
 
 class Parser:
@@ -923,15 +928,17 @@ class Comparison:
 
     # trees
 
+    def same_answers(self, left: Node, right: Node) -> bool:
+        """Whether two trees mean the same, up to names in front."""
+        left, right = self.without_name(left, right), self.without_name(right, left)
+        return self.same(as_interval(left, right), as_interval(right, left))
+
     def same(self, left: Node, right: Node) -> bool:
-        """Whether two trees mean the same."""
+        """Whether two trees have the same values, or pieces."""
         self.pay(20)
         left, right = ungrouped(left), ungrouped(right)
         if left == right:  # it may have no value
             return True
-        left, right = self.without_name(left, right), self.without_name(right, left)
-        left, right = as_point(left, right), as_point(right, left)
-        left, right = as_interval(left, right), as_interval(right, left)
         (left, unit), (right, other_unit) = without_unit(left), without_unit(right)
         if unit and other_unit and unit != other_unit:
             return False
@@ -943,7 +950,7 @@ class Comparison:
         if kinds <= {"=", "≠", "<"}:
             return len(kinds) == 1 and self.same_relation(left, right)
         if kinds & STRUCTURES:
-            return len(kinds) == 1 and left.value == right.value and self.same_items(left, right)
+            return len(kinds) == 1 and self.same_items(left, right)
         return self.same_values(left, right)
 
     def same_items(self, left: Node, right: Node) -> bool:
@@ -980,8 +987,9 @@ class Comparison:
         return node
 
     def same_collection(self, left: Node, right: Node) -> bool:
-        """In any order."""
-        if {left.value, right.value} == {"and", "or"} and has_conditions(left):
+        """In any order; where there are conditions, it counts if all of them hold, or some."""
+        has_conditions = any(item.kind in ("<", "≠") for item in left.items)
+        if has_conditions and {left.value, right.value} == {"and", "or"}:
             return False
         return self.same_in_any_order(left.items, right.items)
 
@@ -991,25 +999,18 @@ class Comparison:
             return False
         remaining = list(right)
         for item in left:
-            places = (n for n, other in enumerate(remaining) if self.same_item(item, other))
+            places = (n for n, other in enumerate(remaining) if self.same(item, other))
             place = next(places, None)
             if place is None:
                 return False
             del remaining[place]
         return True
 
-    def same_item(self, left: Node, right: Node) -> bool:
-        """Of lists in any order: there a = 1, b = 2 is not 2, 1."""
-        if "=" in (left.kind, right.kind) and left.kind != right.kind:
-            return False
-        return self.same(left, right)
-
     def same_relation(self, left: Node, right: Node) -> bool:
-        """Side by side, the other way round, or up to a common factor of what differs."""
+        """Side by side, or up to a common factor of what differs."""
         if left.value != right.value or len(left.items) != len(right.items):
             return False
-        turned = right._replace(items=right.items[::-1])
-        if self.same_sides(left, right) or (left.kind != "<" and self.same_sides(left, turned)):
+        if self.same_sides(left, right):
             return True
         if len(left.items) != 2 or any(without_unit(side)[1] for side in left.items + right.items):
             return False
@@ -1048,21 +1049,6 @@ def without_unit(node: Node) -> tuple[Node, str]:
         inside, unit = without_unit(node.items[0])
         return node._replace(items=(inside,)), unit
     return node, ""
-
-
-def has_conditions(node: Node) -> bool:
-    """Whether it makes a difference if all of a list hold or some."""
-    return any(item.kind in ("<", "≠") for item in node.items)
-
-
-def as_point(node: Node, other: Node) -> Node:
-    """(3, -2) for x = 3, y = -2 where the other side is a point."""
-    if node.kind != "list" or node.value == "or" or other.kind != "()":
-        return node
-    if not all(is_named(item) and item.items[0].kind == "letter" for item in node.items):
-        return node
-    coordinates = {item.items[0].value: item.items[1] for item in node.items}
-    return Node("()", tuple(value for _, value in sorted(coordinates.items())))
 
 
 def as_interval(node: Node, other: Node) -> Node:
@@ -1177,7 +1163,7 @@ def same_meaning(given: str, gold: str) -> bool:
         if "word" in (left.kind, right.kind):  # \text{(C)} is C, as a word or as a letter
             are_names = not left.items + right.items
             return are_names and left.value == right.value or same_text(given, gold)
-        return Comparison().same(left, right)
+        return Comparison().same_answers(left, right)
     except Unreadable:
         return same_text(given, gold)
 
