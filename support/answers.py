@@ -1149,9 +1149,8 @@ def same_meaning(given: str, gold: str) -> bool:
     """What of `same_answer` is symmetric."""
     if given == gold:
         return given not in ("", "nan")
-    if re.fullmatch("[0-9]+ [0-9]+", f"{given} {gold}"):  # the usual answers, and fast
-        return int(given) == int(gold)
-    if re.fullmatch("[a-z]{3,} [a-z]{3,}", f"{given} {gold}"):  # abc is a word, and no product
+    pair = f"{given} {gold}"
+    if re.fullmatch("[a-z]{3,} [a-z]{3,}|[A-Z]{2,} [A-Z]{2,}", pair):  # abc and AC are words
         return False
     if has_matrices(given) or has_matrices(gold):
         return same_text(given, gold)
