@@ -95,7 +95,10 @@ REWRITES = (  # what stands in the text, for speed; what to look for; what it be
 UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
+SAYS = "is|are|equals|about|approximately"
+LEAD_IN = rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
 REWRITES_OF_OURS = (  # as above, in our symbols
+    ("", re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
     ("^{-", re.compile(rf"(?<=[0-9] )((?:{UNIT})+)$"), r'"\1"'),  # 9.8 m s^{-2}
     ('"', re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
     ('"', re.compile('" ?/ ?"'), "/"),  # "km"/"h"
@@ -246,24 +249,21 @@ ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7}
-OTHER_VALUE = r"""
-    (?: and [ ] an? [ ] )? hal(?:f|ves) | (?: third | quarter ) s?
-    | [a-z]+ty-(?: first | second | third ) s?
-    | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
-      | hundred | thousand | illion ) ths?
-    | squared | cubed? | factorial | tens | score | gross | below | double | twice | triple | minus
-    | negative | over | percent (?:age)? | not | no | never | neither | \w*n't | wrong | false
-    | incorrect | if | unless | than | except | but | one [ ] of | times [ ] \w+
-    | square [ ] of | root | inverse | reciprocal | opposite | logarithm
-"""  # words beside a number that say something else than that it is the answer
-CHANGES_VALUE = re.compile(  # words behind a number that are no unit of it
-    rf"""
+CHANGES_VALUE = re.compile(  # words beside a number that are no unit, and no name of it
+    r"""
     \b (?:
-        {OTHER_VALUE} | plus | point | base | modulo | mod | choose | mil | mill | mn | bn | mille
-      | pp[mbt] | bps? | basis | fold | and | or | so | is | are | was | invalid | to | by | less
-      | least | most | about | approximately | roughly | almost | nearly | maybe | perhaps | too
-      | rejected | impossible | excluded | without | does | fails | cannot | remainder
-      | (?-i: [kMBxX] )
+        (?: and [ ] an? [ ] )? hal(?:f|ves) | (?: third | quarter ) s?
+      | [a-z]+ty-(?: first | second | third ) s?
+      | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
+        | hundred | thousand | illion ) ths?
+      | squared | cubed? | factorial | tens | score | gross | below | double | twice | triple
+      | minus | negative | over | plus | point | base | modulo | mod | choose | percent (?:age)?
+      | mil | mill | mn | bn | mille | pp[mbt] | bps? | basis | fold | times [ ] \w+ | square [ ] of
+      | root | inverse | reciprocal | opposite | logarithm | one [ ] of | and | or | so | is | are
+      | was | to | by | less | least | most | about | approximately | roughly | almost | nearly
+      | maybe | perhaps | too | not | no | never | neither | \w*n't | wrong | false | incorrect
+      | invalid | if | unless | than | except | but | rejected | impossible | excluded | without
+      | does | fails | cannot | remainder | (?-i: [kMBxX] )
     ) \b
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -277,12 +277,6 @@ SAME_UNIT = {  # other ways to write a unit
     **{"celsius": "C", "fahrenheit": "F", "per": "/", "mph": "mi / h", "sq": "square"},
     **CURRENCIES,
 }
-LEAD_IN = re.compile(  # words that may stand before a value
-    r"(?: .*\s )? (?: is | are | equals | answer:? | about | approximately )",
-    re.VERBOSE | re.IGNORECASE | re.DOTALL,
-)
-NO_LEAD_IN = re.compile(rf"\b (?: {OTHER_VALUE} ) \b", re.VERBOSE | re.IGNORECASE)
-
 
 def read(text: str) -> Node:
     """The tree of an answer; raises Unreadable where our grammar has none."""
@@ -374,19 +368,16 @@ class Parser:
         raise Unreadable("relations of several kinds")
 
     def quantity(self) -> Node:
-        """An expression, perhaps with words or a currency before it and a unit after it."""
+        """Words; or an expression, perhaps with a currency before it and a unit after it."""
         currency = ""
         if self.next_is_word():
-            words = self.words()
+            words = self.words().strip(" ().:,")
             ends = not self.tokens or self.next_is(*RELATIONS, *SEPARATORS, *CLOSING, "&", "\\\\")
             if ends:
-                return Node("word", value=words.strip(" ().:,"))
-            *before, last = words.split()
-            currency = CURRENCIES.get(last.strip(".").lower(), "")
-            if currency:
-                words = " ".join(before)
-            if words and (not LEAD_IN.fullmatch(words) or NO_LEAD_IN.search(words)):
-                raise Unreadable("words before a value")  # other than: the answer is 5
+                return Node("word", value=words)
+            currency = CURRENCIES.get(words.lower(), "")
+            if not currency:
+                raise Unreadable("words before a value")
         value = self.expression()
         if self.next_is_word():
             is_unknown = value.kind == "letter" and value.value != "\\pi"
@@ -412,10 +403,7 @@ class Parser:
         text = " ".join(words)
         if CHANGES_VALUE.search(text):
             raise Unreadable("words that change the value")
-        if value.kind == "quantity" and text:  # 20°C
-            unit, value = value.value, value.items[0]
-        if unit not in text:
-            text = f"{unit} {text}"
+        text = f"{unit} {text}".strip()
         return Node("quantity", (value,), unit_of(text)) if text else value
 
     # expressions
@@ -521,7 +509,7 @@ class Parser:
             elif self.angles:
                 value = Node("product", (value, Node("letter", value="\\pi"), number("1/180")))
             else:
-                scale = self.take() if self.next_is("C", "F") else ""  # 20°C
+                scale = self.take() if self.next_is("C", "F", '"C', '"F') else ""  # 20°C
                 value = Node("quantity", (value,), unit_of("° " + scale))
         return value
 
@@ -658,7 +646,7 @@ def ungrouped(node: Node) -> Node:
 def is_name(node: Node) -> bool:
     """What may stand before `=` and be left out: x, AB, f(x), (x, y), |AB|, sin A, NO/BO."""
     if node.kind == "word":
-        return not NO_LEAD_IN.search(node.value)
+        return not CHANGES_VALUE.search(node.value)
     if node.kind in ("letter", "call"):
         return True
     grows = node.kind in FUNCTIONS or node.kind in (
@@ -1100,7 +1088,6 @@ CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*(.+)"
 )
 SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
-LONG_DECIMAL = re.compile(r"-?[0-9]+\.0*[1-9][0-9]{9,}")  # which nobody writes who guesses 1/12
 BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 PERCENT = re.compile(
     r"(.*?) \s* (?: \\?% | percent | \\text \s* \{ \s* percent \s* \} )", re.VERBOSE
@@ -1115,8 +1102,7 @@ def same_answer(given: str, gold: str) -> bool:
 
     percent    p% is p/100: 50% is 1/2, and not 50; but 50 is right where the gold answer is 50%
     decimals   the point is the decimal mark; commas and thin spaces group thousands: 1,234 is
-               1 234, and 3,14 a list. A written decimal is exact: 0.33 is not 1/3, nor 3.1416 pi;
-               but one of ten digits or more may be rounded
+               1 234, and 3,14 a list. A written decimal is exact: 0.33 is not 1/3, nor 3.1416 pi
     brackets   a comma inside of them always separates
     calls      f(2x), N(0), Γ(1/3) are no products, but x(x + 1) and a(b + c) are
     order      none in sets and in lists without brackets. x = 3, y = -2 is (3, -2)
@@ -1200,16 +1186,14 @@ def without_case(found: re.Match) -> str:
 
 def gold_allows(given: str, gold: str) -> bool:
     """What of `same_answer` is about how answers are written: a choice and its value, the name of
-    what was asked for, a percentage as the gold answer, a decimal of ten digits or more."""
+    what was asked for, a percentage as the gold answer."""
     if choice := CHOICE_WITH_VALUE.fullmatch(given):
         return chooses(choice, gold)
     if named := SUM_OF_LETTERS.fullmatch(given):
         return BARE_NUMBER.fullmatch(gold) is not None and same_meaning(named[1], gold)
     if percent := PERCENT.fullmatch(gold):
         return is_of_percent(given, percent[1])
-    if LONG_DECIMAL.fullmatch(gold):
-        return rounds_to(given, gold)
-    return LONG_DECIMAL.fullmatch(given) is not None and rounds_to(gold, given)
+    return False
 
 
 def is_of_percent(given: str, bare: str) -> bool:
@@ -1223,15 +1207,3 @@ def chooses(given: re.Match, gold: str) -> bool:
     letter, value = given.groups()
     is_plain = not re.search("[A-E]", value)
     return is_plain and (same_meaning(letter, gold) or same_meaning(value, gold))
-
-
-def rounds_to(exact: str, rounded: str) -> bool:
-    """Whether a decimal may stand for the value: it is off by less than one in its last place."""
-    places = len(rounded.partition(".")[2])
-    try:
-        value = Comparison().value(read(exact), POINTS[0])
-        if is_infinite(value):
-            return False
-        return abs(inexact(add(value, -Fraction(rounded)))) < inexact(Fraction(1, 10**places))
-    except Unreadable:
-        return False
