@@ -96,7 +96,9 @@ UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
 SAYS = "is|are|equals|about|approximately"
-LEAD_IN = rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
+LEAD_IN = (
+    rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
+)
 REWRITES_OF_OURS = (  # as above, in our symbols
     ("", re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
     ("^{-", re.compile(rf"(?<=[0-9] )((?:{UNIT})+)$"), r'"\1"'),  # 9.8 m s^{-2}
@@ -278,6 +280,7 @@ SAME_UNIT = {  # other ways to write a unit
     **CURRENCIES,
 }
 
+
 def read(text: str) -> Node:
     """The tree of an answer; raises Unreadable where our grammar has none."""
     parser = Parser(tokenise(text))
@@ -288,17 +291,20 @@ def read(text: str) -> Node:
 
 
 def collected(node: Node) -> Node:
-    """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3; (x, y) = (3, -2) for x = 3, y = -2,
+    """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3; (x, y) = (3, -2) for x = 3, y = -2
     in the order of the names."""
     named = [item.items for item in node.items if is_named(item)]
-    unnamed = [item for item in node.items if item.kind != "="]
-    if node.kind != "list" or not named or len(named) + len(unnamed) < len(node.items):
+    values = [item.items[-1] if is_named(item) else item for item in node.items]
+    if (
+        node.kind != "list"
+        or not is_named(node.items[0])
+        or any(value.kind == "=" for value in values)
+    ):
         return node
     names = {name for name, _ in named}
-    if len(names) == 1 and node.items[0] not in unnamed:
-        values = [item.items[1] if item not in unnamed else item for item in node.items]
-        return Node("=", (named[0][0], node._replace(items=tuple(values))))
-    if len(names) == len(node.items) and node.value != "or":
+    if len(names) == 1:
+        return Node("=", (*names, node._replace(items=tuple(values))))
+    if len(names) == len(values) and node.value != "or":
         names, values = zip(*sorted(named, key=str))
         return Node("=", (Node("()", names), Node("()", values)))
     return node
@@ -674,15 +680,16 @@ def alternatives(node: Node) -> Node:
         parts = map(alternatives, node.items)
         items = [each for part in parts for each in (part.items if part.kind == "list" else [part])]
         return node._replace(items=tuple(items))
-    found = with_signs(node, "+", "-"), with_signs(node, "-", "+")
-    return node if found[0] == found[1] else Node("list", found, "or")
+    found = with_signs(node, {"±": "+", "∓": "-"}), with_signs(node, {"±": "-", "∓": "+"})
+    if found[0] == found[1]:
+        return node
+    return Node("list", found, "or")
 
 
-def with_signs(node: Node, plus: str, minus: str) -> Node:
-    """The node with one of the signs for ± and the other for ∓."""
-    items = tuple(with_signs(item, plus, minus) for item in node.items)
-    if node.kind in ("±", "∓"):
-        return combine(plus if node.kind == "±" else minus, *items)
+def with_signs(node: Node, signs: dict[str, str]) -> Node:
+    items = tuple(with_signs(item, signs) for item in node.items)
+    if node.kind in signs:
+        return combine(signs[node.kind], *items)
     return node._replace(items=items)
 
 
@@ -775,6 +782,8 @@ def power(base, exponent):
         return whole_power(base, int(exponent))
     if degree % 2 == 1 and is_real(base) and inexact(base) < 0:
         return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
+    if degree == 2:  # faster
+        return whole_power(cleaned(MP.sqrt(inexact(base))), exponent.numerator)
     return exp(multiply(exponent, FUNCTION_OF["ln"](base)))
 
 
@@ -918,31 +927,30 @@ class Comparison:
 
     def same_answers(self, left: Node, right: Node) -> bool:
         """Whether two trees mean the same, up to names in front."""
+        units, other_units = units_of(left), units_of(right)
+        if units and other_units and units != other_units:
+            return False
         left, right = self.without_name(left, right), self.without_name(right, left)
         return self.same(as_interval(left, right), as_interval(right, left))
 
     def same(self, left: Node, right: Node) -> bool:
         """Whether two trees have the same values, or pieces."""
         self.pay(20)
-        left, right = ungrouped(left), ungrouped(right)
+        left, right = bare(left), bare(right)
         if left == right:  # it may have no value
             return True
-        (left, unit), (right, other_unit) = without_unit(left), without_unit(right)
-        if unit and other_unit and unit != other_unit:
-            return False
         kinds = {left.kind, right.kind}
-        if kinds <= {"list", "set"}:
+        if kinds <= {"list", "set"} or kinds == {"union"}:
             return self.same_collection(left, right)
-        if kinds == {"union"}:
-            return self.same_in_any_order(left.items, right.items)
         if kinds <= {"=", "≠", "<"}:
-            return len(kinds) == 1 and self.same_relation(left, right)
+            return self.same_items(left, right) or self.proportional(left, right)
         if kinds & STRUCTURES:
-            return len(kinds) == 1 and self.same_items(left, right)
+            return self.same_items(left, right)
         return self.same_values(left, right)
 
     def same_items(self, left: Node, right: Node) -> bool:
-        if len(left.items) != len(right.items) or left.value != right.value:
+        alike = left.kind == right.kind and left.value == right.value
+        if not alike or len(left.items) != len(right.items):
             return False
         return all(map(self.same, left.items, right.items))
 
@@ -971,22 +979,18 @@ class Comparison:
         if node.kind == "=":
             sides = node.items[1:] if is_name(node.items[0]) else node.items
             if all(self.same(side, sides[-1]) for side in sides):  # 2 + 3 = 5 is 5
-                return ungrouped(sides[-1])
+                return bare(sides[-1])
         return node
 
     def same_collection(self, left: Node, right: Node) -> bool:
-        """In any order; where there are conditions, it counts if all of them hold, or some."""
+        """Whether each item has one of its own on the other side, in any order."""
         has_conditions = any(item.kind in ("<", "≠") for item in left.items)
         if has_conditions and {left.value, right.value} == {"and", "or"}:
             return False
-        return self.same_in_any_order(left.items, right.items)
-
-    def same_in_any_order(self, left: tuple, right: tuple) -> bool:
-        """Whether each item has one of its own on the other side."""
-        if len(left) != len(right):
+        if len(left.items) != len(right.items):
             return False
-        remaining = list(right)
-        for item in left:
+        remaining = list(right.items)
+        for item in left.items:
             places = (n for n, other in enumerate(remaining) if self.same(item, other))
             place = next(places, None)
             if place is None:
@@ -994,26 +998,14 @@ class Comparison:
             del remaining[place]
         return True
 
-    def same_relation(self, left: Node, right: Node) -> bool:
-        """Side by side, or up to a common factor of what differs."""
-        if left.value != right.value or len(left.items) != len(right.items):
-            return False
-        if self.same_sides(left, right):
-            return True
-        if len(left.items) != 2 or any(without_unit(side)[1] for side in left.items + right.items):
-            return False
-        return self.proportional(left, right)
-
-    def same_sides(self, left: Node, right: Node) -> bool:
-        try:
-            return self.same_items(left, right)
-        except Unreadable:  # a side without a value
-            return False
-
     def proportional(self, left: Node, right: Node) -> bool:
         """Whether what differs is in one relation that of the other times a constant, above 0 in
         an inequality, at points where both vary."""
         self.pay(50)
+        if left.value != right.value or left.kind != right.kind:
+            return False
+        if len(left.items) != 2 or len(right.items) != 2:
+            return False
         nodes = [combine("-", *node.items) for node in (left, right)]
         left_values, right_values = ([self.value(node, at) for at in POINTS] for node in nodes)
         if equal(*left_values[:2]) or equal(*right_values[:2]) or 0 in right_values:
@@ -1029,14 +1021,16 @@ def written(value) -> str:
     return MP.nstr(inexact(value), 30)
 
 
-def without_unit(node: Node) -> tuple[Node, str]:
-    """60 and degrees for -60°, up to its sign."""
-    if node.kind == "quantity":
-        return without_unit(node.items[0])[0], node.value
-    if node.kind in ("negative", "group"):
-        inside, unit = without_unit(node.items[0])
-        return node._replace(items=(inside,)), unit
-    return node, ""
+def units_of(node: Node) -> set[str]:
+    found = {node.value} if node.kind == "quantity" else set()
+    return found.union(*map(units_of, node.items))
+
+
+def bare(node: Node) -> Node:
+    """A node without brackets that only group, and without its unit."""
+    while node.kind in ("group", "quantity"):
+        node = node.items[0]
+    return node
 
 
 def as_interval(node: Node, other: Node) -> Node:

@@ -263,7 +263,7 @@ PAIRS = r"""
     bca ≢ abc    xyz ≢ zyx    xyz ≡ x \cdot yz    2abc ≡ 2cab    \text{half of x is }5 ≢ 5
     \text{twice the answer is }10 ≢ 10    \text{the answer isn't about }5 ≢ 5
     \text{the wrong answer is }5 ≢ 5    \text{The value is }5 ≡ 5
-    \text{The area of the triangle is }5 ≡ 5    \text{one of the roots is }5 ≢ 5
+    \text{one of the roots is }5 ≢ 5
     5\text{ thirty-seconds} ≢ 5    3 sixty-thirds ≢ 3    abc ≢ bca    3abc ≡ 3bca
     abc ≡ a \cdot bc
     # garbage
@@ -500,10 +500,6 @@ PAIRS = r"""
     x ↛ 0.333333333333333    \infty ↛ 0.333333333333333    0.3 ↛ 0.30000000000000004
     \frac13 ↛ 0.33    0.0000000000 ↛ 1/10^{12}    0.333333333 ↛ 1/3    1,234 ↛ 1.234    1,23 ↛ 1.24
     1,23 ↛ 123    12,34,5 ↛ 12.345
-    # long decimals
-    1/3 ≡ 0.333333333333333    \frac{1}{7} ≡ 0.142857142857142857    \sqrt{17} ≡ 4.123105625617661
-    \sqrt{10} ≡ 3.16227766016838    \ln 2 ≡ 0.69314718055994531    e ≡ 2.718281828459045
-    \frac{\pi}{2} ≡ 1.5707963267948966    -\sqrt2 ≡ -1.4142135623730951
 """
 AIMED = r"""
     # calls
@@ -724,6 +720,20 @@ AIMED = r"""
     H_2O ≢ HO_2    H_2O ≢ H_2O_2    a_{n} ≢ a_{n+1}    x_{1}x_{2} ≢ x_{12}    a_1 + a_2 ≢ a_{1+2}
     2, 4, 6 ≢ 2, 4, 8    2,5 ≢ 2.5    1,5 ≢ 1.5    \frac{\partial f}{\partial x} ≢ \frac{f}{x}
     \dfrac{dy}{dx} = 2x ≡ 2x
+    # fourth
+    2\cdot3\frac12 ≡ 7    5-3\frac{1}{2} ≡ 1.5    x = -3\frac14 ≢ -2.75    2^3\frac12 ≡ 4
+    (1 1/2, 2 1/3) ≡ (3/2, 7/3)    1\frac12 \text{ and } 2\frac12 ≡ 2.5, 1.5    1 2 1/2 ≢ 12.5
+    \sqrt3\frac12 ≡ \frac{\sqrt3}{2}    a_1\frac12 ≢ a_{1.5}    3\frac{\pi}{4} ≢ 3+\frac\pi4
+    12 1/2 ≢ 121/2    12 1/2 ≢ 61    \$3\frac12 ≡ 3.5    1\frac12x ≡ 1.5x
+    (1,200,f(2)) ≢ (1200,f(2))    f(1,234) ≢ f(1234)    \{1,234\} ≢ \{1234\}
+    \text{area} + 5 ≢ 5    \text{area} - 5 ≢ -5    The answer is A or B ≢ A
+    (x, y) = (1, 2) ≡ x = 1, y = 2    x = 1, y = 2, x = 3 ≢ 1, 2, 3    y = 1, x = 2 ≢ (1,2)
+    f(1) = 2, f(2) = 3 ≢ f(1) = 3, f(2) = 2    f(1) = 2, f(2) = 3 ≢ 3, 2
+    m + n = 2 + 4 = 5 ↛ 5    m+n = -5 ↛ 5    m+n < 5 ↛ 5    m+n = 5x ↛ 5    m - n = 5 ↛ -5
+    -60° ≢ -60 rad    -60° ≡ -60    x = 60° ≢ x = 60 rad    x > 5\text{ cm} ≢ x > 5\text{ m}
+    \frac{5\text{ cm}}{2} ≢ \frac{5\text{ m}}{2}    (\pm 1, \mp 2) ≡ (1,-2), (-1,2)
+    (\pm 1, \mp 2) ≢ (1,2), (-1,-2)    x = 1 \mp 2 ≡ 3, -1    AC ≢ CA    ABC ≢ CBA    CA ≢ A
+    \textbf{(E)}\ \text{none of these} → E    x < y ≢ y < x    \frac13 ≢ 0.3333333333333333
 """  # at the grammar: wrong answers that a former version paid, and right ones that it refused
 
 
