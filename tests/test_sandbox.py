@@ -252,6 +252,7 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
     *("starts a process", "becomes a program", "makes namespaces", "mounts", "sets an attribute"),
     *("makes a device", "calls by a ring", "calls clone3", "calls by another table"),
     *("calls as 32 bits do", "changes an owner", "leaves its session", "leaves its group"),
+    *("changes a mode by a newer call", "opens a process"),
 }
 
 
