@@ -120,24 +120,22 @@ class Turns:
         """The same tokens however turns fall: a row's uniforms alone decide on what it draws."""
         stops = sorted({*eos_ids, *self.asking})
         options |= {"eos_ids": stops, "pad_id": pad_id}
-        everything = []
+        completions = []
         for prompt, group in zip(prompts, uniforms):
-            everything += [Completion(prompt, row) for row in group]
+            completions += [Completion(prompt, row) for row in group]
 
-        turn = self.generate(model, prompts, uniforms, **options)
-        under_way = everything
-        while True:
-            self.take(under_way, turn, eos_ids)
-            under_way = [each for each in under_way if each.room and not each.ended]
-            if not under_way:
-                written = [each.rollout() for each in everything]
-                return Rollout.cat(written, pad_id).to(model.device)
+        under_way = completions
+        while under_way:
             once = {}  # equal texts are one list, which is read once
             texts = [once.setdefault(tuple(each.text), each.text) for each in under_way]
             width = context_of(model.config) - max(map(len, texts))
             rest = [each.uniforms[len(each.tokens) :][:width] for each in under_way]
             rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do
             turn = self.generate(model, texts, rest[:, None], **options)
+            self.take(under_way, turn, eos_ids)
+            under_way = [each for each in under_way if each.room and not each.ended]
+        written = [each.rollout() for each in completions]
+        return Rollout.cat(written, pad_id).to(model.device)
 
     def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
         """What a turn has sampled, and what the tool says to it."""
