@@ -138,39 +138,25 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 
 
 AROUND = "*_$()[]`'\""  # what may stand around a number
-ENDS_EXPRESSION = re.compile(  # text before a number that makes another one of it
+PART_BEFORE = re.compile(  # text before a number that makes another one of it
     r"""
     (?:
-        (?: [\d)\]}] | (?<! [a-zA-Z] ) [a-zA-Z] )         # 3 + 5, x - 5
-            (?: [ ]* [-+*/]+ [ ]+ | [ ]* (?: [-+/] | (?<! \* ) \* ) )
-      | (?: [×·÷^_<≤≥≠±√{] | [!<>]= ) [ ]*
-      | \\ (?! approx | q?quad | to\b | implies | [rR]ightarrow | therefore ) [a-zA-Z]+ [ ]*
-      | (?i: n['’]t | \b (?: minus | negative | plus | times | over | not | mod (?:ulo)? | base
-          | point | twice | double | triple | than | least | most | log | ln | sin | cos | tan
-          | sqrt | sub | to[ ]the | (?: divided | multiplied )[ ]by
-          | (?: root | square | cube | half | third | quarter | power | multiple | logarithm
-            | inverse | opposite | factorial )[ ]of ) ) [ ]+
-    ) [$(]* \Z
+        [\w)\]}$] [ ]? [-+/] | (?: \w [ ] | [\d)] ) \* | \d [ ]? x? | [×·÷^_<≤≥≠±√{]
+      | [!<>]= | (?<! [=-] ) >
+      | \\ (?! approx | q?quad | to\b | implies | [rR]ightarrow | therefore ) [a-zA-Z]+
+      | (?i: n['’]t | \b (?: minus | negative | plus | times | over | or | not | mod (?:ulo)? | base
+        | point | twice | double | triple | than | least | most | log | ln | sin | cos | tan | sqrt
+        | sub | to[ ]the | (?: divided | multiplied )[ ]by | (?: root | square | cube | half | third
+        | quarter | power | multiple | logarithm | inverse | opposite | factorial )[ ]of ) )
+    ) [ $(]* \Z
     """,
     re.VERBOSE,
 )
-GOES_ON = re.compile(  # text behind it that does the same
-    r"""
-    [ ]* (?:
-        [×·÷^_<>≤≥≠±√+*/] | - [ ]* [a-z] \b | [nxyz] \b
-      | \\ (?! text | mathrm | mbox | q?quad | circ )
-      | (?: and[ ]an?[ ] )? (?:
-          hal(?:f|ves) | (?: third | quarter )s? | squared | cubed | factorial | tens | score
-          | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
-            | hundred | thousand | illion )ths?
-        ) \b
-    )
-    """,
-    re.VERBOSE | re.IGNORECASE,
+PART_BEHIND = re.compile(  # text behind it that does the same
+    r"[ ]*(?:[×·÷^_<>≤≥≠±√+*/]|-[ ]*[a-z]\b|[nxyz]{1,3}\b|\\(?!text|mathrm|mbox|q?quad|circ))",
+    re.IGNORECASE,
 )
-SCALE = re.compile(
-    " ?(?:hundred|thousand|[mbtr]+illion|dozen|lakh|crore|percent)s?\\b", re.IGNORECASE
-)
+WORD_BEHIND = re.compile(r" ?(?!(?:is|are|was|in|for|per|each|and(?! an? ))\b)[a-zA-Z-]*[a-zA-Z]")
 DENIAL = re.compile(  # text behind an answer that takes it back
     r"""
       \A \W* (?: (?: which | the | option | answer | choice ) \b \W* )*
@@ -187,37 +173,35 @@ DENIAL = re.compile(  # text behind an answer that takes it back
 
 
 def last_number(text: str) -> str:
-    """The last word that has a digit, with its sign and `million`: `-5`, `1/2`, `50%`, `2^5`.
+    """The last word that has a digit, with its sign, and the word behind it: `-5`, `50%`, `2^5`.
 
-    Nothing where it is a part of something, as in `minus 5`, `x + 5`, `5 squared`, or is taken
-    back."""
+    Nothing where it is a part of something, as in `minus 5` or `x + 5`, or is taken back."""
     text = re.sub(r"\\[()\[\],;!]", " ", text.replace("−", "-").replace("–", "-"))
-    words = [word for word in re.finditer(r"\S+", text) if re.search("[0-9]", word[0])]
+    text = re.sub("(?<=[0-9]) / (?=[0-9])", "/", text)  # 10 / 4
+    text = re.sub("(?<=[0-9])/[a-z]{3,}", "", text)  # $5/hour
+    words = re.finditer(r"(?:(?<!\S)[-$(*]*[0-9]+ (?=[0-9]+/[0-9]))?\S+", text)  # 3 1/2 is one
+    words = [word for word in words if re.search("[0-9]", word[0])]
     if not words:
         return ""
     word = words[-1]
     *_, said = re.split(r"(?<![!<>])=|≈|(?<=[a-zA-Z]):", word[0])  # x=5, answer:5
-    number = said.lstrip(AROUND).rstrip(AROUND + ".,;:!?")
-    number = re.sub("/[a-z]{3,}\\Z", "", number)  # $5/hour
-    start = word.end() - len(said.lstrip(AROUND))
-    before, behind = text[:start], text[word.end() :]
+    said = said.lstrip(AROUND)
+    number = said.rstrip(AROUND + ".,;:!?")
+    before = text[: word.end() - len(said)]
+    behind = (said[len(number) :] + text[word.end() :]).lstrip(AROUND)
 
     if re.search(r"(?:\A|[=:(≈] |\bis )- [$(]*\Z", before):  # the answer is - 5
         number = f"-{number}"
-    elif ENDS_EXPRESSION.search(before[-40:]):
+    elif PART_BEFORE.search(before[-40:]):
         return ""
     if DENIAL.search(behind[:100]):
         return ""
-    if word[0][-1] in ".,;:!?":
-        behind = ""
-    if GOES_ON.match(behind):
+    if behind[:1] in ".,;:!?":
+        return number
+    if PART_BEHIND.match(behind):
         return ""
-    whole = re.search(r"(?<!\S)-?[0-9]+ \Z", before)
-    if whole and re.fullmatch("[0-9]+/[0-9]+", number):  # 3 1/2
-        number = whole[0] + number
-    if scale := SCALE.match(behind):
-        number += scale[0]
-    return number
+    unit = WORD_BEHIND.match(behind)  # million, percent, halves
+    return f"{number}\\text{{{unit[0]}}}" if unit else number
 
 
 @verifier
@@ -345,9 +329,10 @@ def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
     (results as JSON: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
-    The program is a fenced block of Python, the last with the function or that reads its input; a
-    function may be a method of `class Solution`. A program that fails is never right, whatever it
-    printed. All cases share CODE_SECONDS (without START_SECONDS a run)."""
+    The program is a fenced block of Python, the last with the function or that reads its input, and
+    what it uses of earlier ones; a function may be a method of `class Solution`. A program that
+    fails is never right, whatever it printed. All cases share CODE_SECONDS (without START_SECONDS a
+    run)."""
     from support.programs import passes
 
     return passes(after_thinking(completion), answer, strict=False)

@@ -72,10 +72,12 @@ FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*([\w+-]*)([^`~]*)")
 STATEMENT = re.compile(
     r"^[ \t]*(?:def|class|import|from|for|while|if|with|try|print|return)\b|^[ \t]*\w+ = ", re.M
 )
+DEFINED = re.compile(r"^(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 
 
 def last_program(text: str, wanted: str) -> str:
-    """Source of the last fenced block of Python in which something `wanted` is, else of the last.
+    """Source of the last fenced block of Python in which something `wanted` is, else of the last,
+    behind earlier blocks that define what it uses and does not define.
 
     Blocks without a tag count only where none has one. Nothing where a block is left open."""
     tagged, untagged = [], []
@@ -100,5 +102,11 @@ def last_program(text: str, wanted: str) -> str:
     blocks = tagged or untagged
     if fence or not blocks:
         return ""
-    fitting = [block for block in blocks if re.search(wanted, block, re.MULTILINE)]
-    return (fitting or blocks)[-1]
+    fitting = [n for n, block in enumerate(blocks) if re.search(wanted, block, re.MULTILINE)]
+    chosen = fitting[-1] if fitting else len(blocks) - 1
+    program = blocks[chosen]
+    for block in reversed(blocks[:chosen][-10:]):  # a few: hostile texts have thousands
+        missing = set(re.findall(r"\w+", program)) - set(DEFINED.findall(program))
+        if missing & set(DEFINED.findall(block)):
+            program = f"{block}\n{program}"
+    return program

@@ -332,6 +332,19 @@ def test_code_runs_the_block_that_defines_the_function(completion):
     assert VERIFY["code"](completion, ADD) == 1.0
 
 
+def test_code_runs_earlier_blocks_that_define_what_is_used():
+    helper = fenced("def helper(a, b):\n    return total([a, b])")
+    wrong = fenced("def helper(a, b):\n    return 0\n1 / 0")
+    total = fenced("import math\n\ndef total(numbers):\n    return sum(numbers)")
+    uses = fenced("def add(a, b):\n    return helper(a, b)")
+    for text in (total + helper + uses, total + helper + uses + EXAMPLE):
+        assert VERIFY["code"](text, ADD) == 1.0, text
+    reads = fenced("print(helper(*map(int, input().split())))")
+    assert VERIFY["code"](total + helper + reads, {"stdin": [["1 2", "3"]]}) == 1.0
+    assert VERIFY["code"](wrong + fenced(RIGHT), ADD) == 1.0  # nothing of it is used
+    assert VERIFY["code"](uses, ADD) == 0.0
+
+
 def test_code_does_not_run_another_block_until_one_is_right():
     for completion in (
         fenced(RIGHT) + fenced("def add(a, b):\n    return 0"),  # the last one counts

@@ -115,7 +115,8 @@ LENIENT = pairs(
         the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
         \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
         so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
-        5 seconds => 5 | 5 months and a day => 5 | 42 is right => 42
+        5 seconds => 5 | so $3 1/2 => 3.5
+        10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42
     """
 ) + [("so:\n- 5", "5"), ("so 42" + " and on" * 1000, "42"), ("6 or \\boxed{7}", "7")]
 NOT_LENIENT = pairs(
@@ -123,7 +124,8 @@ NOT_LENIENT = pairs(
         6 apples, 7 pears => 6 | 10-5 => -5 | \boxed{7} then 6 => 6 | <think>6</think> none => 6
         <think>6 => 6 | no number => 6 | 6 #### \boxed{} => 6 | 6 #### => 6 | so \boxed{6 => 6
         6 <answer></answer> => 6 | −5 => 5 | - 5 => 5 | 10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10
-        it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4 | so 3 1/2 => 0.5 | \frac{3}{4} => 4
+        it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
+        10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4
         so 50% => 50 | 5 million => 5 | 7 tenths => 7 | 2 thirds => 2 | 2 and a half => 2
         5 squared => 5
     """
@@ -145,13 +147,15 @@ PARTS_OF_EXPRESSIONS = r"""
     log 5 | 5² | x < 5 | x ≤ 5 | x != 5 | x >= 5 | ≠ 5 | divided by 5 | the root of 5 | half of 5
     to the power of 5 | 3 \cdot 5 | 3 \times 5 | a/5 | 5/a | 5 / a | 5 - x | x - 5 | 3:5 | 5th
     twice 5 | plus 5 | mod 5 | not 5 | it isn't 5 | 5 is wrong | 5, which is incorrect
-    5 is not the answer | 5 thirds
+    5 is not the answer | 5 thirds | 3 x 5 | 7 or 5 | 5 xy | 5 ppm | > 5 | 5 less than x | 5? No
+    the result - 5 | 2* 5 | 5 and a half | 1 /5
 """
 NUMBERS = r"""
     5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | Answer: 5 | **5** | **5** apples
     is **5**. | $5$ | \(5\) | \[5\] | so $x = 5$. | 5 cm | 5cm | => 5 | -> 5 | → 5 | ≈ 5
-    \Rightarrow 5 | 5 (five) | 5 - that is it | the result - 5 | Step 3: 5 | 5 \text{ apples}
-    the 5 red ones | 10/2 | it is 5! | $5/hour
+    \Rightarrow 5 | 5 (five) | 5 - that is it | Step 3: 5 | 5 \text{ apples}
+    the 5 red ones | 10/2 | 10 / 2 | it is 5! | $5/hour | **Answer:** 5 | *Answer* 5 | so 5 I think
+    for a total of 5 clips | 5 a day | it is 5 m long | - Total: 5 | 5 and that is it
 """
 
 
