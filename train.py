@@ -424,6 +424,10 @@ def start(config: Config, ranks: Ranks) -> Run:
     if saved:
         path = saved / "trainer/state.safetensors"
         folders.read_state(path, *trainer_state(run), config.device)
+    if saved and config.lora_rank:
+        from support.lora import check_base
+
+        check_base(run.policy, saved)
     first_evaluation(run)
     own_folder(run)
     return run

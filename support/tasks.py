@@ -69,6 +69,12 @@ def value_of(node: ast.expr) -> Fraction:
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
 
 
+def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
+    """The numbers in any order, with random symbols between them."""
+    first, *rest = rng.sample(numbers, len(numbers))
+    return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
+
+
 def solve(chain: str, rng: random.Random | None = None) -> str:
     """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
     value = chain[:1]
@@ -87,8 +93,7 @@ def solve(chain: str, rng: random.Random | None = None) -> str:
 def arithmetic_problem(rng: random.Random) -> dict:
     """{"prompt": "7+5*3=", "answer": "6"}"""
     digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
-    first, *rest = rng.sample(digits, len(digits))
-    prompt = str(first) + "".join(rng.choice("+*") + str(digit) for digit in rest) + "="
+    prompt = random_expression(digits, "+*", rng) + "="
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
 
 
@@ -113,6 +118,19 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
         steps.append((end, float(bool(right))))
         value = step[-1:]
     return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+
+
+def countdown_problem(rng: random.Random) -> dict:
+    """{"prompt": "8 5 6=19:", "answer": {"numbers": [8, 5, 6], "target": 19}}"""
+    numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
+    target = int(exact_value(random_expression(numbers, "+-*", rng)))
+    prompt = f"{' '.join(map(str, numbers))}={target}:"
+    return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
+
+
+def countdown_demonstration(problem: dict, rng: random.Random) -> str:
+    """The numbers in any order: it seldom gives the target."""
+    return random_expression(problem["answer"]["numbers"], "+-*", rng)
 
 
 def sums_problem(rng: random.Random) -> dict:
@@ -167,6 +185,13 @@ TASKS = {
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
         max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
+    ),
+    "countdown": Task(
+        problem=countdown_problem,
+        demonstration=countdown_demonstration,
+        verifier="countdown",
+        alphabet="0123456789 +-*/()=:",
+        max_new_tokens=16,
     ),
     "calculator": Task(
         problem=calculator_problem,

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import bench_architectures
 import rollout
 from support.data import UserError
-from support.lora import LoraLinear, add_adapters, write_adapter
+from support.lora import LoraLinear, add_adapters, check_base, write_adapter
 from support.models import refresh
 from tools import BASE, digests, good, newest, random_policy, refused, timeless
 
@@ -151,6 +152,21 @@ def test_peft_gets_no_adapter_that_it_refuses():
     assert {name.rpartition(".")[2] for name in names} == {"in_proj", "x_proj"}
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "zamba"])
+def test_another_base_is_noticed(kind, tmp_path):
+    """In what has no adapter, and in what has one; the same base is taken, to rounding."""
+    model = bench_architectures.build(kind)
+    policy = adapted(model)
+    policy.save_pretrained(tmp_path / "step-1")
+    check_base(adapted(model), tmp_path / "step-1")
+    for name in ("norm", "q_proj"):
+        other = copy.deepcopy(model)
+        wanted = next(each for each in other.state_dict() if name in each)
+        other.get_parameter(wanted).data.flatten()[0] += 0.1
+        with pytest.raises(UserError, match="--resume: .* in --model"):
+            check_base(adapted(other), tmp_path / "step-1")
+
+
 # ------------------------------------------------------------------------------ runs
 
 
@@ -187,6 +203,19 @@ def test_adapters_that_layers_share_are_resumed(tmp_path):
     good(tmp_path / "parts", f"{flags} --steps 1")
     parts = good(tmp_path / "parts", "--resume --name run --steps 2", small=False).folder
     assert digests(whole) == digests(parts)
+
+
+@pytest.mark.usefixtures("place")
+def test_a_run_is_not_resumed_on_another_base(models, tmp_path):
+    """The folder was written over since."""
+    config = transformers.Qwen3Config.from_pretrained(models / "tiny")
+    base = random_policy(tmp_path / "base", config)
+    good(tmp_path, f"{LORA} --model {base} --steps 1")
+    other = AutoModelForCausalLM.from_pretrained(base)
+    other.model.norm.weight.data += 0.01
+    other.save_pretrained(base)
+    sentence = refused(tmp_path, "--resume --name run --steps 2", small=False)
+    assert "model.norm.weight" in sentence and "--model" in sentence
 
 
 @pytest.mark.usefixtures("place")

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import train
 from forks import fork
 from support.data import UserError
+from support.ranks import joined_ranks
 from tools import BASE, ROOT, command_line, metrics, newest, same_run, strict, timeless, write_rows
 
 pytestmark = [
@@ -306,3 +307,20 @@ def test_torchrun_starts_the_same_train_py(tmp_path):
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     names = [{path.name for path in (folder / "run").iterdir()} for folder in tmp_path.glob("t*")]
     assert names == [{path.name for path in alone.folder.iterdir()}]
+
+
+@pytest.mark.parametrize(
+    "environment, word",
+    [
+        ({"WORLD_SIZE": "2"}, "'RANK'"),
+        ({"WORLD_SIZE": "two", "RANK": "0"}, "two"),
+        ({"WORLD_SIZE": "2", "RANK": "first"}, "first"),
+    ],
+)
+def test_an_environment_that_torchrun_did_not_make(environment, word, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"as torchrun sets them.*{word}"), joined_ranks():
+        pass

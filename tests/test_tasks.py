@@ -160,6 +160,19 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
         tasks.built_in_policy(TASKS["calculator"], "tiny")
 
 
+def test_countdown_problems_can_be_solved():
+    for problem in itertools.islice(problems(TASKS["countdown"], 0), 20):
+        numbers, target = problem["answer"]["numbers"], problem["answer"]["target"]
+        assert problem["prompt"] == f"{' '.join(map(str, numbers))}={target}:"
+        assert any(
+            VERIFY["countdown"](
+                str(first) + "".join(map("".join, zip(symbols, map(str, rest)))), problem["answer"]
+            )
+            for first, *rest in itertools.permutations(numbers)
+            for symbols in itertools.product("+-*", repeat=len(rest))
+        )
+
+
 def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
     """Labels are what the policy writes: not the prompt, and not the calculator's replies."""
     monkeypatch.setattr(tasks, "WARM_STEPS", 4)
