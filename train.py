@@ -92,7 +92,7 @@ class Config:
     stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
     tis_cap: float | None = flag(None, "bounds importance weights, sampler to pi_old", above=0)
 
-    # the defaults are the papers', in gspo.py
+    # the defaults are the papers', or of the code that a loss names: see gspo.py
     clip_low: float | None = flag(None, "of the band below 1", heading="objective", low=0)
     clip_high: float | None = flag(None, "the same above 1; GSPO 4e-4, GRPO 0.2", low=0)
     dual_clip: float | None = flag(None, "PPO: bound on the objective where A < 0", above=1)
@@ -108,11 +108,11 @@ class Config:
     ref_every: int = flag(0, "steps between refreshes of the reference", low=0, needs="kl_coef")
     entropy_coef: float = flag(0.0, "bonus per nat of the mean entropy", low=0)
     dynamic_sampling: bool | None = flag(None, "refill groups whose completions are paid alike")
-    overlong_cache: int | None = flag(None, "punished tokens before the limit; DAPO 1/5", low=0)
+    overlong_cache: int | None = flag(None, "tokens before the limit that cost", low=0)
     overlong_filter: bool = flag(False, "truncated completions leave the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose", leaf="experts")
 
-    completions_per_update: int | None = flag(None, "default a fourth", heading="optimiser", low=1)
+    completions_per_update: int | None = flag(None, "default 1/4", heading="optimiser", low=1)
     epochs: int = flag(1, "passes over a rollout", low=1)
     lr: float | None = flag(None, "of AdamW; default 2e-4 for built-in models, else 1e-6", above=0)
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
@@ -320,7 +320,7 @@ class Run:
 
     # the three policies, and what learns
     policy: transformers.PreTrainedModel  # pi_theta
-    old_policy: transformers.PreTrainedModel  # the sampler: pi_theta, or a copy of it
+    old_policy: transformers.PreTrainedModel  # the sampler: pi_theta itself, or a copy, or older
     ref_policy: transformers.PreTrainedModel | None  # only with --kl-coef
     critic: torch.nn.Module | None  # only where advantages read values
     teacher: transformers.PreTrainedModel | None  # only where they read its log-probs
@@ -707,7 +707,7 @@ class Batch:
 
 
 def snapshot(run: Run) -> None:
-    """pi_old <- pi_theta, where the sampler is a copy; pi_ref <- pi_theta every --ref-every."""
+    """The sampler takes pi_theta's weights, where it is a copy; pi_ref does every --ref-every."""
     config, done = run.config, run.progress.step
     if run.old_policy is not run.policy and done % config.stale_steps == 0:
         refresh(run.old_policy, run.policy)
@@ -755,9 +755,9 @@ def score(run: Run, batch: Batch) -> None:
     alone decide, and so which rows can move the policy, and the updates they are divided into."""
     config = run.config
     limit, cache = config.max_new_tokens, config.overlong_cache
-    paid = [score.reward for score in batch.judged.scores]
+    earned = [score.reward for score in batch.judged.scores]
     costs = [rewards.soft_overlong_penalty(n, limit, cache) for n in batch.samples.lengths.tolist()]
-    batch.rewards = (torch.tensor(paid) + torch.tensor(costs)).to(config.device)
+    batch.rewards = (torch.tensor(earned) + torch.tensor(costs)).to(config.device)
     if run.algorithm.reads in ("outcomes", "steps"):
         batch.advantages = advantages(run, batch)
     batch.updates = plan(run, batch)
@@ -1134,7 +1134,7 @@ def train(run: Run) -> None:
         run.seconds.clear()
         last = step == config.steps
 
-        # 1. snapshot: pi_old <- pi_theta, where the sampler is a copy; pi_ref every ref_every steps
+        # 1. snapshot: the sampler takes pi_theta's weights, where it is a copy; pi_ref now and then
         snapshot(run)
 
         # 2. sample G completions for each of P prompts, and let the verifiers judge them; dynamic
@@ -1144,11 +1144,11 @@ def train(run: Run) -> None:
         # 3. score: rewards, and which completions can move the policy
         score(run, batch)
 
-        # 4. freeze: old_logprobs, ref_logprobs, values, without gradients
+        # 4. freeze: old_logprobs, and those of a reference, teacher or critic, without gradients
         with run.timer("freeze"):
             freeze(run, batch)
 
-        # 5. compare: advantages that read these; for GSPO there is nothing left to do
+        # 5. compare: advantages that read these; for GSPO there is nothing left but --tis-cap
         compare(run, batch)
 
         # 6. improve: minibatches of completions, each one optimiser step
