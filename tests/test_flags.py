@@ -20,6 +20,7 @@ from support.flags import dashed, kinds_of
 from tools import BASE, ROOT, Calls, copied, good, launch, needed, refused, spied, strict
 
 pytestmark = pytest.mark.usefixtures("place")
+FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
 
 # ---- bad input
 
@@ -189,24 +190,10 @@ def test_bad_input_is_found_before_weights_load(case, wrong_models, tmp_path, mo
     test_bad_input_is_one_sentence(case, wrong_models, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "theirs, ours",
-    [
-        ("--learning-rate", "--lr"),
-        ("--beta", "--kl-coef"),
-        ("--epsilon", "--clip-low"),
-        ("--epsilon-high", "--clip-high"),
-        ("--num-generations", "--group-size"),
-        ("--max-completion-length", "--max-new-tokens"),
-        ("--num-iterations", "--epochs"),
-        ("--per-device-train-batch-size", "--micro-batch-tokens"),
-        ("--gradient-accumulation-steps", "--completions-per-update"),
-        ("--output-dir", "--runs"),
-        ("--loss-type", "--algo"),
-        ("--batch-size", "--prompts-per-step"),
-    ],
-)
-def test_flags_of_other_projects_are_answered_with_ours(theirs, ours, tmp_path):
+@pytest.mark.parametrize("theirs", train.ELSEWHERE)
+def test_flags_of_other_projects_are_answered_with_ours(theirs, tmp_path):
+    ours = train.ELSEWHERE[theirs]
+    assert set(re.findall("--[a-z-]+", ours)) <= {dashed(name) for name in FIELDS}
     for given in (theirs, theirs.replace("-", "_").replace("__", "--"), f"{theirs}=1"):
         assert ours in refused(tmp_path, BASE, given, *["1"] * ("=" not in given))
 
@@ -289,8 +276,6 @@ def test_the_command_itself_refuses_in_one_line(tmp_path):
 
 
 # ---- what flags take
-
-FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
 
 
 def given(name: str, value):

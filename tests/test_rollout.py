@@ -365,14 +365,6 @@ def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
     assert token.tolist() == [3, 256, 256] and logprobs.isfinite().all()
 
 
-def test_a_uniform_of_zero_draws_no_impossible_token():
-    """torch.rand is 0 once in 2^24 draws; token 0 stands first, with a probability of e^-60."""
-    model = tiny("phi")
-    model.lm_head.bias.data[0] -= 60
-    out = R.generate(model, PROMPTS, torch.zeros(4, 2, 8), eos_ids=[2], pad_id=2)
-    assert 0 not in out.completions and out.sampler_logprobs.min() > -20
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_refused(value, temperature):
@@ -515,20 +507,6 @@ def test_the_model_is_left_as_it_was_also_after_an_error(way):
     hook.remove()
     assert model.config.to_dict() == before and model.config._attn_implementation == "eager"
     assert our.LAYOUT is None and torch.equal(sampled(model).tokens, out.tokens)
-
-
-def test_a_decode_step_never_waits_for_the_device():
-    """On the meta device whatever reads a value fails: the step could be captured in a graph."""
-    model = tiny().to("meta")
-    page = R.Page.blank([[3, 4, 5]] * 6, torch.rand(6, 8), 0, "meta")
-    for temperature in (1.0, 0.7, 0.0):
-        with torch.device("meta"), torch.no_grad():
-            slots = R.Slots(model, page, [2], temperature, cache_gb=1.0)
-            with R.our_attention(model, slots):
-                slots.decode_one_token(5, 8)
-    assert slots.state.shape == (6, 5)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        slots.state.max().item()
 
 
 READING = {"item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"}
