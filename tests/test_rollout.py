@@ -17,10 +17,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+import pretend
 import rollout as R
 import support.attention as our
 from bench_architectures import build, examine
@@ -509,75 +509,19 @@ def test_the_model_is_left_as_it_was_also_after_an_error(way):
     assert our.LAYOUT is None and torch.equal(sampled(model).tokens, out.tokens)
 
 
-READING = {"item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"}
-READING |= {"unique_consecutive", "_unique2", "unique_dim", "is_nonzero"}
-RANDOM = {"rand", "randn", "randint", "randperm", "multinomial", "bernoulli"}
-RANDOM |= {"uniform_", "normal_", "bernoulli_", "exponential_", "native_dropout"}
-ILLEGAL = READING | RANDOM | {"lift_fresh"}
-INDEXING = {"index", "index_put", "index_put_", "_unsafe_index"}
-
-
-class Tape(TorchDispatchMode):
-    """Stands in for a CUDA graph where there is no GPU. What runs in its context is noted, and what
-    was there before stays as it was; replay does it again, in the same memory, whatever that holds
-    by then. As in a capture, no value can be read, no mask of bools indexes, no random numbers are
-    drawn, and no tensor is made of Python's numbers."""
-
-    replays, modes = 0, []
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.own = [], set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = function._schema.name.removeprefix("aten::")
-        by_mask = name in INDEXING and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        if name in ILLEGAL or by_mask:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        if function._schema.is_mutable:
-            self.calls.append((function, args, kwargs, []))
-            if args[0].untyped_storage().data_ptr() in self.own:
-                function(*args, **kwargs)
-            return args[0]
-        result = function(*args, **kwargs)
-        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
-        results = [
-            one
-            for one in (result if isinstance(result, (tuple, list)) else [result])
-            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in given
-        ]
-        if results:  # else a view
-            self.calls.append((function, args, kwargs, results))
-            self.own |= {one.untyped_storage().data_ptr() for one in results}
-        return result
-
-    def replay(self):
-        Tape.replays += 1
-        with torch.inference_mode():
-            for function, args, kwargs, results in self.calls:
-                again = function(*args, **kwargs)
-                for one, new in zip(
-                    results, again if isinstance(again, (tuple, list)) else [again]
-                ):
-                    one.copy_(new)
-
-
 @pytest.fixture
 def taped(plain, monkeypatch):
-    """The pace of a GPU, and tapes for graphs."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", lambda tape: tape)
+    """The pace of a GPU, and graphs that note what runs and do it again; how often they did."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", pretend.Graph)
+    monkeypatch.setattr(torch.cuda, "graph", pretend.capturing)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", Tape.modes.append)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setitem(R.PACE, "cpu", R.Pace(span=2, steps=3, rows=4, graphs=True))
-    monkeypatch.setattr(Tape, "replays", 0)
-    yield
-    assert Tape.modes == ["error", "default"] * (len(Tape.modes) // 2)
-    Tape.modes.clear()
+    monkeypatch.setitem(pretend.COUNTS, "replays", 0)
+    yield lambda: pretend.COUNTS["replays"]
+    assert modes == ["error", "default"] * (len(modes) // 2)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt2", "deepseek_v3", "gpt_oss"])
@@ -591,12 +535,12 @@ def test_captured_steps_sample_what_eager_ones_do(kind, options, taped, monkeypa
     model, shapes = tiny(kind), []
     watch(monkeypatch, R.Slots, "decode_one_token", lambda slots, *shape: shapes.append(shape))
     out = sampled(model, **options)
-    assert len(shapes) < 2 * Tape.replays
+    assert len(shapes) < 2 * taped()
     assert shapes[::2] == shapes[1::2]  # each shape once in earnest, then once on the tape
-    replays = Tape.replays
+    replays = taped()
     monkeypatch.setitem(R.PACE, "cpu", R.Pace(span=32, steps=1, rows=1))
     same = sampled(model, **options)
-    assert torch.equal(out.tokens, same.tokens) and Tape.replays == replays
+    assert torch.equal(out.tokens, same.tokens) and taped() == replays
     assert torch.equal(out.lengths, same.lengths) and torch.equal(out.truncated, same.truncated)
     torch.testing.assert_close(out.sampler_logprobs, same.sampler_logprobs, atol=1e-5, rtol=0)
 
@@ -615,8 +559,8 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(illegal, taped):
     """A model that does what no capture may: one warning, and the completions that it had."""
     model = tiny()
     expected = sampled(model)
-    assert Tape.replays
-    Tape.replays = 0
+    replays = taped()
+    assert replays
 
     def hook(module, given):
         illegal(given[0])
@@ -625,7 +569,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(illegal, taped):
     with pytest.warns(UserWarning, match="sampling without CUDA graphs: .*not permitted") as warned:
         warnings.simplefilter("default")
         out = sampled(model)
-    assert not Tape.replays and len(warned) == 1 and torch.equal(out.tokens, expected.tokens)
+    assert taped() == replays and len(warned) == 1 and torch.equal(out.tokens, expected.tokens)
 
 
 def test_memory_that_runs_out_in_a_capture_is_no_capture_that_failed(taped, monkeypatch):
