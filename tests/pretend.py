@@ -160,7 +160,7 @@ def move(function, args, kwargs):
 # ---- CUDA graphs
 
 CAPTURES = []  # under way: one, or none
-REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 DRAWS = {"rand", "randn", "randint", "randperm", "multinomial", "bernoulli", "native_dropout"}
 DRAWS |= {"uniform_", "normal_", "bernoulli_", "exponential_"}
 
@@ -182,11 +182,13 @@ class Graph(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = operation._schema.name.split("::")[1]
-        refused = REFUSED.intersection(operation.tags) or name in DRAWS
+        waits = WAITS.intersection(operation.tags)
         if name in INDEXING:
-            refused = any(index.dtype == torch.bool for index in tensors(args[1]))
-        if refused or name == "lift_fresh":  # of Python's numbers
-            refuse_in_capture(f"{operation} reads a value, or draws")
+            waits = any(index.dtype == torch.bool for index in tensors(args[1]))
+        if waits:
+            refuse_in_capture(f"{operation} reads a value")
+        if name in DRAWS or name == "lift_fresh":
+            refuse_in_capture(f"{operation}: random numbers, or those that Python holds")
         if operation._schema.is_mutable:
             self.calls.append((operation, args, kwargs, []))
             if args[0].untyped_storage().data_ptr() in self.own:  # of the rest nothing may change

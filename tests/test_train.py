@@ -266,6 +266,14 @@ def test_many_micro_batches_have_the_gradient_of_one(flags, tmp_path):
         assert told[0][name] == pytest.approx(told[1][name], rel=1e-2, abs=1e-5), name
 
 
+def test_an_update_begins_without_the_gradient_of_the_one_before(nothing_moves, tmp_path):
+    """Two passes over a rollout, of a policy that does not move: the same gradient twice."""
+    with gradients() as steps:
+        good(tmp_path, f"{BASE} {ONE_UPDATE} --epochs 2")
+    first, second = steps
+    assert all(map(torch.equal, first, second)) and any(tensor.any() for tensor in first)
+
+
 def test_gradients_are_clipped_to_the_norm(tmp_path):
     with gradients() as steps:
         result = good(
