@@ -47,7 +47,7 @@ GREEK = """
     π pi ρ rho σ sigma τ tau φ phi ϕ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda
     Σ Sigma Φ Phi Ψ Psi Ω Omega ℓ ell ℏ hbar
 """
-RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789+-n0123456789n")
 
 
 def meanings() -> dict[str, str]:
@@ -66,6 +66,7 @@ SYMBOL = re.compile(
     r"""
       \{,[ ]?\}                    # 1{,}000
     | (?P<raised> [⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+ )
+    | (?P<lowered> [₀-₉ₙ]+ )
     | \^ (?: \\circ | \{\\circ\} )  # 90^\circ
     | \\ (?: [a-zA-Z]+ | . )       # any other command
     | [<>!]= | \*\*                # operators of programs
@@ -174,7 +175,9 @@ def with_our_symbols(text: str) -> str:
 
 def our_symbol(found: re.Match) -> str:
     if found["raised"]:
-        return f"^{{{found[0].translate(RAISED)}}}"
+        return f"^{{{found[0].translate(SMALL)}}}"
+    if found["lowered"]:
+        return f"_{{{found[0].translate(SMALL)}}}"
     return MEANINGS.get(found[0], found[0])
 
 
@@ -1120,7 +1123,8 @@ def same_answer(given: str, gold: str) -> bool:
 
 
 def without_math_signs(text: str) -> str:
-    """8\\% for $8\\%$; a $ that has no partner is money."""
+    """8\\% for $8\\%$, and 8 for **8**; a $ that has no partner is money."""
+    text = re.sub(r"\A\*\*([^*]+)\*\*\Z", r"\1", text)
     signs = re.findall(r"(?<!\\)\$", text)
     return re.sub(r"(?<!\\)\$", r"\\$" if len(signs) == 1 else "", text).strip()
 
