@@ -488,8 +488,6 @@ def mine(tmp_path):
             return len(row) + (row["prompt"] == "1+5?") * 10
         def double(completion, answer):
             return SCALE * (completion == answer)
-        def named(completion, answer, prompt, missing="none"):
-            return prompt == "1+5?" and missing == "none"
         def two_to_four(completion, answer):
             return 2 + len(completion) % 3
         def below(completion, answer):
@@ -512,7 +510,6 @@ def mine(tmp_path):
 
 def test_reward_calls_users_functions_with_the_row(mine):
     assert scored(f"{mine}:whole", "6", level=3)[0][0].reward == 12
-    assert scored(f"{mine}:named", "6")[0][0].terms == {"named": 1.0}
     assert [score.reward for score in scored(f"{mine}:double", "6", "7")[0]] == [2, 0]
     (score,), _, _ = scored(f"math + 0.5*{mine}:double", "\\boxed{6}")
     assert (score.reward, score.terms) == (1.0, {"math": 1.0, "double": 0.0})
@@ -576,6 +573,7 @@ def test_steps_are_weighted_and_paid_and_the_last_entry_is_the_outcome(mine):
         r"""
         raise KeyError('x\n\x1b[31m') | return None | return 'a' | return float('nan')
         return float('inf') | return [(1, float('nan'))] | return [] | return [1] | return 1/0
+        raise SystemExit(3) | return -1e300 | return 10 ** 400 | return [(1, 1e300), (2, 1.0)]
     """
     ),
 )
@@ -646,11 +644,13 @@ def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
     (tmp_path / "syntax.py").write_text("def f(:\n")
     (tmp_path / "lines.py").write_text("raise RuntimeError('one\\ntwo')\n")
+    (tmp_path / "gone.py").write_text("raise SystemExit\n")
     (tmp_path / "fine.py").write_text("def f(completion, answer): return 1\nNUMBER = 3\n")
     for spec, words in (
         ("broken.py:f", ["broken.py", "nothing_of_that_name"]),
         ("syntax.py:f", ["syntax.py"]),
         ("lines.py:f", ["lines.py", "one"]),
+        ("gone.py:f", ["gone.py"]),
         ("fine.py:g", ["fine.py", "'g'"]),
         ("fine.py:NUMBER", ["NUMBER"]),
     ):
@@ -662,20 +662,13 @@ def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
 
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion): return 1": ["f(completion)", "def f(completion, answer)"],
-    "def f(): return 1": ["f()", "def f(completion, answer)"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
-    "def f(completion, answer, *, level): return 1": ["'level'", "prompt, answer"],
     "def f(completions, **kwargs): return [1.0 for _ in completions]": ["one completion", "TRL"],
-    "def f(prompts, completions, **kwargs): return [1.0]": ["one completion", "TRL"],
     "def f(data_source, solution_str, ground_truth, extra_info=None): return 1": ["ground_truth"],
-    "def f(completion, answer): return None": ["None", "number"],
     "def f(completion, answer): return 1 if completion == answer else None": ["None", "number"],
-    "def f(completion, answer): return float('nan')": ["nan", "number"],
     "def f(completion, answer): return 1e300": ["1e+300", "number"],
-    "def f(completion, answer): return {'score': 1}": ["score", "number"],
     "def f(completion, answer): yield 1": ["generator", "number"],
     "def f(completion, answer): return [1.0, 0.5]": ["[1.0, 0.5]", "number"],
-    "def f(completion, answer): return []": ["[]", "number"],
     "def f(completion, answer): return anwser": ["raises", "anwser"],
     "def f(completion, answer): raise SystemExit(3)": ["raises", "SystemExit"],
 }
@@ -718,7 +711,6 @@ def test_check_knows_that_a_run_counts_tokens(mine):
     reward = rewards.parse_reward(f"{mine}:long")
     assert reward.check([ROW]) is None
     assert reward.score(["6"], [ROW])[0].reward == 0 and reward.faults == 1  # nobody counted
-    assert reward.score(["6"], [ROW | {"tokens": 50}])[0].reward == 0.5
 
 
 def test_check_asks_nothing_of_our_own_verifiers():
@@ -740,33 +732,16 @@ def test_a_users_file_can_import_its_neighbours(tmp_path):
     assert reward.score(["x"], [ROW])[0].reward == 0.5
 
 
-@pytest.mark.parametrize("value", ["1e300", "-1e300", "10 ** 400", "[(1, 1e300), (2, 1.0)]"])
-def test_no_reward_is_beyond_float32(value, tmp_path):
-    """Else its square, in a standard deviation, is infinite."""
-    (tmp_path / "mine.py").write_text(f"def f(completion, answer): return {value}\n")
-    reward = rewards.parse_reward(f"{tmp_path}/mine.py:f")
-    (score,) = reward.score(["x"], [ROW])
-    assert score == (0.0, {"f": 0.0}, [], {"f": 0.0}) and reward.faults == 1
-
-
 def test_users_function_gets_the_fields_it_asks_for(tmp_path):
-    """Two stars in a default ask for nothing; `question` stays where it also is the prompt; and a
-    function that exits is one that raises."""
+    """Two stars in a default ask for nothing; `question` stays where it also is the prompt."""
     (tmp_path / "mine.py").write_text(
-        "import sys\n"
         "def bold(completion, answer, marker='**'): return marker in completion\n"
         "def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'\n"
-        "def exits(completion, answer): sys.exit(3)\n"
     )
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
     mine = rewards.parse_reward(f"{tmp_path}/mine.py:bold + {tmp_path}/mine.py:asks")
     rows = read_rows(str(tmp_path / "rows.jsonl"), "--data", mine.check_answer)
     assert mine.score(["**x**"], rows)[0].terms == {"bold": 1.0, "asks": 1.0}
-    exits = rewards.parse_reward(f"{tmp_path}/mine.py:exits")
-    assert exits.score(["x"], rows)[0].reward == 0 and exits.faults == 1
-    (tmp_path / "gone.py").write_text("raise SystemExit\n")
-    with pytest.raises(UserError):
-        rewards.parse_reward(f"{tmp_path}/gone.py:f")
 
 
 @pytest.mark.parametrize("name", list(VERIFY))
