@@ -17,7 +17,7 @@ import mpmath
 MAX_EXPRESSION = 1_000  # characters of an answer that is read; a longer one is compared as text
 MAX_DEPTH = 60  # brackets within brackets
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
-MAX_WORK = 30_000  # of a comparison, in something like microseconds
+MAX_WORK = 22_000  # of a comparison, in something like microseconds
 
 
 class Unreadable(ValueError):
@@ -96,6 +96,7 @@ REWRITES = (  # what stands in the text, for speed; what to look for; what it be
 UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
+MIXED = re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})")
 SAYS = "is|are|equals|about|approximately"
 LEAD_IN = (
     rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
@@ -107,7 +108,8 @@ REWRITES_OF_OURS = (  # as above, in our symbols
     ('"', re.compile('" ?/ ?"'), "/"),  # "km"/"h"
     (",", re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
     (",", re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
-    ("", re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3 1/2
+    ("\\frac", MIXED, r"\1{\2+\3}"),  # 3\frac12
+    ("/", MIXED, r"\1{\2+\3}"),  # 3 1/2
 )
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)+")
 TOKEN = re.compile(
@@ -891,6 +893,7 @@ class Comparison:
             return constants.get(node.value) or unknown(node.value, point)
         if node.kind == "call":
             arguments = [written(self.value(item, point)) for item in node.items]
+            self.pay(80)
             return unknown(f"{node.value}{arguments}", point)
         values = [self.value(item, point) for item in node.items]
         if node.kind in ("group", "quantity"):
@@ -905,6 +908,7 @@ class Comparison:
         if node.kind == "product":
             return self.folded(multiply, values)
         if node.kind in ("floor", "ceiling"):  # as of a call: else n/100 and n/10 would both be 0
+            self.pay(80)
             return unknown(f"{node.kind} {written(values[0])}", point)
         if node.kind not in OPERATIONS:
             raise Unreadable(f"{node.kind} has no value")
@@ -1004,7 +1008,7 @@ class Comparison:
     def proportional(self, left: Node, right: Node) -> bool:
         """Whether what differs is in one relation that of the other times a constant, above 0 in
         an inequality, at points where both vary."""
-        self.pay(50)
+        self.pay(150)
         if left.value != right.value or left.kind != right.kind:
             return False
         if len(left.items) != 2 or len(right.items) != 2:
