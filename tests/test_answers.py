@@ -733,6 +733,7 @@ AIMED = r"""
     -60° ≢ -60 rad    -60° ≡ -60    x = 60° ≢ x = 60 rad    x > 5\text{ cm} ≢ x > 5\text{ m}
     \frac{5\text{ cm}}{2} ≢ \frac{5\text{ m}}{2}    (\pm 1, \mp 2) ≡ (1,-2), (-1,2)
     (\pm 1, \mp 2) ≢ (1,2), (-1,-2)    x = 1 \mp 2 ≡ 3, -1    AC ≢ CA    ABC ≢ CBA    CA ≢ A
+    x₁+x₂ ≡ x_1+x_2    Ω₀ ≡ \Omega_0    x₁ ≢ x_2    μ_0 ≡ \mu_0    **5** ≡ 5    2**3**2 ≢ 232
     \textbf{(E)}\ \text{none of these} → E    x < y ≢ y < x    \frac13 ≢ 0.3333333333333333
 """  # at the grammar: wrong answers that a former version paid, and right ones that it refused
 
