@@ -652,7 +652,8 @@ class Update:
 
     rows: Tensor  # (n,) indices into the batch
     live: Tensor  # those of them that take a forward pass
-    parts: list[Tensor]  # those of them that this process works on, in micro-batches
+    # those of them that this process works on, and their completions, in micro-batches
+    parts: list[tuple[Tensor, rollout.Rollout]]
 
 
 @dataclasses.dataclass
@@ -782,7 +783,8 @@ def plan(run: Run, batch: Batch) -> list[Update]:
     for rows in groups[order].flatten().split(config.completions_per_update):
         own = run.ranks.share(rows[live[rows]])
         parts = rollout.micro_batches(run.policy, batch.samples[own], config.micro_batch_tokens)
-        updates.append(Update(rows, rows[live[rows]], [own[part] for part in parts]))
+        parts = [(own[part], batch.samples[own[part]]) for part in parts]
+        updates.append(Update(rows, rows[live[rows]], parts))
     return updates
 
 
@@ -794,8 +796,7 @@ def freeze(run: Run, batch: Batch) -> None:
     batch.ref_logprobs = torch.zeros_like(batch.old_logprobs)
     batch.teacher_logprobs = torch.zeros_like(batch.old_logprobs)
     batch.values = torch.zeros_like(batch.old_logprobs)
-    for rows in (part for update in batch.updates for part in update.parts):
-        samples = batch.samples[rows]
+    for rows, samples in (part for update in batch.updates for part in update.parts):
         if run.config.old_logprobs == "sampler":
             batch.old_logprobs[rows] = samples.sampler_logprobs
         else:
@@ -888,8 +889,8 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     share = denom / count_units(batch.mask[update.rows], unit)
     totals = collections.Counter()
     run.optimizer.zero_grad()
-    for rows in update.parts:
-        loss, logprobs, metrics = losses(run, batch, rows, denom)
+    for rows, samples in update.parts:
+        loss, logprobs, metrics = losses(run, batch, rows, samples, denom)
         (share * loss).backward()
         batch.new_logprobs[rows] = logprobs
         metrics["loss"] = share * loss.detach()
@@ -918,12 +919,12 @@ def count_units(mask: Tensor, unit: str) -> Tensor:
 
 
 def losses(
-    run: Run, batch: Batch, rows: Tensor, denom: Tensor
+    run: Run, batch: Batch, rows: Tensor, samples: rollout.Rollout, denom: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """A micro-batch's share of an update's loss, the log-probs (n, T) that it was made of, and its
     share of metrics; means over the live rows of the update, denom of them (or of their tokens)."""
     config, algorithm, unit = run.config, run.algorithm, run.algorithm.unit
-    samples, mask = batch.samples[rows], batch.mask[rows]
+    mask = batch.mask[rows]
     with batch.routing(rows):
         logprobs, entropy = run.logprobs(run.policy, samples)
     loss, metrics = algorithm.loss(

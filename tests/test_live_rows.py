@@ -144,7 +144,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         assert sorted(every.tolist()) == list(range(24))
         for update in batch.updates:
             live = [row for row in update.rows.tolist() if batch.advantages[row] != 0]
-            learned = [row for part in update.parts for row in part.tolist()]
+            learned = [row for rows, _ in update.parts for row in rows.tolist()]
             assert sorted(learned) == sorted(live)
             alive += len(live)
     scored = {True: 0, False: 0}

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -356,6 +357,7 @@ def test_a_lock_is_of_its_process(tmp_path):
     while process.is_alive() and not folders.checkpoints(Path("runs/run")):
         time.sleep(0.05)
     assert process.is_alive(), Path("log").read_text()
+    os.kill(process.pid, signal.SIGSTOP)  # or its next checkpoint might take this one's place
     sentence = refused("runs", "--resume --name run", small=False)
     assert "another process" in sentence and "runs/run" in sentence
     process.kill()
