@@ -6,7 +6,6 @@ Read `generate` (sampling), then `completion_logprobs` (scoring). Sampling runs 
 layers with our attention over `Slots`; scoring is its plain forward pass over padded rows.
 support/packing.py does both without computing twice what texts have in common."""
 
-import contextlib
 import dataclasses
 import os
 import sys
@@ -399,14 +398,14 @@ def generate(
 
 def fill(page: Page, model, eos_ids: list[int], temperature: float, cache_gb: float):
     """Samples every row of the page, in slots: one that ends makes room for the next."""
-    kind, weights, packing = Slots, contextlib.nullcontext(), leaf("packing")
+    kind, packing = Slots, leaf("packing")
     if model.device.type == "cpu" and packing:
-        kind, weights = packing.SharedSlots, packing.transposed_weights(model)
+        kind = packing.SharedSlots
     slots = kind(model, page, eos_ids, temperature, cache_gb)
     step = DecodeStep(slots)
 
     waiting = list(range(len(page.prompts)))
-    with our_attention(model, slots), weights:
+    with our_attention(model, slots):
         while True:
             # 1. samples that wait take the free slots
             free = slots.free()[: len(waiting)]

@@ -99,7 +99,6 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch.dict(rollout.PACE, cpu=pace),
         mock.patch.object(attention, "EXPAND_HEADS", {"cpu"}),
         mock.patch.object(packing, "SharedSlots", rollout.Slots),
-        mock.patch.object(packing, "transposed_weights", contextlib.nullcontext),
     ):
         yield
 
