@@ -280,7 +280,7 @@ def gradients():
 def rows_of(update) -> torch.Tensor:
     """Indices into the batch of the completions that an update learns from, in the order of its
     micro-batches."""
-    return torch.cat(update.parts)
+    return torch.cat([rows for rows, _ in update.parts])
 
 
 # ------------------------------------------------------------------------------ advantages by hand
