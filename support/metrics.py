@@ -22,6 +22,8 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 def of_critic(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
     """1 - var(return - value) / var(return), over (tokens,): 1 if perfect, 0 if constant."""
+    if len(values) == 0:
+        return {}
     unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-8)
     return {"explained_variance": 1 - unexplained}
 
