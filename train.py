@@ -474,7 +474,11 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
         return None, Progress()
     with expecting(f"--resume: expected how far the run is in {saved}/trainer/progress.json"):
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    need(progress.step < config.steps, f"--steps: {saved} has them all; to go on, ask for more")
+    left = progress.step < config.steps
+    need(
+        left,
+        f"--steps {config.steps}: of the whole run, and {saved} has {progress.step}: ask for more",
+    )
     return saved, progress
 
 
@@ -1178,7 +1182,8 @@ def train(run: Run) -> None:
             raise KeyboardInterrupt
     minutes = (time.time() - run.began) / 60
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
-    say(f"the model is in {checkpoint}, the report in {run.folder}/report.html; try it:")
+    page = f", the report in {run.folder}/report.html" if leaf("report") else ""
+    say(f"the model is in {checkpoint}{page}; try it:")
     say(printable(command_to_try(checkpoint, config, run.held_out[0])))
 
 

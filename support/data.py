@@ -73,10 +73,12 @@ def read_rows(
 
 def read_row(line: bytes, text: str) -> dict:
     """One row; UserError where it has no text or no answer."""
-    row = dict(json.loads(line))
+    row = json.loads(line)
+    need(isinstance(row, dict), f"found a {type(row).__name__}")
+    found = ", ".join(row) or "none"
     if "question" in row:
         row = {"prompt": row["question"]} | row
-    need({text, "answer"} <= row.keys(), f"found {', '.join(row) or 'none'}")
+    need({text, "answer"} <= row.keys(), f"found {found}")
     if text == "prompt" and isinstance(row[text], list):
         check_conversation(row[text])
         return row

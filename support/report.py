@@ -383,6 +383,8 @@ def main(folders: list[str]) -> int:
     """One page of all these runs, beside the last of them, and what is not healthy in each."""
     need(folders, "--report: expected folders of runs")
     paths = [Path(folder) for folder in folders]
+    for path in paths:
+        need((path / "config.json").exists(), f"--report {path}: expected the folder of a run")
     for story in map(read_story, paths):
         sentences = health(story.rows, story.flags) or ["nothing unhealthy by docs/metrics.md"]
         for sentence in sentences:

@@ -89,7 +89,7 @@ def mean(runs: list[dict], metric: str) -> float:
 def results_table(results: dict) -> str:
     """One row an algorithm: mean ± std over seeds, and the seed that did worst."""
     head = ["", "before", "after", "worst seed", f"first step at {GOAL:.0%}", "clip fraction"]
-    lines = [[*head, "dead groups", "training s", "peak MB"]]
+    lines = [[*head, "dead groups", "peak MB"]]
     lines.append(["---"] * len(lines[0]))
     for name, runs in results.items():
         after = [100 * run["rows"][-1]["eval_solved"] for run in runs]
@@ -98,11 +98,10 @@ def results_table(results: dict) -> str:
         reached = f"{statistics.fmean(steps):.0f}" if steps else "never"
         if 0 < len(steps) < len(runs):
             reached += f" ({len(steps)} of {len(runs)} seeds)"
-        seconds = statistics.fmean(sum(row["seconds_step"] for row in run["rows"]) for run in runs)
         line = [f"`{name}`", f"{statistics.fmean(run['before'] for run in runs):.1%}"]
         line += [f"{statistics.fmean(after):.1f} ± {spread:.1f}%", f"{min(after):.1f}%", reached]
         line += [f"{mean(runs, 'clip_fraction'):.2%}", f"{mean(runs, 'dead'):.0%}"]
-        line += [f"{seconds:.0f}", f"{statistics.fmean(run['peak_mb'] for run in runs):.0f}"]
+        line += [f"{statistics.fmean(run['peak_mb'] for run in runs):.0f}"]
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from support import report
+from support.data import UserError
 
 VOID = {"meta"}  # elements without an end tag
 ELEMENTS = VOID | {"html", "head", "title", "style", "body", "h1", "h2", "p", "div", "span", "b"}
@@ -240,7 +241,7 @@ def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
     assert len(page.curves("truncated")) == 2
     report.main([str(first)])
     assert (first / "report.html").exists()
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(UserError, match="nowhere: expected the folder of a run"):
         report.main([str(tmp_path / "nowhere")])
 
 
