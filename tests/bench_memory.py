@@ -175,7 +175,8 @@ def one_update(run: train.Run) -> train.Batch:
         paid=torch.zeros(2, size),
         correct=None,
     )
-    batch.updates = [train.Update(rows, rows, list(rows.split(size)))]
+    parts = [(part, batch.samples[part]) for part in rows.split(size)]
+    batch.updates = [train.Update(rows, rows, parts)]
     batch.advantages = torch.zeros(len(rows))
     batch.old_logprobs = batch.ref_logprobs = batch.values = batch.returns = zeros
     batch.new_logprobs = zeros.clone()
