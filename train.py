@@ -727,7 +727,8 @@ def collect(run: Run, step: int) -> Batch:
     run.reward.faults = 0
     if config.tool:
         run.generate.faults = 0
-    for attempt in range(1 + MAX_REFILLS * config.dynamic_sampling):
+    refills = MAX_REFILLS if config.dynamic_sampling else 0
+    for attempt in range(1 + refills):
         prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
         run.progress.prompts_drawn += len(prompts)
         seed = f"{step} {attempt}"
@@ -785,10 +786,11 @@ def plan(run: Run, batch: Batch) -> list[Update]:
     order = rng.sample(range(len(groups)), len(groups))
     updates = []
     for rows in groups[order].flatten().split(config.completions_per_update):
-        own = run.ranks.share(rows[live[rows]])
-        parts = rollout.micro_batches(run.policy, batch.samples[own], config.micro_batch_tokens)
-        parts = [(own[part], batch.samples[own[part]]) for part in parts]
-        updates.append(Update(rows, rows[live[rows]], parts))
+        learning = rows[live[rows]]
+        own = run.ranks.share(learning)
+        samples = batch.samples[own]
+        parts = rollout.micro_batches(run.policy, samples, config.micro_batch_tokens)
+        updates.append(Update(rows, learning, [(own[part], samples[part]) for part in parts]))
     return updates
 
 

@@ -7,6 +7,7 @@ import sys
 import torch
 
 from support.data import UserError, messages_of
+from support.flags import dashed
 
 STEP = {  # metric -> how the line of a step writes it
     "reward": "reward {:.2f}",
@@ -99,7 +100,7 @@ def command_to_try(checkpoint, config, row: dict) -> str:
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
     for name in ("system", "prompt_template", "chat_template_args"):
         if getattr(config, name) != getattr(type(config), name):
-            command += ["--" + name.replace("_", "-"), getattr(config, name)]
+            command += [dashed(name), getattr(config, name)]
     if isinstance(row["answer"], str):
         command += ["--answer", row["answer"], "--reward", config.reward]
     return shlex.join(command)
