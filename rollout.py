@@ -384,12 +384,13 @@ def generate(
 
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     page = Page.blank(prompts, uniforms.flatten(0, 1), pad_id, model.device)
-    if takes_our_attention(model):
-        fill(page, model, eos_ids, temperature, cache_gb or free_gb(model.device))
-    else:
-        hybrids = leaf("hybrids")
-        need(hybrids, f"--model: a {name} needs support/hybrids.py, which is not here")
-        hybrids.fill(page, model, eos_ids, pad_id, temperature)
+    with torch.inference_mode():  # what it makes can take no gradient, and is gone with the slots
+        if takes_our_attention(model):
+            fill(page, model, eos_ids, temperature, cache_gb or free_gb(model.device))
+        else:
+            hybrids = leaf("hybrids")
+            need(hybrids, f"--model: a {name} needs support/hybrids.py, which is not here")
+            hybrids.fill(page, model, eos_ids, pad_id, temperature)
     samples = page.rollout(eos_ids, pad_id)
     finite = samples.sampler_logprobs.isfinite().all()
     need(finite, f"the logits of this {name} are not finite (NaN or inf)")
