@@ -356,6 +356,7 @@ class Score(NamedTuple):
     terms: dict[str, float]  # verifier -> its value, before the weight
     steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
     paid: dict[str, float]  # verifier -> its value and its steps, weighted
+    fault: str  # of the first verifier that raised, or returned no number: it pays 0
 
 
 class Term(NamedTuple):
@@ -377,7 +378,7 @@ class Term(NamedTuple):
 
 
 class Reward:
-    """A weighted sum of verifiers. `faults` counts what raised or was no number: that pays 0."""
+    """A weighted sum of verifiers."""
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
@@ -385,7 +386,6 @@ class Reward:
         for name, term in terms.items():
             if term.weight < 0 or getattr(term.function, "shaping", False):
                 self.shaping.add(name)
-        self.faults, self.fault = 0, ""  # how many, and the first one's text
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Scores completions, each against its row of the data ("prompt", "answer", ...)."""
@@ -400,20 +400,19 @@ class Reward:
         return list(map(self.score_one, completions, rows))
 
     def score_one(self, completion: str, row: dict) -> Score:
-        terms, steps, paid = {}, [], {}
+        terms, steps, paid, fault = {}, [], {}, ""
         for name, term in self.terms.items():
             try:
                 value, parts = outcome_and_steps(term.call(completion, row))
             except (Exception, SystemExit) as error:  # a user's function may do anything
-                self.faults += 1
-                self.fault = self.fault or f"{name}: {error!r:.200} on {completion!r:.80}"
+                fault = fault or f"{name}: {error!r:.200} on {completion!r:.80}"
                 value, parts = 0.0, []
             terms[name] = value
             weighted = [(end, term.weight * part) for end, part in parts]
             steps += weighted
             paid[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
-        return Score(reward, terms, steps, paid)
+        return Score(reward, terms, steps, paid, fault)
 
     def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
         """(what each completion was paid, how right it is) by the terms that count.
@@ -555,7 +554,8 @@ def main() -> None:
     scores = reward.score([row["completion"] for row in rows], rows)
     _, correct = reward.verdicts(scores)
     mean = sum(score.reward for score in scores) / len(rows)
-    print(f"reward {mean:.4f} of {len(rows)} {reward.fault}")
+    fault = max(score.fault for score in scores)  # any that there is
+    print(f"reward {mean:.4f} of {len(rows)} {fault}")
     if correct is None:
         return
     print(f"accuracy {sum(correct) / len(rows):.4f}")

@@ -20,22 +20,10 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from support.attention import (
-    attention,
-    body_of,
-    mask_between,
-    our_attention,
-    takes_our_attention,
-)
+from support.attention import attention, body_of, mask_between, our_attention, takes_our_attention
 from support.data import PromptFormat, UserError, expecting, need, printable
 from support.flags import flag, leaf, parse
-from support.models import (
-    context_of,
-    end_and_pad_ids,
-    has_experts,
-    inspect_model,
-    load_model,
-)
+from support.models import context_of, end_and_pad_ids, has_experts, inspect_model, load_model
 
 
 class Rollout(typing.NamedTuple):
@@ -680,7 +668,7 @@ def tried(flags: Flags) -> Iterator[str]:
         text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
         if flags.answer is not None:
             [score] = reward.score([text], [row])
-            need(not reward.faults, f"--reward {flags.reward}: {reward.fault}")
+            need(not score.fault, f"--reward {flags.reward}: {score.fault}")
             text = f"[reward {score.reward:g}] {text}"
         yield text
 

@@ -38,17 +38,9 @@ from torch import Tensor
 import gspo
 import rewards
 import rollout
-from support import data, folders
+from support import console, data, folders
 from support.attention import checkpoint_layers
-from support.console import (
-    command_to_resume,
-    command_to_try,
-    explain,
-    peak_memory,
-    percent,
-    say,
-    step_line,
-)
+from support.console import percent, say
 from support.credit import own_tokens, placed
 from support.data import expecting, need, printable
 from support.flags import ELSEWHERE, dashed, flag, leaf, parse
@@ -530,10 +522,6 @@ def first_evaluation(run: Run) -> None:
         say(f"a smoke test: --steps {config.steps} end inside --warmup-steps {config.warmup_steps}")
     if run.progress.step == 0:
         run.progress.before = evaluate(run, pass_k=config.eval_samples)
-        tried = len(run.held_out) * len(run.reward.terms) * (1 + config.eval_samples)
-        failed = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
-        fault = max(run.ranks.gather(run.reward.fault))  # any that there is
-        need(failed < tried, f"--reward: it failed on every completion: {fault}")
     say(f"{len(run.held_out)} prompts held out: {percent(run.progress.before)}")
 
 
@@ -668,8 +656,10 @@ class Batch:
     step: int
     judged: Judged
     mask: Tensor  # (N, T) tokens that the loss sees
-    paid: Tensor  # (prompts drawn, G), what was not kept included
-    correct: Tensor | None  # the same
+    # of all that was drawn, what was not kept included
+    dead: Tensor  # (prompts drawn,) groups whose completions are paid alike
+    correct: Tensor | None  # (prompts drawn, G)
+    faults: list[str]  # of verifiers
 
     # score
     rewards: Tensor | None = None  # (N,) with shaping
@@ -696,11 +686,6 @@ class Batch:
         return self.judged.samples
 
     @property
-    def dead(self) -> Tensor:
-        """(prompts drawn,) groups whose completions are paid alike."""
-        return self.paid.amax(1) == self.paid.amin(1)
-
-    @property
     def live(self) -> Tensor:
         return torch.cat([update.live for update in self.updates])
 
@@ -724,7 +709,6 @@ def collect(run: Run, step: int) -> Batch:
     """Sample and judge P groups; dynamic sampling goes on until P of them are not paid alike, or
     MAX_REFILLS are over."""
     config, size, drawn = run.config, run.config.group_size, []
-    run.reward.faults = 0
     if config.tool:
         run.generate.faults = 0
     refills = MAX_REFILLS if config.dynamic_sampling else 0
@@ -735,7 +719,11 @@ def collect(run: Run, step: int) -> Batch:
         drawn.append(sample(run, run.old_policy, prompts, size, config.temperature, seed))
         scores = [score for judged in drawn for score in judged.scores]
         paid, correct = verdicts(run, scores, size)
-        kept = groups_to_keep(config, paid)
+        dead = paid.amax(1) == paid.amin(1)
+        kept = torch.arange(len(dead))
+        if config.dynamic_sampling:
+            kept = kept[~dead]
+        kept = kept[: config.prompts_per_step].tolist()
         if len(kept) == config.prompts_per_step:
             break
     chosen = [size * group + member for group in kept or [0] for member in range(size)]
@@ -745,15 +733,8 @@ def collect(run: Run, step: int) -> Batch:
         mask = mask & ~judged.samples.truncated[:, None]
     if not kept:  # a batch is never empty, but this one teaches nothing
         mask = torch.zeros_like(mask)
-    return Batch(step, judged, mask, paid, correct)
-
-
-def groups_to_keep(config: Config, paid: Tensor) -> list[int]:
-    """Indices of the groups to train on: by position, as a prompt may come twice."""
-    groups = torch.arange(len(paid))
-    if config.dynamic_sampling:
-        groups = groups[paid.amax(1) != paid.amin(1)]
-    return groups[: config.prompts_per_step].tolist()
+    faults = [score.fault for score in scores if score.fault]
+    return Batch(step, judged, mask, dead, correct, faults)
 
 
 def score(run: Run, batch: Batch) -> None:
@@ -984,7 +965,7 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
         row["dead_right"] = (batch.dead & (correct.amin(1) >= 1)).float().mean()
         row["dead_wrong"] = (batch.dead & (correct.amax(1) <= 0)).float().mean()
     row["dead"] = batch.dead.float().mean()
-    row["prompts_drawn"] = len(batch.paid)
+    row["prompts_drawn"] = len(batch.dead)
     row["length_mean"] = lengths.mean()
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
@@ -1004,12 +985,12 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     if run.teacher is not None:
         taught = batch.teacher_logprobs[batch.mask], batch.old_logprobs[batch.mask]
         row |= of_teacher(*taught)
-    row["verifier_faults"] = run.ranks.sum_numbers({"faults": run.reward.faults})["faults"]
+    row["verifier_faults"] = len(batch.faults)
     if run.config.tool:
         row |= run.generate.measure(samples)
         row["tool_faults"] = run.ranks.sum_numbers({"faults": run.generate.faults})["faults"]
     row["lr"] = run.optimizer.param_groups[0]["lr"]
-    row["memory_gb"] = max(run.ranks.gather(peak_memory(run.config.device)))
+    row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
     row |= run.seconds
     row["tokens_per_second"] = lengths.sum() / run.seconds["seconds_step"]
     numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # JSON
@@ -1023,11 +1004,13 @@ def report(run: Run, batch: Batch, row: dict) -> None:
         return
     steps_left = run.config.steps - batch.step
     seconds_left = steps_left * statistics.fmean(run.step_seconds[-10:])
-    say(step_line(row, run.config.steps, seconds_left))
+    say(console.step_line(row, run.config.steps, seconds_left))
     folders.append_rows(run.folder / "metrics.jsonl", [row])
     first_of_groups = range(0, len(batch.rewards), run.config.group_size)[:SHOWN_PROMPTS]
     samples = [batch.judged.readable(i, batch.step) for i in first_of_groups]
     folders.append_rows(run.folder / "samples.jsonl", samples)
+    answers = [each for each in run.answers if each["step"] == batch.step]  # evaluated just now
+    folders.append_rows(run.folder / "evaluations.jsonl", answers)
     if run.tracker:
         run.tracker(row)
 
@@ -1036,11 +1019,10 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
     """What a person should know beside the numbers."""
     config, kept = run.config, int((~batch.dead).sum())
     if config.dynamic_sampling and kept < config.prompts_per_step:
-        drawn = f"of {len(batch.paid)} groups drawn {kept} are not paid alike"
+        drawn = f"of {len(batch.dead)} groups drawn {kept} are not paid alike"
         run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
-    if row["verifier_faults"]:
-        fault = max(run.ranks.gather(run.reward.fault))
-        run.warn("fault", f"a verifier failed and paid 0: {fault}")
+    if batch.faults:
+        run.warn("fault", f"a verifier failed and paid 0: {batch.faults[0]}")
     if row.get("tool_faults"):
         run.warn("tool", f"the tool failed, and said nothing: {run.generate.fault}")
     by_itself = config.old_logprobs == "sampler" and config.stale_steps == 1
@@ -1067,6 +1049,9 @@ def evaluate(run: Run, pass_k: int = 0) -> dict:
     if pass_k:
         say(f"evaluating {count} prompts, greedy and {pass_k} samples each")
     greedy = sample(run, sampler, run.held_out, 1, 0.0, "eval")
+    faults = [score.fault for score in greedy.scores]
+    begun = run.progress.step > 0
+    need(begun or not all(faults), f"--reward: it failed on every completion: {faults[0]}")
     _, correct = verdicts(run, greedy.scores, 1)
     keep_answers(run, greedy, correct)
     if correct is None:
@@ -1174,19 +1159,18 @@ def train(run: Run) -> None:
             if batch.experts:
                 row |= batch.experts.measure_flips(run, batch.samples)
         report(run, batch, row)
-        if evaluates:
-            show_answers(run)
         stopping = any(run.ranks.gather(run.stopping))
+        if evaluates or stopping:
+            write_page(run)
         if last or stopping or (config.save_every and step % config.save_every == 0):
             checkpoint = save(run)
         if stopping and not last:
-            write_page(run)
             raise KeyboardInterrupt
-    minutes = (time.time() - run.began) / 60
-    say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {minutes:.1f} minutes")
+    took = console.duration(time.time() - run.began)
+    say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {took}")
     page = f", the report in {run.folder}/report.html" if leaf("report") else ""
     say(f"the model is in {checkpoint}{page}; try it:")
-    say(printable(command_to_try(checkpoint, config, run.held_out[0])))
+    say(printable(console.command_to_try(checkpoint, config, run.held_out[0])))
 
 
 def stop_on_signals(run: Run) -> None:
@@ -1199,13 +1183,6 @@ def stop_on_signals(run: Run) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-
-
-def show_answers(run: Run) -> None:
-    """evaluations.jsonl, and the page of the run."""
-    if run.ranks.first:
-        folders.append_rows(run.folder / "evaluations.jsonl", run.answers)
-    write_page(run)
 
 
 def write_page(run: Run) -> None:
@@ -1231,7 +1208,7 @@ def main(arguments: list[str] | None = None) -> int:
             train(start(config, ranks))
         return 0
     except BaseException as error:
-        explained = explain(error)
+        explained = console.explain(error)
         if not ranks.fails_first():  # another process says why
             os._exit(explained[0] if explained else 2)
         if explained is None:
@@ -1239,7 +1216,7 @@ def main(arguments: list[str] | None = None) -> int:
     status, sentence = explained
     asked = config and config.name and status != 2
     if asked and folders.checkpoints(Path(config.runs, config.name)):
-        sentence += f"; to go on: {command_to_resume(config.runs, config.name)}"
+        sentence += f"; to go on: {console.command_to_resume(config.runs, config.name)}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:
         os._exit(status)  # at once: an orderly end would wait for the others

@@ -217,7 +217,7 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     write_rows(Path("gsm8k.jsonl"), rows)
     result = good(tmp_path, "--model models/tiny --data gsm8k.jsonl --steps 1")
     assert strict((result.folder / "config.json").read_text())["reward"] == "math"
-    assert seen.run.reward.faults == 0
+    assert all(score.fault == "" for batch in seen.batches for score in batch.judged.scores)
     assert all(re.fullmatch(r"\d+\+1=", row["prompt"]) for row in seen.run.held_out)
 
 

@@ -280,7 +280,7 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
     assert sum("evaluating 8 prompts, greedy and 2 samples each" in line for line in lines) == 2
     assert sum(line.startswith("held out: '") for line in lines) == 3  # an answer each time
     assert "M parameters" in result.out
-    assert re.search(r"pass@2 .* -> .* pass@2 .*minutes", lines[-3])
+    assert re.search(r"pass@2 .* -> .* pass@2 .*, in \d+ s", lines[-3])
     assert (
         str(newest(result.folder)) in lines[-2] and str(result.folder / "report.html") in lines[-2]
     )
