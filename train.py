@@ -187,15 +187,15 @@ def settings(config: Config, function: Callable) -> dict:
 def own_flags(algorithm: gspo.Algorithm) -> dict:
     """Flag -> the paper's number, if there is one, of the flags that not all algorithms read."""
     parameters = keywords(algorithm.loss) | keywords(algorithm.advantages)
+    more = {}
     if algorithm.reads == "values":
         parameters |= keywords(gspo.value_loss)
+        more = {"critic_lr": None}
+    if algorithm.reads == "teacher":
+        more = {"teacher": None}
     numbers = {name: parameter.default for name, parameter in parameters.items()}
     numbers.pop("max_new_tokens", None)  # every run has it
-    if algorithm.reads == "values":
-        numbers["critic_lr"] = None
-    if algorithm.reads == "teacher":
-        numbers["teacher"] = None
-    return numbers
+    return numbers | more
 
 
 def refuse_flags_of_others(config: Config) -> None:
@@ -371,12 +371,9 @@ def start(config: Config, ranks: Ranks) -> Run:
     rows, held_out = read_data(config, reward)
     saved, progress = checkpoint_to_resume(config)
     source, tokenizer, model_config = find_model(config, ranks)
-    form = data.PromptFormat(
-        tokenizer,
-        config,
-        vocabulary=model_config.get_text_config().vocab_size,
-        context=rollout.context_of(model_config),
-    )
+    vocabulary = model_config.get_text_config().vocab_size
+    context = rollout.context_of(model_config)
+    form = data.PromptFormat(tokenizer, config, vocabulary, context)
     held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
     if config.data:
         rows = form.encode_rows(rows, f"--data {config.data}")
@@ -468,8 +465,7 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
     left = progress.step < config.steps
     need(
-        left,
-        f"--steps {config.steps}: of the whole run, and {saved} has {progress.step}: ask for more",
+        left, f"--steps {config.steps}: {saved} has {progress.step} of the whole run; ask for more"
     )
     return saved, progress
 
@@ -512,17 +508,14 @@ def learner(prefix: str, module: torch.nn.Module, lr: float) -> dict:
 def first_evaluation(run: Run) -> None:
     """How good the policy is before the first step; a resumed run has it in its checkpoint."""
     config, policy = run.config, run.policy
-    every = policy.num_parameters()
-    trained = sum(each.numel() for each in policy.parameters() if each.requires_grad)
-    size = f"{every / 1e6:.1f} M parameters"
-    if trained < every:
-        size = f"{trained / 1e6:.1f} of {size}"
-    say(f"{config.algo}, {size}, {config.device} {config.dtype}")
+    learn, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
+    size = f"{learn / 1e6:.1f} of {every / 1e6:.1f} M parameters learn"
+    say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
     if config.steps <= config.warmup_steps:
         say(f"a smoke test: --steps {config.steps} end inside --warmup-steps {config.warmup_steps}")
     if run.progress.step == 0:
         run.progress.before = evaluate(run, pass_k=config.eval_samples)
-    say(f"{len(run.held_out)} prompts held out: {percent(run.progress.before)}")
+    say(f"{len(run.held_out)} prompts held out, before step 1: {percent(run.progress.before)}")
 
 
 def own_folder(run: Run) -> None:
@@ -914,14 +907,9 @@ def losses(
     mask = batch.mask[rows]
     with batch.routing(rows):
         logprobs, entropy = run.logprobs(run.policy, samples)
-    loss, metrics = algorithm.loss(
-        logprobs,
-        batch.old_logprobs[rows],
-        batch.advantages[rows],
-        mask,
-        denom=denom,
-        **settings(config, algorithm.loss),
-    )
+    old_logprobs, advantages = batch.old_logprobs[rows], batch.advantages[rows]
+    options = settings(config, algorithm.loss)
+    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom=denom, **options)
 
     mean_entropy = gspo.masked_mean(entropy, mask, unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
@@ -1179,7 +1167,7 @@ def stop_on_signals(run: Run) -> None:
     def stop(number, frame):
         run.stopping = True
         signal.signal(number, signal.default_int_handler)
-        say("stopping after this step, with a checkpoint")
+        say("stopping after this step, with a checkpoint; once more: at once, without")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
