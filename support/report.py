@@ -5,21 +5,24 @@ without a script, which loads nothing. And in sentences: what is not healthy, an
 
 It reads config.json, starts.jsonl, metrics.jsonl and evaluations.jsonl of a run's folder."""
 
-import dataclasses
 import html
 import json
 import math
-import statistics
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 from support.data import need, printable
 from support.folders import replace_text
 
-# ---- what a run's folder tells -------------------------------------------------------------------
+MOST_POINTS = 200  # of a curve
+MOST_DOTS = 40
+MOST_EVALUATIONS = 12  # of a prompt
+MOST_CHARACTERS = 2000  # of a text
 
 
-@dataclasses.dataclass
-class Story:
+class Story(NamedTuple):
     """Of one run."""
 
     name: str
@@ -30,19 +33,13 @@ class Story:
 
 
 def read_story(folder: Path) -> Story:
-    return Story(
-        name=folder.resolve().name,
-        flags=json.loads((folder / "config.json").read_text()),
-        starts=read_lines(folder / "starts.jsonl"),
-        rows=read_lines(folder / "metrics.jsonl"),
-        evaluations=read_lines(folder / "evaluations.jsonl"),
-    )
+    def rows(name: str) -> list[dict]:
+        """The object of each line; not that of a last line that is still being written."""
+        lines = (folder / f"{name}.jsonl").read_text(errors="replace").split("\n")
+        return [json.loads(line) for line in lines[:-1]]
 
-
-def read_lines(path: Path) -> list[dict]:
-    """The object of each line; not that of a last line that is still being written."""
-    lines = path.read_text(errors="replace").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    flags = json.loads((folder / "config.json").read_text())
+    return Story(folder.resolve().name, flags, rows("starts"), rows("metrics"), rows("evaluations"))
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
@@ -54,13 +51,17 @@ def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
 # ---- health --------------------------------------------------------------------------------------
 
 RECENT = 10  # steps that the sentences are about
+EASIER = "take easier prompts, a larger --group-size, and look in samples.jsonl what is paid"
+EXPLORE = "exploration is over before all is solved; again, with a lower --lr or --entropy-coef"
+COLLAPSE = "see where entropy, approx_kl, length_mean drift; lower --lr, or fewer updates a rollout"
 
 
 def health(rows: list[dict], flags: dict) -> list[str]:
     """What is not healthy in the last steps of a run, by docs/metrics.md, and what to try."""
     if not rows:
         return ["no step is done yet"]
-    now = {name: mean_of(rows[-RECENT:], name) for name in rows[-1]}
+    recent = rows[-RECENT:]
+    now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
     found = []
 
     def warn(applies: bool, sentence: str) -> None:
@@ -89,24 +90,14 @@ def health(rows: list[dict], flags: dict) -> list[str]:
     entropy = now.get("entropy", 1.0)
     solved = now.get("solved", 0.0)
     warn(entropy < 0.01 and solved < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
-    levels = [mean_of(rows[i : i + RECENT], "reward") for i in range(0, len(rows), RECENT)]
+    rewards = [row["reward"] for row in rows]
+    levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rows), RECENT)]
     fell = now["reward"] < (max(levels) + min(levels[0], 0.0)) / 2
     warn(fell, f"the reward fell from {max(levels):.2f} to {now['reward']:.2f}: {COLLAPSE}")
     return found
 
 
-EASIER = "take easier prompts, a larger --group-size, and look in samples.jsonl what is paid"
-EXPLORE = "exploration is over before all is solved; again, with a lower --lr or --entropy-coef"
-COLLAPSE = "see where entropy, approx_kl, length_mean drift; lower --lr, or fewer updates a rollout"
-
-
-def mean_of(rows: list[dict], metric: str) -> float:
-    return statistics.fmean(row.get(metric, 0.0) for row in rows)
-
-
 # ---- HTML and SVG --------------------------------------------------------------------------------
-
-MOST_CHARACTERS = 2000  # of a text
 
 
 def tag(name: str, *inside: str, **attributes) -> str:
@@ -128,8 +119,7 @@ def visible(value) -> str:
     return html.escape(shown)
 
 
-@dataclasses.dataclass
-class Plot:
+class Plot(NamedTuple):
     """A picture's axes: from values to places."""
 
     x_range: tuple[float, float]
@@ -141,7 +131,7 @@ class Plot:
 
     def x(self, value: float) -> float:
         first, last = self.x_range
-        share = (value - first) / ((last - first) or 1)
+        share = (value - first) / (last - first)
         return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
@@ -154,33 +144,25 @@ class Plot:
         places = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
         return tag("path", class_=look, d=f"M{places}")
 
-    def dots(self, points: list[tuple[float, float]], look: str, radius: float = 2.0) -> list[str]:
+    def dots(self, points: list[tuple[float, float]], look: str, radius=2.0) -> Iterator[str]:
         """With their numbers, for a mouse that rests on them."""
-        drawn = []
         for x, y in points:
             note = tag("title", f"step {x:g}: {y:.5g}")
-            drawn.append(tag("circle", note, class_=look, cx=self.x(x), cy=self.y(y), r=radius))
-        return drawn
+            yield tag("circle", note, class_=look, cx=self.x(x), cy=self.y(y), r=radius)
 
-    def ticks_of_y(self, labels: dict[float, str]) -> list[str]:
+    def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
         """Lines across, each with its label."""
-        drawn = []
         for value, label in labels.items():
             y = self.y(value)
-            drawn.append(tag("path", class_="axis", d=f"M{self.left} {y:.1f}H{self.right}"))
-            drawn.append(tag("text", label, x=self.left - 6, y=y + 4, text_anchor="end"))
-        return drawn
+            yield tag("path", class_="axis", d=f"M{self.left} {y:.1f}H{self.right}")
+            yield tag("text", label, x=self.left - 6, y=y + 4, text_anchor="end")
 
-    def ticks_of_x(self, values: list[float], name: str) -> list[str]:
-        """Numbers below, the first of them behind its name."""
-        drawn = []
+    def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
+        """Numbers below, behind their name."""
+        y = self.bottom + 15
+        yield tag("text", name, x=self.left - 6, y=y, text_anchor="end")
         for value in values:
-            anchor, label = "middle", f"{value:g}"
-            if value == values[0]:
-                anchor, label = "start", f"{name} {value:g}"
-            place = {"x": self.x(value), "y": self.bottom + 15}
-            drawn.append(tag("text", label, **place, text_anchor=anchor))
-        return drawn
+            yield tag("text", f"{value:g}", x=self.x(value), y=y, text_anchor="middle")
 
 
 def round_ticks(low: float, high: float) -> list[float]:
@@ -213,10 +195,8 @@ CHARTS = {  # metric, over the steps -> what is healthy
     "teacher_kl": "nats to the teacher; falls",
     "seconds_step": "without evaluations",
 }
-SHARES = ("eval_solved", "solved", "truncated", "dead", "clip_fraction")  # in percent
-COLORS = 6  # of STYLE; then they come again
-MOST_POINTS = 200  # of a curve
-MOST_DOTS = 40
+SHARES = ("eval_solved", "solved", "truncated", "dead", "clip_fraction")
+FORMS = dict.fromkeys(SHARES, ".1%")  # of numbers; of others .5g
 
 
 def at_most(most: int, items: list) -> list:
@@ -226,13 +206,12 @@ def at_most(most: int, items: list) -> list:
 
 
 def value_range(values: list[float]) -> tuple[float, float]:
-    """What an axis shows: all values with a margin, none of it negative if they are not."""
+    """What an axis shows: all values with a margin, but for one below 0."""
     low, high = min(values), max(values)
     margin = 0.05 * (high - low)
     if margin <= 1e-9 * max(abs(low), abs(high)):  # flat but for rounding
         margin = 0.1 * abs(high) or 1.0
-    least = 0.0 if low >= 0 else -math.inf
-    return max(low - margin, least), high + margin
+    return max(low - margin, min(low, 0.0)), high + margin
 
 
 def chart_figure(metric: str, stories: list[Story]) -> str:
@@ -241,78 +220,68 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     values = [value for curve in curves for _, value in curve]
     if not values:
         return ""
-    form = ".1%" if metric in SHARES else ".5g"
-    last = max(step for curve in curves for step, _ in curve)
+    form = FORMS.get(metric, ".5g")
+    last = max(1, *(step for curve in curves for step, _ in curve))
     plot = Plot((0, last), value_range(values))
-    ticks = round_ticks(*plot.y_range)
-    drawn = plot.ticks_of_y({tick: f"{tick:{form}}" for tick in ticks})
-    drawn += plot.ticks_of_x(round_ticks(0, last or 1), "step")
+    labels = {tick: f"{tick:{form}}" for tick in round_ticks(*plot.y_range)}
+    drawn = [*plot.ticks_of_y(labels)]
+    drawn += plot.ticks_of_x(round_ticks(0, last), "step")
     caption = [tag("b", metric), " "]
     for i, curve in enumerate(curves):
         if curve:
-            caption.append(key(i, f"{curve[-1][1]:{form}}"))
-            drawn.append(plot.line(curve, f"curve color{i % COLORS}"))
-            drawn += plot.dots(at_most(MOST_DOTS, curve), f"dot color{i % COLORS}")
+            _, value = curve[-1]
+            caption.append(tag("span", f"{value:{form}}", class_=f"key color{i}"))
+            drawn.append(plot.line(curve, f"curve color{i}"))
+            drawn += plot.dots(at_most(MOST_DOTS, curve), f"dot color{i}")
     caption.append(tag("div", CHARTS[metric], class_="dim"))
     picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=metric)
     return tag("figure", picture, tag("figcaption", *caption))
 
 
-def key(color: int, text: str) -> str:
-    return tag("span", text, class_=f"key color{color % COLORS}")
-
-
-# ---- texts ---------------------------------------------------------------------------------------
-
-MOST_EVALUATIONS = 12  # of a prompt
+# ---- the page ------------------------------------------------------------------------------------
 
 
 def headline(story: Story) -> str:
     """What was trained, from where to where, when, and by which command."""
     flags = story.flags
-    data = flags.get("data") or flags.get("task")
-    parts = [f"{flags.get('algo')}, {flags.get('model')} on {data}"]
+    data = flags["data"] or flags["task"]
+    parts = [f"{flags['algo']}, {flags['model']} on {data}"]
     solved = points_of(story, "eval_solved")
     if solved:
         (first, before), (last, after) = solved[0], solved[-1]
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
-    for start in story.starts:
-        parts.append(f"{start['date']}: {start['command']}")
+    parts += [f"{start['date']}: {start['command']}" for start in story.starts]
     return "".join(tag("div", visible(part)) for part in parts)
 
 
 def answers(story: Story) -> str:
     """A run's answers to each of the held-out prompts, evaluation after evaluation."""
-    by_prompt: dict[str, dict[int, dict]] = {}
+    by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
-        by_prompt.setdefault(row["prompt"], {})[row["step"]] = row
+        by_prompt.setdefault(row["prompt"], []).append(row)
     parts = [tag("summary", tag("b", visible(story.name)))]
-    for prompt, by_step in by_prompt.items():
-        answer = next(iter(by_step.values()))["answer"]
+    for prompt, rows in by_prompt.items():
+        cards = map(card, at_most(MOST_EVALUATIONS, rows))
         parts.append(tag("pre", visible(prompt), class_="prompt"))
-        parts.append(tag("span", "answer: ", visible(answer), class_="dim"))
-        parts.append(tag("div", *cards(by_step), class_="cards", tabindex=0))
+        parts.append(tag("span", "answer: ", visible(rows[0]["answer"]), class_="dim"))
+        parts.append(tag("div", *cards, class_="cards", tabindex=0))
     return tag("details", *parts, open="")
 
 
-def cards(by_step: dict[int, dict]) -> list[str]:
-    """One an evaluation, with its verdict."""
-    drawn = []
-    for step in at_most(MOST_EVALUATIONS, sorted(by_step)):
-        row = by_step[step]
-        head, look = f"step {step}: reward {row['reward']:g}", "card"
-        if row["correct"] is not None:
-            verdict = "right" if row["correct"] > 0.5 else "wrong"
-            head, look = f"{head}, {verdict}", f"card {verdict}"
-        shown = tag("pre", visible(row["completion"]))
-        drawn.append(tag("div", tag("span", head, class_="head"), shown, class_=look))
-    return drawn
+def card(row: dict) -> str:
+    """An answer, with its verdict."""
+    head, look = f"step {row['step']}: reward {row['reward']:g}", "card"
+    if row["correct"] is not None:
+        verdict = "right" if row["correct"] > 0.5 else "wrong"
+        head, look = f"{head}, {verdict}", f"card {verdict}"
+    shown = tag("pre", visible(row["completion"]))
+    return tag("div", tag("span", head, class_="head"), shown, class_=look)
 
 
 def flag_table(stories: list[Story]) -> str:
     """The resolved flags of all runs, those that differ marked."""
-    names = ["flag", *(story.name for story in stories)]
-    lines = [tag("tr", *[tag("th", visible(name)) for name in names])]
+    names = [tag("th", visible(story.name)) for story in stories]
+    lines = [tag("tr", tag("th", "flag"), *names)]
     for name in dict.fromkeys(name for story in stories for name in story.flags):
         values = [visible(story.flags.get(name)) for story in stories]
         cells = [tag("td", text) for text in (visible(name), *values)]
@@ -322,34 +291,29 @@ def flag_table(stories: list[Story]) -> str:
     return tag("details", summary, tag("div", tag("table", *lines), class_="wide"))
 
 
-# ---- the page ------------------------------------------------------------------------------------
-
-STYLE = """
-:root { color-scheme: light dark; --page: #fff; --text: #1b1d21; --dim: #63676e; --line: #d9dbdf;
-  --card: #f5f6f7; --odd: #b3261e; --c0: #0067b1; --c1: #c24a00; --c2: #00825f; --c3: #a8407f;
-  --c4: #7a6200; --c5: #4b4fc4 }
-@media (prefers-color-scheme: dark) { :root { --page: #15171a; --text: #e6e8eb; --dim: #9aa0a8;
-  --line: #34383e; --card: #1f2226; --odd: #ff8a80; --c0: #5db2f2; --c1: #f59a5b; --c2: #45c79f;
-  --c3: #e58fc3; --c4: #d3b545; --c5: #9ea2ff } }
-* { box-sizing: border-box; overflow-wrap: anywhere }
-body { margin: 0 auto; padding: 16px; max-width: 1400px; background: var(--page);
-  color: var(--text); font: 15px/1.45 system-ui, sans-serif }
-figure { margin: 0 } .dim, text { color: var(--dim) }
+# completions are hostile; should one get past visible(), the page still loads and runs nothing
+HEAD = """
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<style>
+:root { color-scheme: light dark; --c: #777 } * { box-sizing: border-box; overflow-wrap: anywhere }
+body { margin: 0 auto; padding: 16px; max-width: 1400px; font: 15px/1.45 system-ui, sans-serif }
 .grid { display: grid; gap: 20px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
-svg { display: block; width: 100% } text { fill: currentColor; font-size: 11px }
-.axis { stroke: var(--line) } .dot { fill: var(--c) }
+figure { margin: 0 } .dim { color: #777 } text { fill: #777; font-size: 11px }
+svg { display: block; width: 100% } .axis { stroke: #8885 } .dot { fill: var(--c) }
 .curve { stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; fill: none }
+.color0 { --c: #1a7fc9 } .color1 { --c: #c9590f } .color2 { --c: #0f8a66 }
+.color3 { --c: #bf5595 } .color4 { --c: #8a7119 } .color5 { --c: #6f73d9 }
 .key { margin-right: 14px } .key::before { content: "■ "; color: var(--c) }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
+.wide { overflow-x: auto } .differs { font-weight: 600; color: #c9590f }
 td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-width: 120px }
-.differs { font-weight: 600; color: var(--c1) } summary { cursor: pointer; margin: 10px 0 }
 .cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
-.card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; background: var(--card) }
-.head { font-weight: 600 } .right .head { color: var(--c2) } .wrong .head { color: var(--odd) }
+.card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; background: #8882 }
+.head, .prompt { font-weight: 600 } .right .head { color: #0f8a66 } .wrong .head { color: #d4453b }
 pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto }
-.prompt { font-weight: 600 }
+</style>
 """
-STYLE += "".join(f".color{i} {{ --c: var(--c{i}) }}\n" for i in range(COLORS))
 
 
 def write_report(folders: list[Path], path: Path) -> None:
@@ -358,24 +322,15 @@ def write_report(folders: list[Path], path: Path) -> None:
     title = "Report of " + ", ".join(story.name for story in stories)
     body = [tag("h1", visible(title))]
     for i, story in enumerate(stories):
-        body += [key(i, visible(story.name)), headline(story)]
+        name = tag("span", visible(story.name), class_=f"key color{i}")
         sentences = [tag("li", visible(each)) for each in health(story.rows, story.flags)]
-        body.append(tag("ul", *sentences))
+        body += [name, headline(story), tag("ul", *sentences)]
     figures = [chart_figure(metric, stories) for metric in CHARTS]
     body += [tag("h2", "Metrics"), tag("div", *figures, class_="grid")]
     body.append(tag("h2", "The same held-out prompts at every evaluation"))
     body += [answers(story) for story in stories]
     body += [tag("h2", "Flags"), flag_table(stories)]
-    head = [
-        '<meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        # completions are hostile; should one get past visible(), it still loads and runs nothing
-        '<meta http-equiv="Content-Security-Policy" content="',
-        "default-src 'none'; style-src 'unsafe-inline'\">",
-        tag("title", visible(title)),
-        tag("style", STYLE),
-    ]
-    page = tag("html", tag("head", *head), tag("body", "\n".join(body)), lang="en")
+    page = tag("html", HEAD, tag("title", visible(title)), "\n".join(body), lang="en")
     replace_text(path, f"<!doctype html>\n{page}\n")
 
 
@@ -389,9 +344,9 @@ def main(folders: list[str]) -> int:
         sentences = health(story.rows, story.flags) or ["nothing unhealthy by docs/metrics.md"]
         for sentence in sentences:
             print(f"{story.name}: {sentence}")
-    page = paths[-1] / "report.html"
+    folder = paths[-1]
     if len(paths) > 1:
-        page = paths[-1].parent / "report.html"
-    write_report(paths, page)
-    print(f"the report is in {page}")
+        folder = folder.parent
+    write_report(paths, folder / "report.html")
+    print(f"the report is in {folder}/report.html")
     return 0

@@ -106,7 +106,7 @@ def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str
     """Dots, of every other colour squares."""
     look = f"dot color{color}"
     if color % 2 == 0:
-        return plot.dots(points, look, radius=4.0)
+        return [*plot.dots(points, look, radius=4.0)]
     return [box(look, plot.x(x) - 4, plot.y(y) - 4, 8, 8, rx=0) for x, y in points]
 
 
@@ -227,7 +227,7 @@ def curve_picture(stories: list[Story]) -> str:
     steps = [step for step, _ in points_of(stories[0], "eval_solved")]
     ticks = steps[:: math.ceil(len(steps) / 7)]  # they stand where marks are
     plot = Plot((0, steps[-1]), (0, 1), left=58, right=462, top=62, bottom=262)
-    drawn = plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})
+    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
     drawn += plot.ticks_of_x(ticks, "step")
     flags, told = stories[0].flags, []
     model = Path(flags["model"]).name.removesuffix("-Instruct")
@@ -369,7 +369,7 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
     """How far ratios are from 1 against the length of the completion, on a log axis."""
     last = max(groups)
     plot = Plot((0, last + 4), (-5, 0), left=70, right=462, top=62, bottom=262)
-    drawn = plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(6)})
+    drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(6)})]
     drawn += plot.ticks_of_x(list(groups)[:: math.ceil(len(groups) / 7)], "tokens")
     drawn.append(words(16, 48, "|log ratio| after a step; middle 80% shaded", "dim"))
     told = []
