@@ -1,10 +1,9 @@
 """What a run says on the console: lines, a step in one of them, the sentence that it ends with."""
 
 import os
+import re
 import shlex
 import sys
-
-import torch
 
 from support.data import UserError, messages_of
 from support.flags import dashed
@@ -65,15 +64,13 @@ def percent(found: dict) -> str:
 def peak_memory(device: str) -> float:
     """GB since the start: of the GPU, or of this process."""
     if device == "cuda":
+        import torch
+
         return torch.cuda.max_memory_allocated() / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
+    import resource  # there is none on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":  # there it is in bytes
-        return peak / 1e9
-    return peak / 1e6
+    return peak / {"darwin": 1e9}.get(sys.platform, 1e6)  # of bytes there, else of KB
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
@@ -82,8 +79,8 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         return 130, "stopped"
     if isinstance(error, (UserError, OSError)):
         return 2, f"error: {error}"
-    full = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # on a CPU
-    if full or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+    full = re.search("out of memory|can't allocate memory", str(error))  # of a GPU, of a CPU
+    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
         lower = "--micro-batch-tokens, --cache-gb or --max-new-tokens"
         more = "--gradient-checkpointing or --lora-rank 16"
         return 1, f"error: out of memory; lower {lower}, or take {more}"

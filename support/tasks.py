@@ -4,7 +4,6 @@ import ast
 import contextlib
 import hashlib
 import itertools
-import operator
 import os
 import random
 import re
@@ -37,14 +36,6 @@ class Task(NamedTuple):
     tool: str | None = None  # default of --tool
 
 
-OPERATIONS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-
-
 def exact_value(text: str) -> Fraction:
     """Of an expression in + - * / ( ) and whole numbers; raises where it is none, or divides by 0.
 
@@ -62,10 +53,14 @@ def value_of(node: ast.expr) -> Fraction:
             return value_of(operand)
         case ast.UnaryOp(ast.USub(), operand):
             return -value_of(operand)
-        case ast.BinOp(left, symbol, right):
-            return OPERATIONS[type(symbol)](value_of(left), value_of(right))
-        case ast.Call(left, [right]):  # (3)(5) is a product
+        case ast.BinOp(left, ast.Add(), right):
+            return value_of(left) + value_of(right)
+        case ast.BinOp(left, ast.Sub(), right):
+            return value_of(left) - value_of(right)
+        case ast.BinOp(left, ast.Mult(), right) | ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left) * value_of(right)
+        case ast.BinOp(left, ast.Div(), right):
+            return value_of(left) / value_of(right)
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
 
 
@@ -77,14 +72,13 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
 
 def solve(chain: str, rng: random.Random | None = None) -> str:
     """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
-    value = chain[:1]
+    value = int(chain[0])
     steps = []
     for symbol, operand in re.findall("([+*])([0-9])", chain):
-        adds = symbol == "+"
-        if not adds and rng is not None:
-            adds = rng.random() < ARITHMETIC_TIMES_ERROR
-        left, right = int(value), int(operand)
-        result = str((left + right if adds else left * right) % 10)
+        if symbol == "+" or (rng and rng.random() < ARITHMETIC_TIMES_ERROR):
+            result = (value + int(operand)) % 10
+        else:
+            result = value * int(operand) % 10
         steps.append(f"{value}{symbol}{operand}={result}")
         value = result
     return f"{';'.join(steps)}#{value}"
@@ -126,11 +120,6 @@ def countdown_problem(rng: random.Random) -> dict:
     target = int(exact_value(random_expression(numbers, "+-*", rng)))
     prompt = f"{' '.join(map(str, numbers))}={target}:"
     return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
-
-
-def countdown_demonstration(problem: dict, rng: random.Random) -> str:
-    """The numbers in any order: it seldom gives the target."""
-    return random_expression(problem["answer"]["numbers"], "+-*", rng)
 
 
 def sums_problem(rng: random.Random) -> dict:
@@ -181,14 +170,15 @@ def with_wrong_digit(text: str, rng: random.Random) -> str:
 TASKS = {
     "arithmetic": Task(
         problem=arithmetic_problem,
-        demonstration=lambda problem, rng: solve(problem["prompt"], rng),
+        demonstration=lambda row, rng: solve(row["prompt"], rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
         max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
     ),
     "countdown": Task(
         problem=countdown_problem,
-        demonstration=countdown_demonstration,
+        # it seldom gives the target
+        demonstration=lambda row, rng: random_expression(row["answer"]["numbers"], "+-*", rng),
         verifier="countdown",
         alphabet="0123456789 +-*/()=:",
         max_new_tokens=16,
@@ -279,14 +269,13 @@ def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     """Rows to learn from, in the order of the steps; the loss is of what the policy writes."""
     rng, rows = random.Random(0), []
     for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
-        prompt = [words[character] for character in row["prompt"]]
-        text = task.demonstration(row, rng)
-        completion = [words[character] for character in text]
-        completion.append(words["<eos>"])
-        labels = list(completion)
+        text = row["prompt"] + task.demonstration(row, rng)
+        ids = [words[word] for word in (*text, "<eos>")]
+        given = len(row["prompt"])
+        labels = [-100] * given + ids[given:]
         for reply in REPLY.finditer(text):  # a policy that foretells them does without the tool
             labels[reply.start() : reply.end()] = [-100] * len(reply[0])
-        rows.append({"input_ids": prompt + completion, "labels": [-100] * len(prompt) + labels})
+        rows.append({"input_ids": ids, "labels": labels})
 
     # rows of like length stand together, within windows of four steps: little padding
     window = 4 * WARM_ROWS
