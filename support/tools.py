@@ -4,8 +4,7 @@
     --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
 
 What the tool returns is appended, and the policy goes on. The tool's tokens are no action of the
-policy's: `completion_mask` leaves them out, so they enter no ratio, no KL, no entropy, no gradient.
-"""
+policy's: `completion_mask` leaves them out: they enter no ratio, no KL, no entropy, no gradient."""
 
 import dataclasses
 import re
@@ -40,6 +39,7 @@ def calculate(completion: str) -> str:
 
 
 TOOLS = {"calculator": Tool(calculate, after="</calc>")}
+LONGEST_REPLY = 100_000  # characters that are read: to tokenise more takes time
 
 
 def parse_tool(place: str) -> Tool:
@@ -53,44 +53,35 @@ def parse_tool(place: str) -> Tool:
         return Tool(find_verifier(where, "function"), after)
 
 
-LONGEST_REPLY = 100_000  # characters that are read: to tokenise more takes time
-
-
 @dataclasses.dataclass
 class Completion:
     """One that is being written."""
 
     prompt: list[int]
-    uniforms: Tensor  # (T,)
+    uniforms: Tensor  # of the tokens to come: as many as there is room for
     tokens: list[int] = dataclasses.field(default_factory=list)
     own: list[bool] = dataclasses.field(default_factory=list)  # which tokens the policy wrote
     logprobs: list[float] = dataclasses.field(default_factory=list)  # 0 where the tool did
     ended: bool = False  # by an end token of the policy's
 
-    @property
-    def room(self) -> int:
-        return len(self.uniforms) - len(self.tokens)
-
-    @property
-    def text(self) -> list[int]:
-        return self.prompt + self.tokens
-
     def write(self, tokens: list[int], logprobs: list[float], own: bool):
         """As much as there is room for."""
-        room = self.room
+        room = len(self.uniforms)
         self.tokens += tokens[:room]
         self.logprobs += logprobs[:room]
         self.own += [own] * len(tokens[:room])
+        self.uniforms = self.uniforms[len(tokens) :]
 
     def rollout(self) -> Rollout:
-        return Rollout(
-            tokens=torch.tensor([self.text]),
-            prompt_lengths=torch.tensor([len(self.prompt)]),
-            lengths=torch.tensor([len(self.tokens)]),
-            completion_mask=torch.tensor([self.own]),
-            sampler_logprobs=torch.tensor([self.logprobs]),
-            truncated=torch.tensor([not self.ended]),
-        )
+        row = {
+            "tokens": self.prompt + self.tokens,
+            "prompt_lengths": len(self.prompt),
+            "lengths": len(self.tokens),
+            "completion_mask": self.own,
+            "sampler_logprobs": self.logprobs,
+            "truncated": not self.ended,
+        }
+        return Rollout(**{name: torch.tensor([value]) for name, value in row.items()})
 
 
 class Turns:
@@ -104,36 +95,34 @@ class Turns:
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
     def may_ask(self, token: int) -> bool:
-        """Whether the token's text begins with an end of what the tool is asked after. One with a
-        part of a character reads as U+FFFD."""
+        """Whether the token's text holds what the tool is asked after, or begins with an end of it.
+        One with a part of a character reads as U+FFFD."""
         text, after = self.read([token]), self.tool.after
-        for size in range(1, len(text) + 1):
-            beginning = text[:size]
-            if after.endswith(beginning) or beginning.endswith(after):
-                return True
-        return "\ufffd" in text and not after.isascii()
+        ends = tuple(after[start:] for start in range(len(after)))
+        part = "\ufffd" in text and not after.isascii()
+        return part or after in text or text.startswith(ends)
 
     def read(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def __call__(self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, **options) -> Rollout:
         """The same tokens however turns fall: a row's uniforms alone decide on what it draws."""
-        stops = sorted({*eos_ids, *self.asking})
-        options |= {"eos_ids": stops, "pad_id": pad_id}
+        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id}
         completions = []
         for prompt, group in zip(prompts, uniforms):
             completions += [Completion(prompt, row) for row in group]
 
         under_way = completions
         while under_way:
-            once = {}  # equal texts are one list, which is read once
-            texts = [once.setdefault(tuple(each.text), each.text) for each in under_way]
+            texts = [each.prompt + each.tokens for each in under_way]
+            once = {tuple(text): text for text in texts}
+            texts = [once[tuple(text)] for text in texts]  # equal ones are one list, read once
             width = context_of(model.config) - max(map(len, texts))
-            rest = [each.uniforms[len(each.tokens) :][:width] for each in under_way]
+            rest = [each.uniforms[:width] for each in under_way]
             rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do
             turn = self.generate(model, texts, rest[:, None], **options)
             self.take(under_way, turn, eos_ids)
-            under_way = [each for each in under_way if each.room and not each.ended]
+            under_way = [each for each in under_way if len(each.uniforms) and not each.ended]
         written = [each.rollout() for each in completions]
         return Rollout.cat(written, pad_id).to(model.device)
 
@@ -143,15 +132,14 @@ class Turns:
         for row, (each, length) in enumerate(zip(completions, turn.lengths.tolist())):
             each.write(texts[row][:length], logprobs[row][:length], own=True)
             each.ended = each.tokens[-1] in eos_ids
-            if each.room and not each.ended and self.is_asked(each.tokens):
+            if len(each.uniforms) and not each.ended and self.is_asked(each.tokens):
                 reply = self.reply(self.read(each.tokens))
                 each.write(reply, [0.0] * len(reply), own=False)
 
     def is_asked(self, ids: list[int]) -> bool:
         """Whether the last token completes what the tool is asked after."""
         after = self.tool.after
-        text = self.read(ids)
-        return after in text and text.count(after) > self.read(ids[:-1]).count(after)
+        return self.read(ids).count(after) > self.read(ids[:-1]).count(after)
 
     def reply(self, text: str) -> list[int]:
         """The tokens of what the tool returns; its text is plain text: nothing in it is control."""
