@@ -17,6 +17,7 @@ import os
 import re
 import runpy
 import sys
+import traceback
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -355,7 +356,7 @@ class Reward:
             try:
                 value, parts = outcome_and_steps(term.call(completion, row))
             except (Exception, SystemExit) as error:  # a user's function may do anything
-                fault = fault or f"{name}: {error!r:.200} on {completion!r:.80}"
+                fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
                 value, parts = 0.0, []
             terms[name] = value
             weighted = [(end, term.weight * part) for end, part in parts]
@@ -398,7 +399,6 @@ class Reward:
         UserError where a function returns no number, or raises whatever the completion is.
         """
         row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
-        expected = "expected def f(completion, answer), and fields of the row by name"
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
@@ -410,11 +410,19 @@ class Reward:
                 try:
                     values.append(term.call(completion, row))
                 except (Exception, SystemExit) as error:  # a user's function may do anything
-                    errors.append(reason(error))
+                    errors.append(raised(error))
+            expected = "expected def f(completion, answer), and fields of the row by name"
             with expecting(f"--reward {name}{term.signature}"):
-                need(values, f"{expected}: {', '.join(row)}; it raises {errors[:1]}")
+                need(values, f"it raises {errors[:1]}; {expected}: {', '.join(row)}")
                 for value in values:
                     outcome_and_steps(value)
+
+
+def raised(error: BaseException) -> str:
+    """What a user's function did, and at which of its lines."""
+    inside = traceback.extract_tb(error.__traceback__)[2:]  # behind where it is caught and called
+    place = f" ({inside[0].filename}, line {inside[0].lineno})" if inside else ""
+    return reason(error) + place
 
 
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
