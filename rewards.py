@@ -421,8 +421,9 @@ class Reward:
 def raised(error: BaseException) -> str:
     """What a user's function did, and at which of its lines."""
     inside = traceback.extract_tb(error.__traceback__)[2:]  # behind where it is caught and called
-    place = f" ({inside[0].filename}, line {inside[0].lineno})" if inside else ""
-    return reason(error) + place
+    if not inside:
+        return reason(error)
+    return f"{reason(error)} ({inside[0].filename}, line {inside[0].lineno})"
 
 
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
