@@ -140,9 +140,6 @@ def calculator_problem(rng: random.Random) -> dict:
     return {"prompt": f"{expression}=", "answer": str(exact_value(expression))}
 
 
-REPLY = re.compile("(?<=</calc>)=-?[0-9]+")  # the calculator's, in a demonstration
-
-
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
     """Often a guess; else two calls of the calculator with its replies, or now and then one alone;
     now and then with a wrong digit."""
@@ -220,6 +217,7 @@ BUILT_IN = {
 WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
 WARM_ROWS = 24  # demonstrations a step
 WARM_LR = 3e-3
+REPLY = re.compile("(?<=</calc>)=-?[0-9]+")  # the calculator's, in a demonstration
 
 
 def built_in_policy(task: Task, name: str) -> Path:

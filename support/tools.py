@@ -128,9 +128,9 @@ class Turns:
 
     def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
         """What a turn has sampled, and what the tool says to it."""
-        texts, logprobs = turn.completions.tolist(), turn.sampler_logprobs.tolist()
-        for row, (each, length) in enumerate(zip(completions, turn.lengths.tolist())):
-            each.write(texts[row][:length], logprobs[row][:length], own=True)
+        rows = zip(turn.completions.tolist(), turn.sampler_logprobs.tolist(), turn.lengths.tolist())
+        for each, (tokens, logprobs, length) in zip(completions, rows):
+            each.write(tokens[:length], logprobs[:length], own=True)
             each.ended = each.tokens[-1] in eos_ids
             if len(each.uniforms) and not each.ended and self.is_asked(each.tokens):
                 reply = self.reply(self.read(each.tokens))
