@@ -1,20 +1,18 @@
 """Curves elsewhere, too: TensorBoard, Weights & Biases, Trackio."""
 
 import importlib
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from support.data import expecting, need
+from support.data import expecting
 
 
 def open_tracker(kind: str, folder: Path, flags: dict, began: float, done: int) -> Callable:
     """What takes rows of metrics.jsonl. A resumed run goes on in the curve that it began.
 
     began: seconds since 1970, when the run did; done: its steps so far."""
-    need(importlib.util.find_spec(kind), f"--track {kind}: needs pip install {kind}")
-    with expecting(f"--track {kind}: expected that it starts"):
+    with expecting(f"--track {kind}: expected that it is there (pip install {kind}) and starts"):
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
