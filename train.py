@@ -16,6 +16,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import inspect
 import itertools
 import json
@@ -273,6 +274,8 @@ def check_together(config: Config) -> None:
         need(fits, f"--name {config.name}: expected letters, digits, ._+-")
         taken = not config.resume and folders.is_run(Path(config.runs, config.name))
         need(not taken, f"--name {config.name}: that run is there; new name or --resume?")
+    tracks = config.track is None or importlib.util.find_spec(config.track)
+    need(tracks, f"--track {config.track}: needs pip install {config.track}")
     here = torch.get_device_module(config.device).is_available()
     need(here, f"--device {config.device}: there is none here")
     taught = gspo.ALGOS[config.algo].reads != "teacher" or config.teacher
@@ -702,8 +705,6 @@ def collect(run: Run, step: int) -> Batch:
     """Sample and judge P groups; dynamic sampling goes on until P of them are not paid alike, or
     MAX_REFILLS are over."""
     config, size, drawn = run.config, run.config.group_size, []
-    if config.tool:
-        run.generate.faults = 0
     refills = MAX_REFILLS if config.dynamic_sampling else 0
     for attempt in range(1 + refills):
         prompts = list(itertools.islice(run.prompts, config.prompts_per_step))
@@ -975,8 +976,7 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
         row |= of_teacher(*taught)
     row["verifier_faults"] = len(batch.faults)
     if run.config.tool:
-        row |= run.generate.measure(samples)
-        row["tool_faults"] = run.ranks.sum_numbers({"faults": run.generate.faults})["faults"]
+        row |= run.generate.measure(run, samples)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
     row |= run.seconds
@@ -1011,8 +1011,6 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
         run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
     if batch.faults:
         run.warn("fault", f"a verifier failed and paid 0: {batch.faults[0]}")
-    if row.get("tool_faults"):
-        run.warn("tool", f"the tool failed, and said nothing: {run.generate.fault}")
     by_itself = config.old_logprobs == "sampler" and config.stale_steps == 1
     if by_itself and config.dtype == "float32" and row.get("sampler_kl", 0) > 1e-4:
         far = f"the sampler's log-probs are {row['sampler_kl']:.1g} nats from the policy's"

@@ -155,8 +155,13 @@ class Turns:
             self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
             return []
 
-    def measure(self, samples: Rollout) -> dict[str, Tensor]:
-        """Replies of a completion, and the share of the tool's tokens."""
+    def measure(self, run, samples: Rollout) -> dict[str, float | Tensor]:
+        """Replies of a completion, the share of the tool's tokens, and how often it failed since
+        it was last asked."""
+        if self.fault:
+            run.warn("tool", f"the tool failed, and said nothing: {self.fault}")
+        failed = run.ranks.sum_numbers({"tool_faults": self.faults})
+        self.faults = 0
         own, lengths = samples.completion_mask, samples.lengths
         steps = torch.arange(own.shape[1], device=own.device)
         written = (steps < lengths[:, None]) & ~own
@@ -164,4 +169,5 @@ class Turns:
         return {
             "tool_calls": begins.sum() / len(written),
             "tool_tokens": written.sum() / lengths.sum(),
+            **failed,
         }

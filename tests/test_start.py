@@ -459,6 +459,12 @@ def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
     good("runs", f"{flags} --name run", small=False)
 
 
+def test_a_tracker_that_is_not_installed_is_refused_before_a_model_loads(monkeypatch, tmp_path):
+    monkeypatch.setattr(rollout, "load_model", None)
+    sentence = refused_and_nothing_left(tmp_path, f"{BASE} --track trackio")
+    assert "--track trackio" in sentence and "pip install trackio" in sentence
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
     """The packages are not among ours: a module with their functions stands in for them."""

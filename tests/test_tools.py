@@ -4,6 +4,7 @@ action of the policy's."""
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -14,6 +15,7 @@ import gspo
 import rollout
 import train
 from support.data import UserError
+from support.ranks import Ranks
 from support.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
@@ -166,9 +168,12 @@ def test_scores_are_the_samplers_around_replies(model):
     torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
 
 
+ALONE = SimpleNamespace(ranks=Ranks())
+
+
 def test_what_is_measured_is_a_count(model):
     out = sampled(model)
-    found = Turns(rollout.generate, Tool(says, ";"), TOKENIZER).measure(out)
+    found = Turns(rollout.generate, Tool(says, ";"), TOKENIZER).measure(ALONE, out)
     calls = tokens = 0
     for _, given, _, _ in by_hand(model):
         calls += sum(now and not before for before, now in zip([False, *given], given))
