@@ -387,9 +387,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
     generate = rollout.generate
     if config.tool:
-        from support.tools import Turns, parse_tool
-
-        generate = Turns(generate, parse_tool(config.tool), tokenizer)
+        tools = leaf("tools")
+        generate = tools.Turns(generate, tools.parse_tool(config.tool), tokenizer)
     say(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0]['ids']))}'")
 
     # with adapters a checkpoint's weights are merged; the frozen ones are those of the beginning
@@ -417,9 +416,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         path = saved / "trainer/state.safetensors"
         folders.read_state(path, *trainer_state(run), config.device)
     if saved and config.lora_rank:
-        from support.lora import check_base
-
-        check_base(run.policy, saved)
+        leaf("lora").check_base(run.policy, saved)
     first_evaluation(run)
     own_folder(run)
     return run
@@ -485,9 +482,7 @@ def policies(config: Config, policy) -> dict:
     if config.teacher:
         teacher = frozen_copy(rollout.load_model(config.teacher, config.device), dtype)
     if config.lora_rank:
-        from support.lora import add_adapters
-
-        add_adapters(policy, config, dtype)
+        leaf("lora").add_adapters(policy, config, dtype)
     groups = [learner("", policy, config.lr)]
     if gspo.ALGOS[config.algo].reads == "values":
         critic = critic_of(policy)
@@ -537,10 +532,8 @@ def own_folder(run: Run) -> None:
         folders.append_rows(folder / "starts.jsonl", [begin])
         folders.append_rows(folder / "evaluations.jsonl", run.answers)
         if config.track:
-            from support.trackers import open_tracker
-
-            done, began = run.progress.step, run.progress.began
-            run.tracker = open_tracker(config.track, folder, vars(config), began, done)
+            trackers, done, began = leaf("trackers"), run.progress.step, run.progress.began
+            run.tracker = trackers.open_tracker(config.track, folder, vars(config), began, done)
     config.name = run.ranks.from_first(config.name)
     run.folder = Path(config.runs, config.name)
 
@@ -1074,9 +1067,7 @@ def save(run: Run) -> Path:
             run.policy.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
             if config.lora_rank:
-                from support.lora import write_adapter
-
-                write_adapter(run.policy, folder / "adapter", config.model)
+                leaf("lora").write_adapter(run.policy, folder / "adapter", config.model)
             trainer = folder / "trainer"
             trainer.mkdir()
             folders.write_state(trainer / "state.safetensors", *trainer_state(run))
