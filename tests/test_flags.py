@@ -76,6 +76,10 @@ CHAT = f"{BASE} --model models/strict-chat"
 BAD_INPUT = {
     # the parser
     "unknown-flag": (f"{BASE} --group_size 4", ["--group_size", "did you mean --group-size"]),
+    "unknown-flags": (
+        f"{BASE} --learning_rate 1 --wibble=2 --beta -1",
+        ["--learning_rate, --wibble=2, --beta: there is no", "for --learning-rate take --lr"],
+    ),
     "no-value": (f"{BASE} --lr", ["--lr", "expected"]),
     "wrong-type": (f"{BASE} --steps 1.5", ["--steps", "1.5"]),
     "wrong-choice": (f"{BASE} --algo gsop", ["--algo gsop", "expected one of", "mean gspo"]),
