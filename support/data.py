@@ -79,6 +79,7 @@ def read_row(line: bytes, text: str) -> dict:
     if "question" in row:
         row = {"prompt": row["question"]} | row
     need({text, "answer"} <= row.keys(), f"found {found}")
+    need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
     if text == "prompt" and isinstance(row[text], list):
         check_conversation(row[text])
         return row
@@ -107,7 +108,7 @@ def messages_of(prompt: str | list[dict]) -> list[dict]:
     """A prompt as a conversation: a text is what the user says."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return list(prompt)
+    return prompt
 
 
 def is_held_out(prompt: str) -> bool:
@@ -117,16 +118,13 @@ def is_held_out(prompt: str) -> bool:
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
     """(rows to train on, held-out rows): one prompt in ten, by its hash, wherever it stands."""
-    prompts = [text_of(row["prompt"]) for row in rows]
-    different = sorted(set(prompts))
+    different = sorted({text_of(row["prompt"]) for row in rows})
     need(len(different) > 1, f"{source}: expected two prompts, as one in ten is held out")
-    held_out = {prompt for prompt in different if is_held_out(prompt)}
-    if not held_out or len(held_out) == len(different):  # a small file
-        held_out = {different[0]}
-    return (
-        [row for row, prompt in zip(rows, prompts) if prompt not in held_out],
-        [row for row, prompt in zip(rows, prompts) if prompt in held_out],
-    )
+    chosen = set(filter(is_held_out, different))
+    if len(chosen) in (0, len(different)):  # a small file
+        chosen = {different[0]}
+    held_out = [row for row in rows if text_of(row["prompt"]) in chosen]
+    return [row for row in rows if text_of(row["prompt"]) not in chosen], held_out
 
 
 def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
@@ -150,28 +148,27 @@ class PromptFormat:
         self.template = flags.prompt_template.replace("\\n", "\n")
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
+        unused = not tokenizer.chat_template and (self.system is not None or self.template_args)
+        need(not unused, "--system, --chat-template-args: the model has no chat template")
         given = flags.max_new_tokens
         need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
         self.longest = context - given
 
     def encode(self, row: dict) -> dict:
         """The row with "ids", the tokens of its prompt; UserError where the model cannot read it"""
-        prompt = row["prompt"]
-        is_text = isinstance(prompt, str)
+        prompt, tokenizer = row["prompt"], self.tokenizer
         shown = f"prompt {text_of(prompt)[:60]!r}"
-        if is_text:
+        if isinstance(prompt, str):
             prompt = self.template.replace("{prompt}", prompt)
         else:
             fits = self.template == "{prompt}"
             need(fits, f"--prompt-template: expected texts; the {shown} is a list of messages")
-        if self.tokenizer.chat_template:
+            need(tokenizer.chat_template, f"{shown} is a list of messages: no chat template for it")
+        if tokenizer.chat_template:
             ids = self.in_chat_template(messages_of(prompt), shown)
         else:
-            given = self.system is not None or self.template_args
-            need(not given, "--system, --chat-template-args: the model has no chat template")
-            need(is_text, f"{shown}: a list of messages, and the model has no chat template")
-            ids = self.tokenizer.encode(prompt)
-        self.check_ids(ids, prompt, shown)
+            ids = tokenizer.encode(prompt)
+        self.check_ids(ids, text_of(prompt), shown)
         return {**row, "ids": ids}
 
     def in_chat_template(self, chat: list[dict], shown: str) -> list[int]:
@@ -185,7 +182,7 @@ class PromptFormat:
                 chat, add_generation_prompt=True, return_dict=False, **self.template_args
             )
 
-    def check_ids(self, ids: list[int], prompt: str | list[dict], shown: str) -> None:
+    def check_ids(self, ids: list[int], text: str, shown: str) -> None:
         """UserError for tokens that the model does not know."""
         largest, known = max(ids), self.vocabulary
         beyond = f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
@@ -193,18 +190,17 @@ class PromptFormat:
         unknown = self.tokenizer.unk_token_id
         ends = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         if unknown in ids and unknown not in ends:
-            letters = sorted(set(text_of(prompt)))
-            strange = "".join(c for c in letters if unknown in self.tokenizer.encode(c))
+            strange = [c for c in sorted(set(text)) if unknown in self.tokenizer.encode(c)]
+            strange = "".join(strange)
             raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
 
-    def fits(self, row: dict) -> bool:
-        """Whether the context has room for the longest completion behind it."""
-        return len(row["ids"]) <= self.longest
+    def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
+        """Rows with their tokens, one by one, less those that leave no room for a completion."""
+        return (row for row in map(self.encode, rows) if len(row["ids"]) <= self.longest)
 
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
-        """The rows of a file with their tokens, less those that are too long, which is said."""
-        encoded = [self.encode(row) for row in rows]
-        kept = [row for row in encoded if self.fits(row)]
+        """The same of a file, as a list; says how many are too long."""
+        kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
         sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} "
         sentence += f"tokens, the model's context of {self.context} less --max-new-tokens"
@@ -212,7 +208,3 @@ class PromptFormat:
         if skipped:
             print("skipped:", sentence)
         return kept
-
-    def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Problems without end, with their tokens; what is too long is skipped."""
-        return filter(self.fits, map(self.encode, rows))

@@ -30,7 +30,7 @@ from tools import BASE, character_tokenizer, copied, good, metrics, refused, str
         ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', ["line 1: expected an object in JSON"]),
         ("prompt,answer\na,1", ["line 1", "JSON"]),
         ('{"prompt": "a", "solution": "1"}', ["line 1", "answer", "found prompt, solution"]),
-        ('{"prompt": "a", "answer": null}', ["line 1", "None", "exact"]),
+        ('{"prompt": "a", "answer": null}', ["line 1", "field answer: found null", "expected"]),
         ("[" * 100_000, ["line 1"]),
         ('{"a":' * 100_000, ["line 1"]),
         ("PAR1\0\1", ["line 1"]),
