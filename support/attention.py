@@ -74,10 +74,9 @@ def our_attention(model, layout):
     global LAYOUT
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
-    outer = LAYOUT
     for config in configs:
         config._attn_implementation = "ours"
-    LAYOUT = layout
+    outer, LAYOUT = LAYOUT, layout
     try:
         yield
     finally:

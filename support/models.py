@@ -4,7 +4,7 @@ import copy
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -17,8 +17,7 @@ def load(kind: type, source: str, flag: str = "--model", **options):
     is_run = Path(source, "checkpoints").is_dir()
     need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
-    here = Path(source).exists() or not is_path
-    need(here, f"{flag} {source}: there is no such folder")
+    need(Path(source).exists() or not is_path, f"{flag} {source}: there is no such folder")
     with expecting(f"{flag} {source}: expected a folder or hub name of a causal language model"):
         return kind.from_pretrained(source, trust_remote_code=False, **options)
 
@@ -67,27 +66,12 @@ def load_model(source: str, device: str):
         ignore_mismatched_sizes=True,  # it is the report that we judge by
     )
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
-    need(
-        not wrong,
-        f"--model {source}: expected weights that fit its config.json; {len(wrong)} are missing or "
-        f"have other shapes, {', '.join(wrong[:3])} among them",
-    )
-    for part in model.modules():
-        implementation = getattr(getattr(part, "config", None), "_experts_implementation", None)
-        if implementation == "grouped_mm":
+    found = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
+    need(not wrong, f"--model {source}: expected weights that fit its config.json; {found}")
+    for part in (each for each in model.modules() if isinstance(each, PreTrainedModel)):
+        if part.config._experts_implementation == "grouped_mm":
             part.config._experts_implementation = "grouped_in_autocast"
     return model.to(device).eval()
-
-
-class InDtype:
-    """A module seen with its weights in another dtype."""
-
-    def __init__(self, module, dtype: torch.dtype):
-        self.module, self.dtype = module, dtype
-
-    def __getattr__(self, name):
-        value = getattr(self.module, name)
-        return value.to(self.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def grouped_in_autocast(experts, hidden, chosen, weights):
@@ -95,7 +79,10 @@ def grouped_in_autocast(experts, hidden, chosen, weights):
     it would take float32 weights as they are, for which no GPU has a fast kernel."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
-        experts = InDtype(experts, torch.get_autocast_dtype(kind))
+        dtype = torch.get_autocast_dtype(kind)
+        named = list(experts.named_parameters(recurse=False))
+        experts = copy.copy(experts)  # the same module, which sees its weights in another dtype
+        experts._parameters = {name: weight.to(dtype) for name, weight in named}
     return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
 
