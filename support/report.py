@@ -215,10 +215,11 @@ def value_range(values: list[float]) -> tuple[float, float]:
 
 
 def chart_figure(metric: str, stories: list[Story]) -> str:
-    """One metric of all runs; nothing where no run has it."""
+    """One metric of all runs; nothing where no run has it, or where it is but rounding."""
     curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
     values = [value for curve in curves for _, value in curve]
-    if not values:
+    largest = max(map(abs, values), default=0.0)
+    if not values or 0 < largest < 1e-6:
         return ""
     form = FORMS.get(metric, ".5g")
     last = max(1, *(step for curve in curves for step, _ in curve))

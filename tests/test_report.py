@@ -177,7 +177,7 @@ def test_a_curve_lies_where_its_values_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [(0, 0), (5, 5), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1e-8, 3e-8)]
+    "values", [(0, 0), (5, 5), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1e-5, 3e-5)]
 )
 def test_any_two_values_have_a_place_and_labels(tmp_path, values):
     rows = [step_row(1, reward=values[0]), step_row(2, reward=values[1])]
@@ -187,6 +187,12 @@ def test_any_two_values_have_a_place_and_labels(tmp_path, values):
     rises = values[1] - values[0] > 1e-9 * max(map(abs, values))
     assert (first > second) == rises or values[0] > values[1]
     assert 2 <= len(report.round_ticks(*report.value_range(values))) <= 6
+
+
+def test_rounding_is_no_curve(tmp_path):
+    rows = [step_row(1, sampler_kl=1e-9, dead=0), step_row(2, sampler_kl=-2e-9, dead=0)]
+    text, page = page_of(write_run(tmp_path / "run", rows))
+    assert 'aria-label="sampler_kl"' not in text and page.curves("dead")
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
