@@ -148,8 +148,9 @@ class PromptFormat:
         self.template = flags.prompt_template.replace("\\n", "\n")
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
-        unused = not tokenizer.chat_template and (self.system is not None or self.template_args)
-        need(not unused, "--system, --chat-template-args: the model has no chat template")
+        unasked = self.system is None and not self.template_args
+        fits = tokenizer.chat_template or unasked
+        need(fits, "--system, --chat-template-args: the model has no chat template")
         given = flags.max_new_tokens
         need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
         self.longest = context - given
