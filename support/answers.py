@@ -6,6 +6,7 @@ from models that are trained on the verdict: nothing is evaluated, and no call t
 """
 
 import functools
+import itertools
 import random
 import re
 from fractions import Fraction
@@ -30,7 +31,7 @@ SYMBOLS = r"""
     *←\cdot,\times,\ast,×,·,⋅  /←\div,÷  -←−,–  ^←**  %←\%  °←^\circ,^{\circ},\degree
     \frac←\dfrac,\tfrac,\cfrac  \binom←\dbinom,\tbinom  \sqrt←√  ±←\pm  ∓←\mp
     \frac12←½  \frac13←⅓  \frac23←⅔  \frac14←¼  \frac34←¾  \frac18←⅛
-    ∞←\infty  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt  >←\gt
+    ∞←\infty  (-∞,∞)←ℝ  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt  >←\gt
     ≤←<=,\le,\leq,\leqslant  ≥←>=,\ge,\geq,\geqslant  ≠←!=,\ne,\neq
     (←\langle  )←\rangle  ⟨←\{,\lbrace  ⟩←\},\rbrace  |←\lvert,\rvert,\vert,\|
     ⌊←\lfloor  ⌋←\rfloor  ⌈←\lceil  ⌉←\rceil
@@ -149,7 +150,7 @@ CLOSING = (")", "]", "⟩")
 def tokenise(text: str) -> list[str]:
     """Tokens of an answer in LaTeX or plain text. A word, or a text in a box, begins with `"`."""
     text = rewritten(text, REWRITES)
-    text = END.sub("", " ".join(with_our_symbols(text).split()))
+    text = END.sub("", " ".join(SYMBOL.sub(our_symbol, text).split()))
     if len(text) > 2 * MAX_EXPRESSION:
         raise Unreadable("too long")
     tokens = []
@@ -170,12 +171,8 @@ def rewritten(text: str, rewrites: tuple) -> str:
     return text
 
 
-def with_our_symbols(text: str) -> str:
-    """`\\dfrac12·π` is `\\frac12*\\pi `, and `x⁴` is `x^4`."""
-    return SYMBOL.sub(our_symbol, text)
-
-
 def our_symbol(found: re.Match) -> str:
+    """`\\dfrac12·π` is `\\frac12*\\pi `, and `x⁴` is `x^4`."""
     if found["raised"]:
         return f"^{{{found[0].translate(SMALL)}}}"
     if found["lowered"]:
@@ -184,7 +181,7 @@ def our_symbol(found: re.Match) -> str:
 
 
 MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "percent": ["/", "100"], "pct": ["/", "100"]}
-MEANINGS_OF_WORDS |= {"ℝ": ["ℝ"], "infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
+MEANINGS_OF_WORDS |= {"infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
 
 
 def word_tokens(word: str, boxed: bool) -> list[str]:
@@ -207,9 +204,9 @@ class Node(NamedTuple):
     """A piece of an answer: its kind, the pieces that it is made of, and a value of its own.
 
     number (value: a Fraction, or infinity), letter, word
-    call (value: of which name): of arguments. A function that we know: argument, or also its base
+    call (value: its name, ⌊ or ⌈): of arguments. A function that we know: argument, perhaps a base
     sum, product, ratio, union: of two pieces or more
-    negative, inverse, absolute, floor, ceiling, factorial, group (in brackets): of one
+    negative, inverse, absolute, factorial: of one
     power: base, exponent. root: degree, radicand. binomial: above, below
     quantity (value: its unit): of one. ±, ∓: of two, until `alternatives` makes two nodes of them
     list (value: "and", "or" or ","), set, "()", "[]", "(]", "[)": of items. matrix: of rows
@@ -222,24 +219,13 @@ class Node(NamedTuple):
 
 
 def number(value) -> Node:
-    return Node("number", value=bounded(Fraction(value)))
-
-
-def bounded(value: Fraction) -> Fraction:
-    """The value; raises Unreadable for one so large that computing with it would take long."""
-    if bits_of(value) > MAX_BITS:
-        raise Unreadable("too large")
-    return value
-
-
-def bits_of(value: Fraction) -> int:
-    return max(value.numerator.bit_length(), value.denominator.bit_length())
+    return Node("number", value=Fraction(value))
 
 
 ZERO = number(0)
 MINUS_ONE = Node("negative", (number(1),))
 INFINITY = Node("number", value=inf)
-REALS = Node("()", (Node("number", value=-inf), INFINITY))
+MINUS_INFINITY = Node("number", value=-inf)
 PRECEDENCE = {"∪": 1, ":": 1, "\\over": 1}
 PRECEDENCE |= {"+": 2, "-": 2, "±": 2, "∓": 2, "*": 3, "/": 3, "^": 4}
 RELATIONS = ("=", "≠", "<", ">", "≤", "≥", "≈")
@@ -250,7 +236,7 @@ LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTAL
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 CONSTANTS = ("\\pi", "e", "i")
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
-ENCLOSED = {"|": ("absolute", "|"), "⌊": ("floor", "⌋"), "⌈": ("ceiling", "⌉")}
+ENCLOSED = {"|": "|", "⌊": "⌋", "⌈": "⌉"}
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
@@ -289,22 +275,19 @@ SAME_UNIT = {  # other ways to write a unit
 def read(text: str) -> Node:
     """The tree of an answer; raises Unreadable where our grammar has none."""
     parser = Parser(tokenise(text))
-    node = parser.listed()
-    if parser.tokens:
-        raise Unreadable(f"{parser.tokens[-1]} is left over")
-    return collected(alternatives(node))
+    found = parser.listed()
+    parser.take("")
+    return collected(alternatives(found))
 
 
 def collected(node: Node) -> Node:
-    """x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3; (x, y) = (3, -2) for x = 3, y = -2
-    in the order of the names."""
+    """The item of a list of one. x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3;
+    (x, y) = (3, -2) for x = 3, y = -2 in the order of the names."""
+    if len(node.items) == 1:
+        return node.items[0]
     named = [item.items for item in node.items if is_named(item)]
     values = [item.items[-1] if is_named(item) else item for item in node.items]
-    if (
-        node.kind != "list"
-        or not is_named(node.items[0])
-        or any(value.kind == "=" for value in values)
-    ):
+    if not is_named(node.items[0]) or any(value.kind == "=" for value in values):
         return node
     names = {name for name, _ in named}
     if len(names) == 1:
@@ -316,51 +299,49 @@ def collected(node: Node) -> Node:
 
 
 class Parser:
-    """Recursive descent over a stack of tokens: the next one is the last."""
+    """Recursive descent over a stack of tokens: the next one is the last, and "" the end."""
 
     def __init__(self, tokens: list[str]):
-        self.tokens = tokens[::-1]
+        self.tokens = ["", *tokens[::-1]]
         self.last = ""  # the token taken last
         self.depth = 0  # of recursion
         self.bars = 0  # open | of absolute values
         self.angles = 0  # functions of an angle that are open: there 30° is pi/6
 
     def next_is(self, *symbols: str) -> bool:
-        return bool(self.tokens) and self.tokens[-1] in symbols
+        return self.tokens[-1] in symbols
 
     def next_is_word(self) -> bool:
-        return bool(self.tokens) and self.tokens[-1][0] == '"'
+        return self.tokens[-1].startswith('"')
 
     def take(self, *expected: str) -> str:
         """The next token, which must be one of those expected, if any are."""
-        if not self.tokens:
-            raise Unreadable("something is missing at the end")
-        if expected and self.tokens[-1] not in expected:
+        if expected and not self.next_is(*expected):
             raise Unreadable(f"expected {expected}")
         self.last = self.tokens.pop()
         return self.last
 
+    def taken(self, *symbols: str) -> str:
+        """The next token, where it is one of these; else nothing."""
+        return self.take() if self.next_is(*symbols) else ""
+
     # lists, relations, quantities
 
     def listed(self) -> Node:
-        """One item, or a list of some as far as it goes."""
+        """The list of items, perhaps of one, as far as it goes."""
         found, separator = [self.relation()], ","
-        while self.next_is(*SEPARATORS):
-            sign = self.take()
+        while sign := self.taken(*SEPARATORS):
             if sign in ("and", "or"):
                 separator = sign
             found.append(self.relation())
-        if len(found) == 1:
-            return found[0]
         return Node("list", tuple(found), separator)
 
     def relation(self) -> Node:
         """x = 1, 1 < x <= 2, or a quantity without a relation."""
-        if self.next_is("=", "≈"):  # = 5
-            self.take()
+        self.taken("=", "≈")  # = 5
         sides, signs = [self.quantity()], []
-        while self.next_is(*RELATIONS):
-            signs.append(self.take())
+        while sign := self.taken(*RELATIONS):
+            signs.append(sign)
             sides.append(self.quantity())
         if "≈" in signs:
             end = signs.index("≈")
@@ -383,21 +364,15 @@ class Parser:
         currency = ""
         if self.next_is_word():
             words = self.words().strip(" ().:,")
-            ends = not self.tokens or self.next_is(*RELATIONS, *SEPARATORS, *CLOSING, "&", "\\\\")
-            if ends:
+            if self.next_is("", *RELATIONS, *SEPARATORS, *CLOSING, "&", "\\\\"):
                 return Node("word", value=words)
             currency = CURRENCIES.get(words.lower(), "")
             if not currency:
                 raise Unreadable("words before a value")
         value = self.expression()
-        if self.next_is_word():
-            is_unknown = value.kind == "letter" and value.value != "\\pi"
-            if is_unknown:
-                raise Unreadable("a unit without a number")
-            value = self.with_unit(value, currency)
-        elif currency:
-            value = Node("quantity", (value,), unit_of(currency))
-        return value
+        if self.next_is_word() and is_unknown_letter(value):
+            raise Unreadable("a unit without a number")
+        return self.with_unit(value, currency)
 
     def words(self) -> str:
         found = []
@@ -406,7 +381,7 @@ class Parser:
         return " ".join(found)
 
     def with_unit(self, value: Node, unit: str) -> Node:
-        """The value with the unit that follows; scale words such as million multiply it."""
+        """The value with its unit, if it has one; scale words such as million multiply it."""
         words = self.words().split()
         while words and words[0].lower().rstrip("s") in SCALES:
             scale = SCALES[words.pop(0).lower().rstrip("s")]
@@ -422,26 +397,16 @@ class Parser:
     def expression(self, level: int = 1) -> Node:
         """An operand, and all that operators bind to it at least as tightly as `level`."""
         value = self.postfixed(self.operand())
-        powers = 0
         while True:
-            implied = self.product_without_sign()
-            if not implied and not self.next_is(*PRECEDENCE):
-                break
-            symbol = "*" if implied else self.tokens[-1]
-            if PRECEDENCE[symbol] < level:
-                break
-            if not implied:
-                self.take()
-            powers += symbol == "^"
-            if powers > 10:
-                raise Unreadable("a tower")
-            value = combine(symbol, value, self.expression(PRECEDENCE[symbol] + 1))
-        return value
+            symbol = "*" if self.product_without_sign() else self.tokens[-1]
+            if PRECEDENCE.get(symbol, 0) < level:
+                return value
+            self.taken(symbol)
+            level_of_right = PRECEDENCE[symbol] + (symbol != "^")  # 2^3^2 is 2^9
+            value = combine(symbol, value, self.expression(level_of_right))
 
     def product_without_sign(self) -> bool:
         """Whether the next token multiplies as it stands: 2x, 2(x + 1), 2\\sqrt 3, (n + 1)2^n."""
-        if not self.tokens:
-            return False
         token = self.tokens[-1]
         if self.last in (")", "}") and token.isdigit():
             return self.tokens[-2:-1] == ["^"]
@@ -461,10 +426,10 @@ class Parser:
         return node
 
     def operand_of(self, token: str) -> Node:
-        if token in "+-±∓":
+        if token in ("+", "-", "±", "∓"):
             return combine(token, ZERO, self.expression(PRECEDENCE["^"]))
         if token == "\\frac":
-            return self.fraction()
+            return combine("/", self.digit_or_operand(), self.digit_or_operand())
         if token == "\\sqrt":
             return self.root()
         if token == "\\binom":
@@ -479,8 +444,6 @@ class Parser:
             return self.function(token.strip("\\"))
         if token == "∞":
             return INFINITY
-        if token == "ℝ":
-            return REALS
         if LETTER.fullmatch(token):
             return self.letter_or_call(re.sub("[{} ]", "", token))
         if not re.match(r"\.?[0-9]", token) or "_" in token:  # 204_5 is of another base
@@ -492,7 +455,7 @@ class Parser:
         letter = re.match(r"\\?[a-zA-Z]+", name)[0]
         if not self.next_is("(") or letter in CONSTANTS:
             return Node("letter", value=name)
-        inside = self.inside_bracket()
+        inside = list(itertools.takewhile(lambda token: token != ")", self.tokens[-2::-1]))
         if letter in inside or name in inside:  # y(y - 2)
             return Node("letter", value=name)
         letters = [token for token in inside if not re.fullmatch("[-0-9./]+", token)]
@@ -500,61 +463,43 @@ class Parser:
         if not (letter in CALLED or "," in inside or is_small):
             return Node("letter", value=name)
         argument = self.bracket(self.take())
-        return Node("call", argument.items, name)
-
-    def inside_bracket(self) -> list[str]:
-        """Tokens between the bracket that comes next and the one that closes it."""
-        found, depth = [], 0
-        for token in reversed(self.tokens):
-            depth += (token == "(") - (token == ")")
-            if depth == 0:
-                break
-            found.append(token)
-        return found[1:]
+        return Node("call", argument.items if argument.kind == "()" else (argument,), name)
 
     def postfixed(self, value: Node) -> Node:
-        """5! and 30°"""
-        while self.next_is("!", "°"):
-            if self.take() == "!":
-                value = Node("factorial", (value,))
-            elif self.angles:
-                value = Node("product", (value, Node("letter", value="\\pi"), number("1/180")))
-            else:
-                scale = self.take() if self.next_is("C", "F", '"C', '"F') else ""  # 20°C
-                value = Node("quantity", (value,), unit_of("° " + scale))
-        return value
-
-    def fraction(self) -> Node:
-        numerator = self.digit_or_operand()
-        return Node("product", (numerator, Node("inverse", (self.digit_or_operand(),))))
+        """5! and 30°; 5!! is no factorial of a factorial."""
+        if self.taken("!"):
+            return Node("factorial", (value,))
+        if not self.taken("°"):
+            return value
+        if self.angles:
+            return Node("product", (value, Node("letter", value="\\pi"), number("1/180")))
+        scale = self.taken("C", "F", '"C', '"F')  # 20°C
+        return Node("quantity", (value,), unit_of("° " + scale))
 
     def digit_or_operand(self) -> Node:
         """What a LaTeX command takes without braces: one digit of \\frac12."""
-        if self.tokens and self.tokens[-1].isdigit():
+        if self.tokens[-1].isdigit():
             digits = self.take()
             if digits[1:]:
                 self.tokens.append(digits[1:])
             return number(digits[0])
-        return ungrouped(self.operand())
+        return self.operand()
 
     def root(self) -> Node:
         degree = number(2)
-        if self.next_is("["):
-            self.take()
+        if self.taken("["):
             degree = self.expression()
             self.take("]")
         return Node("root", (degree, self.operand()))
 
     def bracket(self, opening: str) -> Node:
         bars, self.bars = self.bars, 0
-        node = self.listed()
-        items = node.items if node.kind == "list" else (node,)
+        items = self.listed().items
         self.bars = bars
         kind = opening + self.take("}", *CLOSING)
-        if len(items) == 1 and items[0].kind == "matrix":
+        only_groups = kind in ("()", "{}") or items[0].kind == "matrix"
+        if only_groups and len(items) == 1:
             return items[0]
-        if len(items) == 1 and kind in ("()", "{}"):
-            return Node("group", items)
         if kind in ("{}", "⟨⟩"):
             return alternatives(Node("set", items))
         if kind in PAIRS:
@@ -562,46 +507,39 @@ class Parser:
         raise Unreadable(f"{kind} is no bracket")
 
     def enclosed(self, opening: str) -> Node:
-        kind, closing = ENCLOSED[opening]
         self.bars += opening == "|"
         value = self.expression()
-        self.take(closing)
+        self.take(ENCLOSED[opening])
         self.bars -= opening == "|"
-        return Node(kind, (value,))
+        if opening == "|":
+            return Node("absolute", (value,))
+        return Node("call", (value,), opening)  # ⌊n/100⌋ is not ⌊n/10⌋, though both may be 0
 
     def matrix(self, kind: str) -> Node:
         if kind not in MATRICES:
             raise Unreadable(kind)
-        rows, row = [], []
-        while not self.next_is("\\end"):
-            row.append(self.quantity())
-            if self.next_is("&"):
-                self.take()
-                continue
+        rows = []
+        while not self.taken("\\end"):
+            row = [self.quantity()]
+            while self.taken("&"):
+                row.append(self.quantity())
+            rows.append(Node("row", tuple(row)))
             if not self.next_is("\\end"):
                 self.take("\\\\")
-            rows.append(Node("row", tuple(row)))
-            row = []
-        self.take()
         return Node("matrix", tuple(rows))
 
     def function(self, name: str) -> Node:
         """sin x, sin^2(x), sin^{-1} x, log_2 8"""
-        base = power = None
-        if self.next_is("_"):
-            self.take()
-            base = self.digit_or_operand()
-        if self.next_is("^"):
-            self.take()
-            power = ungrouped(self.operand())
+        base, power = [], None
+        if self.taken("_"):
+            base = [self.digit_or_operand()]
+        if self.taken("^"):
+            power = self.operand()
         if power == MINUS_ONE and "arc" + name in FUNCTIONS:
             name, power = "arc" + name, None
         self.angles += name in ANGLES
-        items = [self.argument()]
+        value = Node(name, (self.argument(), *base))
         self.angles -= name in ANGLES
-        if base is not None:
-            items.append(base)
-        value = Node(name, tuple(items))
         if power is not None:
             value = Node("power", (value, power))
         return value
@@ -618,8 +556,7 @@ class Parser:
         return Node("product", tuple(factors))
 
 
-KINDS = {"+": "sum", "*": "product", "^": "power", ":": "ratio"}
-KINDS |= {"∪": "union", "±": "±", "∓": "∓"}  # of a node for a sign between two
+KINDS = {"+": "sum", "*": "product", "^": "power", ":": "ratio", "∪": "union"}
 GROWING = ("sum", "product", "ratio", "union")
 
 
@@ -631,7 +568,7 @@ def combine(symbol: str, left: Node, right: Node) -> Node:
         symbol, right = "*", Node("inverse", (right,))
     if symbol == "+" and left == ZERO:
         return right
-    kind = KINDS[symbol]
+    kind = KINDS.get(symbol, symbol)
     if kind in GROWING and left.kind == kind:
         return Node(kind, (*left.items, right))
     return Node(kind, (left, right))
@@ -647,13 +584,6 @@ def unit_of(text: str) -> str:
     return " ".join(found)
 
 
-def ungrouped(node: Node) -> Node:
-    """A node without brackets that only group."""
-    while node.kind == "group":
-        node = node.items[0]
-    return node
-
-
 def is_name(node: Node) -> bool:
     """What may stand before `=` and be left out: x, AB, f(x), (x, y), |AB|, sin A, NO/BO."""
     if node.kind == "word":
@@ -661,7 +591,7 @@ def is_name(node: Node) -> bool:
     if node.kind in ("letter", "call"):
         return True
     grows = node.kind in FUNCTIONS or node.kind in (
-        *("product", "group", "()", "absolute", "inverse", "ratio", "matrix", "row"),
+        *("product", "()", "absolute", "inverse", "ratio", "matrix", "row"),
     )
     return grows and all(map(is_name, node.items))
 
@@ -673,22 +603,17 @@ def is_named(node: Node) -> bool:
 
 def has_unknowns(node: Node) -> bool:
     """Whether there are letters in it, but for pi, e and i."""
-    if node.kind == "call":
-        return True
-    is_letter = node.kind in ("letter", "word") and node.value not in CONSTANTS
-    return is_letter or any(map(has_unknowns, node.items))
+    is_unknown = node.kind in ("letter", "word", "call") and node.value not in CONSTANTS
+    return is_unknown or any(map(has_unknowns, node.items))
 
 
 def alternatives(node: Node) -> Node:
-    """The node without ±: where it has one, the list of what it stands for."""
-    if node.kind in ("list", "set"):
-        parts = map(alternatives, node.items)
-        items = [each for part in parts for each in (part.items if part.kind == "list" else [part])]
-        return node._replace(items=tuple(items))
-    found = with_signs(node, {"±": "+", "∓": "-"}), with_signs(node, {"±": "-", "∓": "+"})
-    if found[0] == found[1]:
-        return node
-    return Node("list", found, "or")
+    """A list or set without ±: in place of an item that has one, the two that it stands for."""
+    items = []
+    for item in node.items:
+        plus, minus = {"±": "+", "∓": "-"}, {"±": "-", "∓": "+"}
+        items += dict.fromkeys([with_signs(item, plus), with_signs(item, minus)])
+    return node._replace(items=tuple(items))
 
 
 def with_signs(node: Node, signs: dict[str, str]) -> Node:
@@ -736,24 +661,24 @@ def is_infinite(value) -> bool:
 
 
 def inexact(value):
-    """A Fraction as a number of mpmath."""
-    if are_exact(value):
-        return bounded_approximation(MP.mpf(value.numerator) / value.denominator)
-    return value
-
-
-def bounded_approximation(value):
-    """The number; Unreadable for one so far from 1 that others would be lost beside it."""
+    """A number of mpmath; Unreadable for one so far from 1 that others would be lost beside it."""
+    value = MP.convert(value)
     if value and abs(MP.mag(value)) > LARGEST_EXPONENT:
         raise Unreadable("too large, or too small")
     return value
 
 
-def cleaned(value):
-    """0 is exact."""
-    if are_exact(value):
-        return bounded(value)
-    return bounded_approximation(value) if value else Fraction(0)
+def bits_of(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
+
+
+def bounded(value):
+    """The value, 0 exact; Unreadable for one so large that computing with it would take long."""
+    if not are_exact(value):
+        return inexact(value) or Fraction(0)
+    if bits_of(value) > MAX_BITS:
+        raise Unreadable("too large")
+    return value
 
 
 def add(left, right):
@@ -762,41 +687,28 @@ def add(left, right):
         return bounded(left + right)
     left, right = inexact(left), inexact(right)
     total = left + right
-    return Fraction(0) if abs(total) <= NOISE * max(abs(left), abs(right)) else cleaned(total)
+    return Fraction(0) if abs(total) <= NOISE * max(abs(left), abs(right)) else bounded(total)
 
 
 def multiply(left, right):
-    both = are_exact(left, right)
-    return cleaned(left * right if both else inexact(left) * inexact(right))
-
-
-def invert(value):
-    return cleaned(1 / value)
+    return bounded(left * right)
 
 
 def divide(left, right):
-    return multiply(left, invert(right))
+    return bounded(left * (1 / right))
 
 
 def power(base, exponent):
     """base^exponent; the real root of a negative number where its degree is odd."""
-    if not are_exact(exponent):
-        return exp(multiply(exponent, FUNCTION_OF["ln"](base)))
-    degree = exponent.denominator
+    degree = exponent.denominator if are_exact(exponent) else 0
     if degree == 1:
-        return whole_power(base, int(exponent))
-    if degree % 2 == 1 and is_real(base) and inexact(base) < 0:
-        return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
-    if degree == 2:  # faster
-        return whole_power(cleaned(MP.sqrt(inexact(base))), exponent.numerator)
-    return exp(multiply(exponent, FUNCTION_OF["ln"](base)))
-
-
-def whole_power(base, exponent: int):
-    size = bits_of(base) if are_exact(base) else abs(MP.mag(base))
-    if size * abs(exponent) > MAX_BITS:
-        raise Unreadable("9^9^9")
-    return cleaned(base**exponent)
+        size = bits_of(base) if are_exact(base) else abs(MP.mag(base))
+        if size * abs(exponent) > MAX_BITS:
+            raise Unreadable("9^9^9")
+        return bounded(base ** int(exponent))
+    if degree % 2 and is_real(base) and inexact(base) < 0:
+        return multiply(power(-base, exponent), (-1) ** exponent.numerator)
+    return bounded(inexact(base) ** inexact(exponent))
 
 
 def small_whole(value) -> int:
@@ -805,49 +717,36 @@ def small_whole(value) -> int:
     return int(value)
 
 
-def exp(value):
-    value = inexact(value)
-    if abs(value) > LARGEST_EXPONENT:
-        raise Unreadable("too large")
-    return cleaned(MP.exp(value))
+def on_our_values(compute):
+    """A function of mpmath: what it gives that is 0 but for the error of its last digits is 0."""
 
-
-def function_of(name: str):
-    """mpmath's, on our values: what is 0 but for the error of its last digits is 0."""
-    compute = getattr(MP, {"ln": "log"}.get(name, name.replace("arc", "a")))
-
-    def computed(argument):
-        value = compute(inexact(argument))
-        return Fraction(0) if abs(value) <= NOISE else cleaned(value)
+    def computed(*arguments):
+        value = compute(*map(inexact, arguments))
+        return Fraction(0) if abs(value) <= NOISE else bounded(value)
 
     return computed
 
 
-def logarithm(value, base=Fraction(10)):
-    return divide(FUNCTION_OF["ln"](value), FUNCTION_OF["ln"](base))
-
-
-FUNCTION_OF = {name: function_of(name) for name in FUNCTIONS} | {"log": logarithm, "exp": exp}
 OPERATIONS = {  # kind of a node -> what it computes of one or two values
     "negative": lambda value: -value,
-    "inverse": invert,
+    "inverse": lambda value: bounded(1 / value),
     "ratio": divide,
     "power": power,
-    "root": lambda degree, radicand: power(radicand, invert(degree)),
-    "absolute": lambda value: cleaned(abs(value)),
+    "root": lambda degree, radicand: power(radicand, 1 / degree),
+    "absolute": lambda value: bounded(abs(value)),
     "factorial": lambda value: bounded(Fraction(factorial(small_whole(value)))),
     "binomial": lambda above, below: Fraction(comb(small_whole(above), small_whole(below))),
-    **FUNCTION_OF,
+    **{name: on_our_values(getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
+    "log": on_our_values(lambda value, base=10: MP.log(value, base)),
+    "exp": lambda value: bounded(MP.exp(inexact(value))),  # e^(-600) is not 0
 }
 SLOW = (*FUNCTIONS, "power", "root")  # where the value is not exact
 
 
 def equal(left, right) -> bool:
     """Exact for rationals, else as far as our digits go."""
-    if left == right or are_exact(left, right):
+    if are_exact(left, right) or is_infinite(left) or is_infinite(right):
         return left == right
-    if is_infinite(left) or is_infinite(right):
-        return False
     return add(left, -right) == 0
 
 
@@ -892,11 +791,11 @@ class Comparison:
             constants = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
             return constants.get(node.value) or unknown(node.value, point)
         if node.kind == "call":
-            arguments = [written(self.value(item, point)) for item in node.items]
+            arguments = [MP.nstr(inexact(self.value(item, point)), 30) for item in node.items]
             self.pay(80)
             return unknown(f"{node.value}{arguments}", point)
         values = [self.value(item, point) for item in node.items]
-        if node.kind in ("group", "quantity"):
+        if node.kind == "quantity":
             return values[0]
         if node.kind == "negative" and is_infinite(values[0]):
             return -values[0]
@@ -907,9 +806,6 @@ class Comparison:
             return self.folded(add, values)
         if node.kind == "product":
             return self.folded(multiply, values)
-        if node.kind in ("floor", "ceiling"):  # as of a call: else n/100 and n/10 would both be 0
-            self.pay(80)
-            return unknown(f"{node.kind} {written(values[0])}", point)
         if node.kind not in OPERATIONS:
             raise Unreadable(f"{node.kind} has no value")
         value = OPERATIONS[node.kind](*values)
@@ -1023,19 +919,14 @@ class Comparison:
         return left.kind != "<" or (is_real(factors[0]) and factors[0] > 0)
 
 
-def written(value) -> str:
-    """A number as a text that is the same for equal ones."""
-    return MP.nstr(inexact(value), 30)
-
-
 def units_of(node: Node) -> set[str]:
     found = {node.value} if node.kind == "quantity" else set()
     return found.union(*map(units_of, node.items))
 
 
 def bare(node: Node) -> Node:
-    """A node without brackets that only group, and without its unit."""
-    while node.kind in ("group", "quantity"):
+    """A node without its unit."""
+    while node.kind == "quantity":
         node = node.items[0]
     return node
 
@@ -1055,9 +946,9 @@ def interval(node: Node) -> Node:
         return node
     sides, signs = node.items, node.value
     if len(sides) == 2 and is_unknown_letter(sides[0]):  # x < 2
-        sides, signs = (REALS.items[0], *sides), ("<", *signs)
+        sides, signs = (MINUS_INFINITY, *sides), ("<", *signs)
     elif len(sides) == 2:  # 1 < x
-        sides, signs = (*sides, REALS.items[1]), (*signs, "<")
+        sides, signs = (*sides, INFINITY), (*signs, "<")
     if len(sides) != 3 or not is_unknown_letter(sides[1]):
         return node
     kind = {"<": "(", "≤": "["}[signs[0]] + {"<": ")", "≤": "]"}[signs[1]]
@@ -1085,15 +976,18 @@ UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order counts, 
     r"(?: (?<![ ,~{])[A-Z]\)? | \{[A-Z]\} ) \^(?: T | \{(?:T|-1)\} ) | ([A-Z])([A-Z])\W+\2\1",
     re.VERBOSE,
 )
-CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5
-    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*(.+)"
+CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5; but (A) or (B) is none
+    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*"
+    r"([^A-E\n]+)"
 )
 SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
 BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 PERCENT = re.compile(
     r"(.*?) \s* (?: \\?% | percent | \\text \s* \{ \s* percent \s* \} )", re.VERBOSE
 )
-ORDINARY = re.compile("[A-Z]?[a-z]+|[A-Z]{3,}")
+ORDINARY = re.compile(  # words, by their look: there is a vowel, and one capital or all
+    r"\b (?= \w* [aeiouyAEIOUY] ) (?: [A-Z]?[a-z]+ | [A-Z]{3,} ) \b", re.VERBOSE
+)
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -1146,12 +1040,12 @@ def same_meaning(given: str, gold: str) -> bool:
     if all(special) or any(found and found[2] for found in special):
         return same_text(given.lower(), gold.lower())
     try:
-        left, right = ungrouped(read(given)), ungrouped(read(gold))
+        left, right = read(given), read(gold)
         if "word" in (left.kind, right.kind):  # \text{(C)} is C, as a word or as a letter
             are_names = not left.items + right.items
             return are_names and left.value == right.value or same_text(given, gold)
         return Comparison().same_answers(left, right)
-    except Unreadable:
+    except (Unreadable, RecursionError):  # as of 1±1±1...
         return same_text(given, gold)
 
 
@@ -1167,48 +1061,27 @@ def same_text(given: str, gold: str) -> bool:
 
 
 def text_words(text: str) -> list[str]:
-    text = with_our_symbols(TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
+    text = SYMBOL.sub(our_symbol, TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
     is_plain = re.fullmatch(r"[a-zA-Z\s.,;:!?'()-]*", text)
     text = re.sub(r"_\{(\w+)\}", r"_\1", " ".join(text.split()))  # 204_{5}
     text = re.sub(r"\{(\w)\}", r" \1 ", text)  # \pmod{4} is \pmod 4
     text = re.sub(r" *([^\w ]) *", r"\1", text).rstrip(".")
     if is_plain:
-        text = re.sub("[a-zA-Z]+", without_case, text)
+        text = ORDINARY.sub(lambda found: found[0].lower(), text)
     return text.split()
-
-
-def without_case(found: re.Match) -> str:
-    """In lower case, if it looks like a word: it has a vowel, and one capital or all."""
-    word = found[0]
-    is_ordinary = ORDINARY.fullmatch(word) and re.search("[aeiouyAEIOUY]", word)
-    if is_ordinary:
-        word = word.lower()
-    return word
 
 
 def gold_allows(given: str, gold: str) -> bool:
     """What of `same_answer` is about how answers are written: a choice and its value, the name of
     what was asked for, a percentage as the gold answer."""
-    if choice := CHOICE_WITH_VALUE.fullmatch(given):
-        return chooses(choice, gold)
+    if choice := CHOICE_WITH_VALUE.fullmatch(given):  # (A) 5 is A, and 5
+        return any(same_meaning(part, gold) for part in choice.groups())
     if named := SUM_OF_LETTERS.fullmatch(given):
         return BARE_NUMBER.fullmatch(gold) is not None and same_meaning(named[1], gold)
-    if percent := PERCENT.fullmatch(gold):
-        return is_of_percent(given, percent[1])
+    if percent := PERCENT.fullmatch(gold):  # 50 is 50%; 0.5 would be the share as often as 0.5%
+        is_large = BARE_NUMBER.fullmatch(given) is not None and Fraction(given) >= 1
+        return is_large and same_meaning(given, percent[1])
     return False
-
-
-def is_of_percent(given: str, bare: str) -> bool:
-    """50 for 50%. Below 1 it would be the share as often as the percentage: 0.5 is not 0.5%."""
-    is_large = BARE_NUMBER.fullmatch(given) is not None and Fraction(given) >= 1
-    return is_large and same_meaning(given, bare)
-
-
-def chooses(given: re.Match, gold: str) -> bool:
-    """(A) 5 is A, and 5; but (A) or (B) is neither."""
-    letter, value = given.groups()
-    is_plain = not re.search("[A-E]", value)
-    return is_plain and (same_meaning(letter, gold) or same_meaning(value, gold))
 
 
 # ---------------------------------------------------------------------- the last number of a text

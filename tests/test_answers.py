@@ -734,6 +734,10 @@ AIMED = r"""
     \frac{5\text{ cm}}{2} ≢ \frac{5\text{ m}}{2}    (\pm 1, \mp 2) ≡ (1,-2), (-1,2)
     (\pm 1, \mp 2) ≢ (1,2), (-1,-2)    x = 1 \mp 2 ≡ 3, -1    AC ≢ CA    ABC ≢ CBA    CA ≢ A
     x₁+x₂ ≡ x_1+x_2    Ω₀ ≡ \Omega_0    x₁ ≢ x_2    μ_0 ≡ \mu_0    **5** ≡ 5    2**3**2 ≢ 232
+    2**3**2 ≡ 512    2^3^2 ≢ 64    -2^3^2 ≡ -512    5!! ≢ (5!)!    \sqrt[3]{0} ≡ 0    0^\pi ≡ 0
+    e^{-600} ≢ 0    \log_{\frac12} 8 ≡ -3    \ln_2 8 ≢ \ln 8    \sin_2 x ≢ \sin x
+    \lfloor \sqrt{50} \rfloor \approx 7 ≡ 7    \lfloor n/9 \rfloor ≢ \lceil n/9 \rceil
+    x \ne \pm 2 ≡ x \ne 2 \text{ and } x \ne -2    ((x+1))(x) ≡ x^2+x    ℝ ≡ \mathbb{R}
     \textbf{(E)}\ \text{none of these} → E    x < y ≢ y < x    \frac13 ≢ 0.3333333333333333
 """  # at the grammar: wrong answers that a former version paid, and right ones that it refused
 
@@ -852,7 +856,8 @@ def test_no_comparison_takes_long(name):
 
 
 @pytest.mark.parametrize(
-    "piece", ["√", "\\sqrt{", "\\frac1", "\\sin^", "\\log_", "(", "f(", "-", "|"]
+    "piece",
+    ["√", "\\sqrt{", "\\frac1", "\\sin^", "\\log_", "(", "f(", "-", "|", "1±", "1:2∪", "1^", "!"],
 )
 def test_nothing_is_read_deeper_than_python_can(piece):
     times = answers.MAX_EXPRESSION // len(piece)
