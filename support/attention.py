@@ -33,9 +33,8 @@ def takes_our_attention(model) -> bool:
 
     If so it is sampled in `Slots` and scored packed; else (state spaces, linear attention) it is
     sampled by transformers, through support/hybrids.py, and scored in padded rows."""
-    memories = DynamicCache(config=model.config).layers
-    keys_and_values = (DynamicLayer, DynamicSlidingWindowLayer)
-    only_those = all(type(memory) in keys_and_values for memory in memories)
+    memories = {type(memory) for memory in DynamicCache(config=model.config).layers}
+    only_those = memories <= {DynamicLayer, DynamicSlidingWindowLayer}
     replaced = model._supports_attention_backend and model.config.model_type not in NOT_OURS
     return only_those and replaced
 
@@ -74,9 +73,10 @@ def our_attention(model, layout):
     global LAYOUT
     configs = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
+    outer = LAYOUT
     for config in configs:
         config._attn_implementation = "ours"
-    outer, LAYOUT = LAYOUT, layout
+    LAYOUT = layout
     try:
         yield
     finally:

@@ -52,11 +52,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def read_rows(
-    path: str, flag: str, check: Callable[[object], None], text: str = "prompt"
-) -> list[dict]:
-    """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer. A
-    prompt may be a conversation, too: a list of messages."""
+def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
+    """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer, which
+    check(answer) may refuse. A prompt may be a conversation, too: a list of messages."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
