@@ -85,18 +85,17 @@ def last_program(text: str, wanted: str) -> str:
     for line in text.splitlines():
         found = FENCE.search(line)
         at_end = found and found.end() == len(line)
-        if fence:
-            ends_line = at_end and not found[2] and not found[3].strip()
-            if not ends_line or not found[1].startswith(fence):
-                lines.append(line)
-            else:
-                lines.append(line[: found.start()])
-                source = textwrap.dedent("\n".join(lines))
-                if tag in ("python", "python3", "py", "py3"):
-                    tagged.append(source)
-                elif not tag and STATEMENT.search(source):  # no output of an example
-                    untagged.append(source)
-                fence = ""
+        closes = at_end and found[1].startswith(fence) and not (found[2] or found[3].strip())
+        if fence and not closes:
+            lines.append(line)
+        elif fence:
+            lines.append(line[: found.start()])
+            source = textwrap.dedent("\n".join(lines))
+            if tag in ("python", "python3", "py", "py3"):
+                tagged.append(source)
+            elif not tag and STATEMENT.search(source):  # no output of an example
+                untagged.append(source)
+            fence = ""
         elif at_end and (not found[3].strip() or line.lstrip().startswith(found[1])):
             fence, tag, lines = found[1], found[2].lower(), []  # no ``` within a sentence
     blocks = tagged or untagged

@@ -11,7 +11,9 @@ names and values of extended attributes (listxattr); of any folder that somethin
 (inotify); what Python's own folders hold; how busy the machine is; and a kernel with a bug.
 """
 
+import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -19,6 +21,7 @@ import resource
 import signal
 import struct
 import sys
+import termios
 import time
 from collections.abc import Iterator
 
@@ -29,16 +32,12 @@ LAYERS = ("namespaces", "landlock files", "landlock network", "landlock scopes",
 
 
 def run_program(
-    source: str,
-    given: str = "",
-    name: str = "__main__",
-    strict: bool = False,
-    seconds: float | None = None,
+    source: str, given: str = "", name: str = "__main__", strict: bool = False, seconds: float = 0
 ) -> tuple[dict[str, bool], str | None]:
     """(layer -> whether it is there, output) of a program; output is None where it failed: a time
     that is over, a signal, any exit status but 0. strict: it fails where a layer is missing.
 
-    given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if None.
+    given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if 0.
     """
     import subprocess  # the child has no use for these two
     import tempfile
@@ -69,8 +68,7 @@ def run_program(
             start_new_session=True,  # a group of processes that can be killed together
         )
         try:
-            wait = seconds + END_SECONDS + 2
-            child.communicate(given.encode(errors="replace"), timeout=wait)
+            child.communicate(given.encode(errors="replace"), timeout=seconds + END_SECONDS + 2)
         except subprocess.TimeoutExpired:  # its second process should have ended it
             os.killpg(child.pid, signal.SIGKILL)
         failed = child.wait() != 0
@@ -163,12 +161,9 @@ REFUSED = """
 CLONE_THREAD = 0x00010000
 # connected for good; one of datagrams could send to any service that has a path
 STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
+# is it a terminal, how much can be read, to wait or not, to close when a program starts or not
 HARMLESS_IOCTLS = (
-    0x5401,  # is it a terminal?
-    0x541B,  # how many bytes can be read?
-    0x5421,  # to wait, or not
-    0x5450,  # not to close it when a program starts
-    0x5451,  # to close it then
+    *(termios.TCGETS, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
 )
 # no limit of the kernel's counts threads without forbidding them, or processes of root's
 MAX_THREADS = 256  # of all processes of a program
@@ -225,17 +220,14 @@ class Sandbox:
     def take_priority(self) -> None:
         """To be faster than what forks for ever. Root alone may, and no other user need: of its
         processes alone the kernel does not limit the number."""
-        try:
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, -20)
             with open("/proc/self/autogroup", "w") as file:  # among sessions, where they share
                 file.write("-20")
-        except OSError:
-            return
 
     def own_namespaces(self) -> None:
         user, group = os.getuid(), os.getgid()
-        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
-        flags |= CLONE_NEWIPC | CLONE_NEWNS
+        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
         self.layers["namespaces"] = self.libc.unshare(flags) == 0
         if not self.layers["namespaces"]:
             return
@@ -256,8 +248,7 @@ class Sandbox:
         """Returns in the second process alone."""
         second = os.fork()
         if second:
-            status = os.waitpid(second, 0)[1]
-            os._exit(status != 0)
+            os._exit(os.waitpid(second, 0)[1] != 0)
         self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def wait_for_third(self) -> None:
@@ -290,27 +281,17 @@ class Sandbox:
         """(process, how many threads it has) of all that come from this one, where the kernel
         lists them."""
         parents = ["/proc/thread-self"]
-        while parents:
-            try:
-                with open(f"{parents.pop()}/children") as file:
-                    children = file.read().split()
-            except OSError:  # there is no such list, or it has ended meanwhile
-                continue
-            for child in children:
-                try:
-                    threads = os.listdir(f"/proc/{child}/task")
-                except OSError:
-                    continue
-                yield int(child), len(threads)
-                parents += [f"/proc/{child}/task/{thread}" for thread in threads]
+        while parents:  # it may have ended meanwhile
+            with contextlib.suppress(OSError), open(f"{parents.pop()}/children") as file:
+                for child in file.read().split():
+                    with contextlib.suppress(OSError):
+                        threads = os.listdir(f"/proc/{child}/task")
+                        yield int(child), len(threads)
+                        parents += [f"/proc/{child}/task/{thread}" for thread in threads]
 
     def has_too_many_threads(self) -> bool:
-        found = 0
-        for _, threads in self.descendants():
-            found += threads
-            if found > MAX_THREADS:
-                return True
-        return False
+        counts = itertools.accumulate(threads for _, threads in self.descendants())
+        return any(count > MAX_THREADS for count in counts)  # and no further
 
     def end_children(self, group: int) -> None:
         """Kills a group at once, then whoever left it, until there is nobody: they may go on
@@ -328,8 +309,7 @@ class Sandbox:
 
     def drop_capabilities(self) -> None:
         """A trainer that runs as root, and the owner of a namespace, have them."""
-        header = struct.pack("Ii", CAPABILITY_VERSION_3, 0)
-        self.libc.capset(header, struct.pack("6I", 0, 0, 0, 0, 0, 0))
+        self.libc.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))
 
     def restrict_files(self) -> None:
         """Landlock: Python's own folders can be read, a folder of its own written, nothing else."""
