@@ -1,4 +1,5 @@
-"""Do two answers mean the same? `same_answer(given, gold)`, for answers in LaTeX or plain text.
+"""Do two answers mean the same? `same_answer(given, gold)`, for answers in LaTeX or plain text;
+and `last_number` of a text that marks none.
 
 Both are read into trees and compared: by their values where they have some (letters get numbers, at
 several points), piece by piece where they are points, sets and the like, else as text. Answers come
@@ -589,7 +590,7 @@ def is_name(node: Node) -> bool:
     if node.kind == "word":
         return not CHANGES_VALUE.search(node.value)
     if node.kind in ("letter", "call"):
-        return True
+        return node.value not in ENCLOSED  # ⌊7/2⌋ = 4 is not 4
     grows = node.kind in FUNCTIONS or node.kind in (
         *("product", "()", "absolute", "inverse", "ratio", "matrix", "row"),
     )
@@ -662,7 +663,8 @@ def is_infinite(value) -> bool:
 
 def inexact(value):
     """A number of mpmath; Unreadable for one so far from 1 that others would be lost beside it."""
-    value = MP.convert(value)
+    if are_exact(value):  # mpmath's own conversion looks for a common divisor, slowly
+        value = MP.mpf(value.numerator) / value.denominator
     if value and abs(MP.mag(value)) > LARGEST_EXPONENT:
         raise Unreadable("too large, or too small")
     return value
@@ -691,11 +693,13 @@ def add(left, right):
 
 
 def multiply(left, right):
+    if not are_exact(left, right):
+        left, right = inexact(left), inexact(right)
     return bounded(left * right)
 
 
 def divide(left, right):
-    return bounded(left * (1 / right))
+    return multiply(left, 1 / right)
 
 
 def power(base, exponent):
@@ -707,7 +711,7 @@ def power(base, exponent):
             raise Unreadable("9^9^9")
         return bounded(base ** int(exponent))
     if degree % 2 and is_real(base) and inexact(base) < 0:
-        return multiply(power(-base, exponent), (-1) ** exponent.numerator)
+        return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
     return bounded(inexact(base) ** inexact(exponent))
 
 

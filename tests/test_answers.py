@@ -736,7 +736,8 @@ AIMED = r"""
     x₁+x₂ ≡ x_1+x_2    Ω₀ ≡ \Omega_0    x₁ ≢ x_2    μ_0 ≡ \mu_0    **5** ≡ 5    2**3**2 ≢ 232
     2**3**2 ≡ 512    2^3^2 ≢ 64    -2^3^2 ≡ -512    5!! ≢ (5!)!    \sqrt[3]{0} ≡ 0    0^\pi ≡ 0
     e^{-600} ≢ 0    \log_{\frac12} 8 ≡ -3    \ln_2 8 ≢ \ln 8    \sin_2 x ≢ \sin x
-    \lfloor \sqrt{50} \rfloor \approx 7 ≡ 7    \lfloor n/9 \rfloor ≢ \lceil n/9 \rceil
+    \lfloor \sqrt{5050} \rfloor \approx 7 ≢ 7    \lfloor 7/2 \rfloor = 4 ≢ 4
+    \lfloor n/9 \rfloor ≢ \lceil n/9 \rceil
     x \ne \pm 2 ≡ x \ne 2 \text{ and } x \ne -2    ((x+1))(x) ≡ x^2+x    ℝ ≡ \mathbb{R}
     \textbf{(E)}\ \text{none of these} → E    x < y ≢ y < x    \frac13 ≢ 0.3333333333333333
 """  # at the grammar: wrong answers that a former version paid, and right ones that it refused
