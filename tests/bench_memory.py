@@ -172,8 +172,9 @@ def one_update(run: train.Run) -> train.Batch:
         step=1,
         judged=SimpleNamespace(samples=samples),
         mask=samples.completion_mask,
-        paid=torch.zeros(2, size),
+        dead=torch.zeros(2, dtype=torch.bool),
         correct=None,
+        faults=[],
     )
     parts = [(part, batch.samples[part]) for part in rows.split(size)]
     batch.updates = [train.Update(rows, rows, parts)]
