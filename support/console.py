@@ -70,7 +70,9 @@ def peak_memory(device: str) -> float:
     import resource  # there is none on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / {"darwin": 1e9}.get(sys.platform, 1e6)  # of bytes there, else of KB
+    if sys.platform == "darwin":  # there it is in bytes
+        return peak / 1e9
+    return peak / 1e6
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:

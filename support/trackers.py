@@ -12,7 +12,7 @@ def open_tracker(kind: str, folder: Path, flags: dict, began: float, done: int) 
     """What takes rows of metrics.jsonl. A resumed run goes on in the curve that it began.
 
     began: seconds since 1970, when the run did; done: its steps so far."""
-    with expecting(f"--track {kind}: expected that it is there (pip install {kind}) and starts"):
+    with expecting(f"--track {kind}: expected that it starts"):
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
