@@ -2,9 +2,9 @@
 
     python -I support/sandbox.py FD      # a task in JSON, from an open file
 
-For Linux. Limits on time, memory and output always hold; threads and processes are counted every
-WATCH_SECONDS. Network, other processes and files but Python's own are out of reach where the kernel
-has every layer, and nothing is left running.
+For Linux on x86-64 and aarch64. A program is one process, whose threads are counted every
+WATCH_SECONDS; it has limits on time, memory and output, and nothing of it is left running. Network,
+other processes and files but Python's own are out of reach where the kernel has every layer.
 
 Not covered: of any file on the machine a program can learn the name, size and times (stat), and the
 names and values of extended attributes (listxattr); of any folder that something happens in it
@@ -13,7 +13,6 @@ names and values of extended attributes (listxattr); of any folder that somethin
 
 import contextlib
 import ctypes
-import itertools
 import json
 import os
 import re
@@ -23,19 +22,19 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Iterator
 
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
 LAYERS = ("namespaces", "landlock files", "landlock network", "landlock scopes", "seccomp")
+NEEDED = ("seccomp",)  # without it a program could start others, which nobody ends
 
 
 def run_program(
     source: str, given: str = "", name: str = "__main__", strict: bool = False, seconds: float = 0
 ) -> tuple[dict[str, bool], str | None]:
     """(layer -> whether it is there, output) of a program; output is None where it failed: a time
-    that is over, a signal, any exit status but 0. strict: it fails where a layer is missing.
+    that is over, a signal, any exit status but 0, a layer that is NEEDED; strict: any layer.
 
     given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if 0.
     """
@@ -48,8 +47,9 @@ def run_program(
         tempfile.TemporaryFile("w+") as task,
         tempfile.TemporaryFile() as stdout,
     ):
-        settings = {"name": name, "strict": strict, "layers": LAYERS, "seconds": seconds}
-        json.dump({"source": source, "folder": folder, **settings}, task)
+        layers = {"layers": LAYERS, "needed": LAYERS if strict else NEEDED}
+        settings = {"name": name, "folder": folder, "seconds": seconds}
+        json.dump({"source": source, **settings, **layers}, task)
         task.seek(0)
         environment = {
             "TMPDIR": folder,
@@ -68,7 +68,7 @@ def run_program(
             start_new_session=True,  # a group of processes that can be killed together
         )
         try:
-            child.communicate(given.encode(errors="replace"), timeout=seconds + END_SECONDS + 2)
+            child.communicate(given.encode(errors="replace"), timeout=seconds + 6)
         except subprocess.TimeoutExpired:  # its second process should have ended it
             os.killpg(child.pid, signal.SIGKILL)
         failed = child.wait() != 0
@@ -94,7 +94,6 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 # prctl(2)
 PR_SET_PDEATHSIG = 1  # a signal when the parent dies
 PR_SET_SECCOMP = 22
-PR_SET_CHILD_SUBREAPER = 36  # orphans become children
 PR_SET_NO_NEW_PRIVS = 38  # both Landlock and seccomp demand it
 # capset(2)
 CAPABILITY_VERSION_3 = 0x20080522
@@ -165,10 +164,8 @@ STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to
 HARMLESS_IOCTLS = (
     *(termios.TCGETS, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
 )
-# no limit of the kernel's counts threads without forbidding them, or processes of root's
-MAX_THREADS = 256  # of all processes of a program
+MAX_THREADS = 256  # no limit of the kernel's counts them without forbidding them
 WATCH_SECONDS = 0.02  # between two counts
-END_SECONDS = 4  # for killing what is left
 
 
 def numbers_of_calls(machine: str) -> dict[str, int]:
@@ -184,9 +181,9 @@ def numbers_of_calls(machine: str) -> dict[str, int]:
 class Sandbox:
     """The child's side of `run_program`.
 
-    Three processes. The first makes namespaces and waits. The second is the first of them, and so
-    nothing outlives it: it ends when the program does, or when its time is over. The third takes
-    rights away from itself, then becomes the program. `layers` says which protections are there.
+    Three processes. The first makes namespaces and waits. The second is the first of them: it ends
+    when the program does, or when its time is over. The third takes rights away from itself, then
+    becomes the program. `layers` says which protections are there.
     """
 
     def __init__(self, task: dict):
@@ -196,13 +193,10 @@ class Sandbox:
         self.has_folder = False  # one of its own, of bounded size
 
     def run(self) -> None:
-        priority = os.getpriority(os.PRIO_PROCESS, 0)
-        self.take_priority()
         if "namespaces" in self.layers:
             self.own_namespaces()
         self.wait_for_second()
         self.wait_for_third()
-        os.setpriority(os.PRIO_PROCESS, 0, priority)
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         self.drop_capabilities()
         self.restrict_files()
@@ -211,19 +205,11 @@ class Sandbox:
         self.bound_resources()
 
         os.write(1, json.dumps(self.layers).encode() + b"\n")
-        if self.task["strict"] and not all(self.layers.values()):
+        if not all(self.layers.get(name) for name in self.task["needed"]):
             sys.exit(1)
         sys.argv = ["program.py"]
         program = compile(self.task["source"], "program.py", "exec")
         exec(program, {"__name__": self.task["name"]})
-
-    def take_priority(self) -> None:
-        """To be faster than what forks for ever. Root alone may, and no other user need: of its
-        processes alone the kernel does not limit the number."""
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, -20)
-            with open("/proc/self/autogroup", "w") as file:  # among sessions, where they share
-                file.write("-20")
 
     def own_namespaces(self) -> None:
         user, group = os.getuid(), os.getgid()
@@ -253,59 +239,27 @@ class Sandbox:
 
     def wait_for_third(self) -> None:
         """Returns in the third process alone; the second ends when it does, or in time."""
-        self.libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         child_ends = {signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, child_ends)  # it waits until it is asked for
         third = os.fork()
         if third == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child_ends)
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            os.setsid()  # a group that can be killed, with a priority of its own
             return
         deadline = time.monotonic() + self.task["seconds"]
-        failed = True
-        while (left := deadline - time.monotonic()) > 0:
-            ended, status = os.waitpid(-1, os.WNOHANG)
-            if ended == third:
-                failed = status != 0
-                break
-            if self.has_too_many_threads():
-                break
-            if ended == 0:
-                signal.sigtimedwait(child_ends, min(left, WATCH_SECONDS))
-        if not self.layers.get("namespaces"):  # else the kernel does, as the first process ends
-            self.end_children(third)
-        os._exit(failed)
+        while (left := deadline - time.monotonic()) > 0 and self.threads() <= MAX_THREADS:
+            ended, status = os.waitpid(third, os.WNOHANG)
+            if ended:
+                os._exit(status != 0)
+            signal.sigtimedwait(child_ends, min(left, WATCH_SECONDS))
+        os.kill(third, signal.SIGKILL)
+        os._exit(1)
 
-    def descendants(self) -> Iterator[tuple[int, int]]:
-        """(process, how many threads it has) of all that come from this one, where the kernel
-        lists them."""
-        parents = ["/proc/thread-self"]
-        while parents:  # it may have ended meanwhile
-            with contextlib.suppress(OSError), open(f"{parents.pop()}/children") as file:
-                for child in file.read().split():
-                    with contextlib.suppress(OSError):
-                        threads = os.listdir(f"/proc/{child}/task")
-                        yield int(child), len(threads)
-                        parents += [f"/proc/{child}/task/{thread}" for thread in threads]
-
-    def has_too_many_threads(self) -> bool:
-        counts = itertools.accumulate(threads for _, threads in self.descendants())
-        return any(count > MAX_THREADS for count in counts)  # and no further
-
-    def end_children(self, group: int) -> None:
-        """Kills a group at once, then whoever left it, until there is nobody: they may go on
-        forking, but orphans of those who are killed become children of this process."""
-        self.libc.kill(-group, signal.SIGKILL)
-        deadline = time.monotonic() + END_SECONDS
-        while time.monotonic() < deadline:
-            for process, _ in self.descendants():
-                self.libc.kill(process, signal.SIGKILL)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    continue
-            except ChildProcessError:  # there are no more
-                return
+    def threads(self) -> int:
+        """Of the program, where the kernel lists them: it may have ended meanwhile."""
+        with contextlib.suppress(OSError), open("/proc/thread-self/children") as file:
+            return sum(len(os.listdir(f"/proc/{child}/task")) for child in file.read().split())
+        return 0
 
     def drop_capabilities(self) -> None:
         """A trainer that runs as root, and the owner of a namespace, have them."""
@@ -391,8 +345,6 @@ class Sandbox:
             resource.RLIMIT_FSIZE: CODE_BYTES,  # bytes of a file, and so of the output
             resource.RLIMIT_NOFILE: 64,
         }
-        if not self.layers.get("seccomp"):  # no processes; it would forbid threads, too
-            limits[resource.RLIMIT_NPROC] = 0
         for limit, value in limits.items():
             resource.setrlimit(limit, (value, value))
 

@@ -447,6 +447,7 @@ ATTACKS = {  # each would pay if the verifier trusted the child
 )
 def test_code_does_not_pay_attacks(off, monkeypatch):
     """With any one layer switched off, too: verdicts rest on none of them."""
+    monkeypatch.setattr(sandbox, "NEEDED", ())
     monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))
     reward = rewards.parse_reward("code")
     texts = [fenced(source) for source in ATTACKS.values()]
