@@ -26,7 +26,7 @@ import time
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
-LAYERS = ("namespaces", "landlock files", "landlock network", "landlock scopes", "seccomp")
+LAYERS = ("namespaces", "landlock", "seccomp")  # of others and network; of files; of calls
 NEEDED = ("seccomp",)  # without it a program could start others, which nobody ends
 
 
@@ -103,13 +103,10 @@ LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
-LANDLOCK_VERSIONS = {1: (13, 8), 2: (14, 8), 3: (15, 8), 4: (15, 16), 5: (16, 16)}
-LANDLOCK_TRUNCATE = 15  # rights that are known where that is one: else files can be emptied
-LANDLOCK_LATEST = (16, 24)  # how many rights on files it knows; bytes of its attributes
+LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version -> how many on files it knows, latest 16
+LANDLOCK_TRUNCATE = 3  # the version from which on it knows that: before, files can be emptied
 READ = 0b00_0000_0000_1100  # to read files, to list folders
 WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
-TCP = 0b11  # to bind, to connect
-SCOPES = 0b11  # abstract sockets, and signals, to those outside
 # seccomp(2): programs of the classic packet filter, over a struct of the call
 SECCOMP_MODE_FILTER = 2
 CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct; an argument has 8 bytes
@@ -199,7 +196,8 @@ class Sandbox:
         self.wait_for_third()
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         self.drop_capabilities()
-        self.restrict_files()
+        if "landlock" in self.layers:
+            self.restrict_files()
         if "seccomp" in self.layers:
             self.refuse_calls()
         self.bound_resources()
@@ -270,23 +268,14 @@ class Sandbox:
         version = self.libc.syscall(
             LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION
         )
-        rights, size = LANDLOCK_VERSIONS.get(version, LANDLOCK_LATEST)
-        parts = {  # layer -> rights that are taken away, and whether this kernel knows of all
-            "landlock files": ((1 << rights) - 1, rights >= LANDLOCK_TRUNCATE),
-            "landlock network": (TCP, size >= 16),
-            "landlock scopes": (SCOPES, size >= 24),
-        }
-        taken = [part[0] if name in self.layers else 0 for name, part in parts.items()]
-        attributes = struct.pack("QQQ", *taken)
-        ruleset = self.libc.syscall(LANDLOCK_CREATE_RULESET, attributes, size, 0)
-        if "landlock files" in self.layers:
-            for path in self.readable_folders():
-                self.allow(ruleset, path, READ)
-            if self.has_folder:
-                self.allow(ruleset, self.task["folder"], READ | WRITE & taken[0])
+        every = (1 << LANDLOCK_RIGHTS.get(version, 16)) - 1
+        ruleset = self.libc.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", every), 8, 0)
+        for path in self.readable_folders():
+            self.allow(ruleset, path, READ)
+        if self.has_folder:
+            self.allow(ruleset, self.task["folder"], READ | WRITE & every)
         restricted = self.libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-        for name in parts.keys() & self.layers.keys():
-            self.layers[name] = restricted and parts[name][1]
+        self.layers["landlock"] = restricted and version >= LANDLOCK_TRUNCATE
 
     def readable_folders(self) -> list[str]:
         """System libraries, and where Python's modules lie; not what a user added to its path."""
