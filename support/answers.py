@@ -997,26 +997,8 @@ ORDINARY = re.compile(  # words, by their look: there is a vowel, and one capita
 def same_answer(given: str, gold: str) -> bool:
     """Whether two answers mean the same: as expressions where both can be read, else as text.
 
-    Algebra is compared at POINTS, rationals exactly, the rest to 230 digits. By convention:
-
-    percent    p% is p/100: 50% is 1/2, and not 50; but 50 is right where the gold answer is 50%
-    decimals   the point is the decimal mark; commas and thin spaces group thousands: 1,234 is
-               1 234, and 3,14 a list. A written decimal is exact: 0.33 is not 1/3, nor 3.1416 pi
-    brackets   a comma inside of them always separates
-    calls      f(2x), N(0), Γ(1/3) are no products, but x(x + 1) and a(b + c) are
-    order      none in sets and in lists without brackets. x = 3, y = -2 is (3, -2)
-    names      x = 5 is 5, but a = 1, b = 2 is not 1, 2. 2 + 3 = 5 is 5, and 2 + 3 = 6 = 5 nothing.
-               m + n = 5 is right where the gold answer is 5. What stands before an approximation
-               counts, and what stands behind it where that is a name
-    units      may stand on one side alone. Million multiplies; words like half are no units
-    angles     in radians: sin 30 is not 1/2. sin 30° is, and 90° is 90. log is to the base 10
-    ratios     3:5 is 6:10 and 3/5; times of day, as 3:30, are none, and neither are 10-20 years and
-               the score 3-2 a difference: such answers are compared as text
-    reals      letters are real, but i^2 = -1, e and pi are numbers; the cube root of -8 is -2; R is
-               (-∞, ∞), and 1 < x <= 2 is (1, 2]. There is no arithmetic with infinity
-    as text    products whose order counts, as A^{-1}B and AB - BA; ∅; 204_5, which is 204_{5}
-    floors     equal where what they round is: n/100 is not n/10, nor is the floor of 7/2 read as 3
-    words      abc is no bca, but a product beside 3abc or a * bc. Case counts but in words
+    Algebra is compared at POINTS, rationals exactly, the rest to 230 digits. What percent, order,
+    names, units and so on mean is convention: docs/verifiers.md has the list.
     """
     given, gold = without_math_signs(given), without_math_signs(gold)
     if max(len(given), len(gold)) > MAX_EXPRESSION:

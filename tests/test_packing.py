@@ -105,13 +105,14 @@ def test_micro_batches_together_give_the_scores_of_all(kind):
                 torch.testing.assert_close(logprobs, whole[rows], atol=1e-5, rtol=0, msg=name)
 
 
-def test_micro_batches_are_whole_groups_and_begin_with_the_longest():
+def test_micro_batches_are_whole_groups_where_these_fit():
     """Three groups of 8, 13 and 4 nodes."""
     groups = [(P, [D, D[:2], D]), (Q[:2], [C + D, C, C]), ([9], [D, D, D[:1]])]
     out = rollout_of(groups)
     parts = [part.tolist() for part in R.micro_batches(tiny(), out, 24)]
     assert parts == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
-    assert [p.tolist() for p in R.micro_batches(tiny(), out, 13)] == [[3, 4, 5], [0, 1, 2, 6, 7, 8]]
+    parts = [part.tolist() for part in R.micro_batches(tiny(), out, 13)]
+    assert parts == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert [len(part) for part in R.micro_batches(tiny(), out, 10_000)] == [9]
     assert R.micro_batches(tiny(), out[[]], 100) == []
 
