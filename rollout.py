@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from support.attention import attention, body_of, mask_between, our_attention, takes_our_attention
-from support.data import PromptFormat, UserError, expecting, need, printable
+from support.data import PromptFormat, UserError, need, printable
 from support.flags import flag, leaf, parse
 from support.models import context_of, end_and_pad_ids, has_experts, inspect_model, load_model
 
@@ -639,38 +639,23 @@ class Flags:
     samples: int = flag(4, "completions", low=1)
     max_new_tokens: int = flag(256, "of a completion", low=1)
     temperature: float = flag(1.0, "divides the logits; 0: greedy", low=0)
-    answer: str | None = flag(None, "shows what each completion is paid against it")
-    reward: str = flag("math", "as train.py's, for --answer")
     seed: int = flag(0, "of the samples", low=0)
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where it runs")
 
 
 def tried(flags: Flags) -> Iterator[str]:
-    """Completions of a prompt, each after what it is paid if there is an answer."""
-    from rewards import parse_reward  # here alone: sampling and scoring know no rewards
-
+    """Completions of a prompt."""
     need(flags.model and flags.prompt, "expected --model and --prompt")
-    row = {"prompt": flags.prompt, "answer": flags.answer}
-    reward = parse_reward(flags.reward)
-    if flags.answer is not None:
-        with expecting(f"--answer {flags.answer}"):
-            reward.check_answer(flags.answer)
-            reward.check([row])
     tokenizer, config = inspect_model(flags.model)
     form = PromptFormat(tokenizer, flags, vocabulary=config.get_text_config().vocab_size)
-    ids = form.encode(row)["ids"]
+    ids = form.encode({"prompt": flags.prompt})["ids"]
     model = load_model(flags.model, flags.device)
     generator = torch.Generator().manual_seed(flags.seed)
     uniforms = torch.rand(1, flags.samples, flags.max_new_tokens, generator=generator)
     ends = end_and_pad_ids(model, tokenizer)
     samples = generate(model, [ids], uniforms, temperature=flags.temperature, **ends)
     for completion in samples.texts():
-        text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
-        if flags.answer is not None:
-            [score] = reward.score([text], [row])
-            need(not score.fault, f"--reward {flags.reward}: {score.fault}")
-            text = f"[reward {score.reward:g}] {text}"
-        yield text
+        yield tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1004,10 +1004,6 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
         run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
     if batch.faults:
         run.warn("fault", f"a verifier failed and paid 0: {batch.faults[0]}")
-    by_itself = config.old_logprobs == "sampler" and config.stale_steps == 1
-    if by_itself and config.dtype == "float32" and row.get("sampler_kl", 0) > 1e-4:
-        far = f"the sampler's log-probs are {row['sampler_kl']:.1g} nats from the policy's"
-        run.warn("sampler", f"{far}, and float32 rounds to less: take --old-logprobs trainer")
     taught = row["truncated"] < 1 and row.get("advantage_abs", 0) > 0
     run.quiet_steps = 0 if taught else run.quiet_steps + 1
     if run.quiet_steps == 10 or run.quiet_steps == len(run.step_seconds) == config.steps:

@@ -94,12 +94,10 @@ def command_to_resume(runs: str, name: str) -> str:
 
 
 def command_to_try(checkpoint, config, row: dict) -> str:
-    """rollout.py's, that asks the trained model for an answer to a row of data."""
+    """rollout.py's, that asks the trained model what a row of data asks."""
     prompt = messages_of(row["prompt"])[-1]["content"]
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
     for name in ("system", "prompt_template", "chat_template_args"):
         if getattr(config, name) != getattr(type(config), name):
             command += [dashed(name), getattr(config, name)]
-    if isinstance(row["answer"], str):
-        command += ["--answer", row["answer"], "--reward", config.reward]
     return shlex.join(command)

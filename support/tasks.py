@@ -4,6 +4,7 @@ import ast
 import contextlib
 import hashlib
 import itertools
+import operator
 import os
 import random
 import re
@@ -45,23 +46,21 @@ def exact_value(text: str) -> Fraction:
     return value_of(ast.parse(text.strip(), mode="eval").body)
 
 
+SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
+SIGNS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
 def value_of(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(int(number)):
             return Fraction(number)
-        case ast.UnaryOp(ast.UAdd(), operand):
-            return value_of(operand)
-        case ast.UnaryOp(ast.USub(), operand):
-            return -value_of(operand)
-        case ast.BinOp(left, ast.Add(), right):
-            return value_of(left) + value_of(right)
-        case ast.BinOp(left, ast.Sub(), right):
-            return value_of(left) - value_of(right)
-        case ast.BinOp(left, ast.Mult(), right) | ast.Call(left, [right]):  # (3)(5) is a product
+        case ast.UnaryOp(sign, operand):
+            return SIGNS[type(sign)](value_of(operand))
+        case ast.BinOp(left, sign, right):
+            return SIGNS[type(sign)](value_of(left), value_of(right))
+        case ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left) * value_of(right)
-        case ast.BinOp(left, ast.Div(), right):
-            return value_of(left) / value_of(right)
-    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
+    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # a call of two
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:

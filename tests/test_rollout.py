@@ -892,10 +892,10 @@ def one_sentence(capsys, *arguments) -> str:
     return printed.err
 
 
-def test_the_command_prints_completions_with_their_rewards(folder, capsys, monkeypatch):
-    flags = "--prompt 1+2= --samples 3 --max-new-tokens 24 --answer 3 --reward exact --device cpu"
+def test_the_command_prints_completions(folder, capsys, monkeypatch):
+    flags = "--prompt 1+2= --samples 3 --max-new-tokens 24 --device cpu"
     text = command(capsys, "--model", folder, *flags.split())
-    assert text.count("[reward ") == 3
+    assert text.count("\n") >= 3
     assert command(capsys, "--model", folder, *flags.split()) == text
     assert command(capsys, "--model", folder, *flags.split(), "--seed", "1") != text
     monkeypatch.setattr(R, "tried", lambda flags: iter(["a\x1b[31mb\nc"]))
@@ -912,22 +912,12 @@ def test_the_command_prints_completions_with_their_rewards(folder, capsys, monke
         ("--prompt-template \udc80", "--prompt-template"),
         ("--prompt \udc80", "--prompt"),
         ("--system Hi", "the model has no chat template"),
-        ("--answer 3 --reward maths", "--reward maths"),
-        ("--answer=", "cannot be used by math"),
         ("--max-new-token 8", "--max-new-token: there is no such flag"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence_and_status_2(flags, words, folder, capsys):
     default = ["--model", folder, "--prompt", "1+2=", "--max-new-tokens", "8"]
     assert words in one_sentence(capsys, *default, *flags.split())
-
-
-def test_a_verifier_that_fails_is_one_sentence(folder, capsys, tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text("def bad(completion, answer):\n    return 1 if completion == '' else 1 / 0\n")
-    default = ["--model", folder, "--prompt", "1+2=", "--answer", "3", "--max-new-tokens", "8"]
-    error = one_sentence(capsys, *default, "--reward", f"{mine}:bad")
-    assert f"{mine}:bad" in error and "ZeroDivisionError" in error
 
 
 def broken(folder, tmp_path, name, change):
