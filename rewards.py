@@ -4,14 +4,12 @@
 
 A completion is adversarial input: nothing in it is evaluated, whatever it holds costs little time,
 and what a verifier cannot judge earns nothing. A gold answer that cannot be used is a mistake of
-the user's, and is said before training.
-"""
+the user's, and is said before training."""
 
 import argparse
 import collections
 import concurrent.futures
 import functools
-import importlib.util
 import inspect
 import os
 import re
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.data import UserError, did_you_mean, expecting, need, read_rows, reason
+from support.flags import leaf
 from support.tasks import arithmetic, arithmetic_steps, exact_value
 
 MAX_TEXT = 10_000  # characters of an answer
@@ -47,8 +46,7 @@ def verifier(function: Callable) -> Callable:
     It returns a number in [0, 1], or a list of (end in characters, reward) of steps, the outcome
     last. A parameter beyond the two takes that field of the row, or `tokens`, how many the
     completion has. `need(...)` inside it says which gold answers it cannot use: data is checked
-    before training, and a completion earns nothing.
-    """
+    before training, and a completion earns nothing."""
 
     @functools.wraps(function)
     def guarded(*arguments, **fields):
@@ -91,8 +89,7 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
     The last `<answer>` after the thinking (or the last box in it; one that is not closed is no
     answer), else the last box, else the line after the last `####`, else all the text, or "" if it
-    must be `marked`.
-    """
+    must be `marked`."""
     if type(completion) not in (str, int, float):  # a bool is no answer
         return ""
     text = after_thinking(str(completion))
@@ -370,8 +367,7 @@ class Reward:
 
         What a verifier pays counts as right or wrong as long as it lies between 0 and 1. A term
         that has ever paid otherwise, or is marked as shaping, moves the policy but does not count.
-        Where no term counts, all that was paid decides, and nothing is right or wrong: None.
-        """
+        Where no term counts, all that was paid decides, and nothing is right or wrong: None."""
         for score in scores:
             outside = [name for name, value in score.terms.items() if not 0 <= value <= 1]
             self.shaping.update(outside)
@@ -396,8 +392,7 @@ class Reward:
     def check(self, rows: list[dict]) -> None:
         """Tries users' functions on the first row: mistakes show before a model is loaded.
 
-        UserError where a function returns no number, or raises whatever the completion is.
-        """
+        UserError where a function returns no number, or raises whatever the completion is."""
         row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
@@ -447,9 +442,8 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         name, function = place.rpartition(":")[2], None
         if place.startswith("judge:"):
             check_leaves("judge")
-            from support.judge import Judge
-
-            name, function = "judge", Judge(place.removeprefix("judge:"), device)
+            function = leaf("judge").Judge(place.removeprefix("judge:"), device)
+            name = "judge"
         expected = "a sum of [weight*]file.py:function"
         if ".py:" not in place:
             expected += f" or one of {', '.join(VERIFIERS)}"
@@ -477,13 +471,10 @@ def find_verifier(place: str, kind: str = "verifier") -> Callable:
 
 def check_leaves(name: str) -> None:
     """UserError where a verifier of ours lacks its file, or a layer of the sandbox."""
-    for leaf in LEAVES.get(name, ()):
-        found = importlib.util.find_spec(f"support.{leaf}")
-        need(found, f"--reward {name}: needs support/{leaf}.py, which is not here")
+    for each in LEAVES.get(name, ()):
+        need(leaf(each), f"--reward {name}: needs support/{each}.py, which is not here")
     if "sandbox" in LEAVES.get(name, ()):
-        from support.sandbox import run_program
-
-        layers, output = run_program("", strict=name == "code_strict")
+        layers, output = leaf("sandbox").run_program("", strict=name == "code_strict")
         print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
         need(output is not None, f"--reward {name}: layers are missing: {layers}")
 

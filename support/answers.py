@@ -3,8 +3,7 @@ and `last_number` of a text that marks none.
 
 Both are read into trees and compared: by their values where they have some (letters get numbers, at
 several points), piece by piece where they are points, sets and the like, else as text. Answers come
-from models that are trained on the verdict: nothing is evaluated, and no call takes long.
-"""
+from models that are trained on the verdict: nothing is evaluated, and no call takes long."""
 
 import functools
 import itertools
@@ -211,8 +210,7 @@ class Node(NamedTuple):
     power: base, exponent. root: degree, radicand. binomial: above, below
     quantity (value: its unit): of one. ±, ∓: of two, until `alternatives` makes two nodes of them
     list (value: "and", "or" or ","), set, "()", "[]", "(]", "[)": of items. matrix: of rows
-    =, ≠: of sides. < (value: the signs between them): of sides from small to large
-    """
+    =, ≠: of sides. < (value: the signs between them): of sides from small to large"""
 
     kind: str
     items: tuple = ()
@@ -641,8 +639,7 @@ def unknown(name: str, point: str) -> Fraction:
 
     Letters are all negative at the first point, so that sqrt(x^2) is not x, all positive at the
     second, so that |x| is not -x, and of either sign at the others, so that |x| + |y| is not
-    |x + y|. The denominator is odd, so that (-2)^n is real.
-    """
+    |x + y|. The denominator is odd, so that (-2)^n is real."""
     rng = random.Random(f"{name} {point}")
     size = Fraction(rng.randint(1, 2**17), 2**15 - 19)
     sign = {"negative": -1, "positive": 1}.get(point, rng.choice((-1, 1)))
@@ -778,8 +775,7 @@ class Comparison:
         """The value of an expression where every letter has the value that `point` gives it.
 
         A Fraction is exact, else a number of mpmath. Of the floats there are infinity and its
-        opposite. Raises Unreadable where there is no value.
-        """
+        opposite. Raises Unreadable where there is no value."""
         key = (id(node), point)
         if key not in self.known:
             try:
@@ -998,8 +994,7 @@ def same_answer(given: str, gold: str) -> bool:
     """Whether two answers mean the same: as expressions where both can be read, else as text.
 
     Algebra is compared at POINTS, rationals exactly, the rest to 230 digits. What percent, order,
-    names, units and so on mean is convention: docs/verifiers.md has the list.
-    """
+    names, units and so on mean is convention: docs/verifiers.md has the list."""
     given, gold = without_math_signs(given), without_math_signs(gold)
     if max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold

@@ -13,19 +13,18 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     if len(tokens) == 0:
         return {}
     log_s = torch.where(mask, log_ratio, 0.0).sum(1) / mask.sum(1).clamp(min=1)
-    return {
-        f"{prefix}_kl": (tokens.expm1() - tokens).mean(),
-        f"{prefix}_token_std": tokens.std(correction=0),
-        f"{prefix}_sequence_std": log_s.std(correction=0),
-    }
+    row = {f"{prefix}_kl": (tokens.expm1() - tokens).mean()}
+    row[f"{prefix}_token_std"] = tokens.std(correction=0)
+    row[f"{prefix}_sequence_std"] = log_s.std(correction=0)
+    return row
 
 
 def of_critic(values: Tensor, returns: Tensor) -> dict[str, Tensor]:
     """1 - var(return - value) / var(return), over (tokens,): 1 if perfect, 0 if constant."""
     if len(values) == 0:
         return {}
-    unexplained = (returns - values).var(correction=0) / (returns.var(correction=0) + 1e-8)
-    return {"explained_variance": 1 - unexplained}
+    left = (returns - values).var(correction=0)
+    return {"explained_variance": 1 - left / (returns.var(correction=0) + 1e-8)}
 
 
 def of_teacher(teacher_logprobs: Tensor, logprobs: Tensor) -> dict[str, Tensor]:

@@ -47,7 +47,8 @@ def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
         return False
     source += CALL_CASES.format(name=name)
     _, output = sandbox.run_program(source, json.dumps(arguments), name="program", strict=strict)
-    return output is not None and output.splitlines()[-1:] == [right]
+    printed = (output or "").splitlines()
+    return printed[-1:] == [right]
 
 
 def passes_texts(text: str, cases: list, strict: bool) -> bool:
@@ -85,7 +86,8 @@ def last_program(text: str, wanted: str) -> str:
     for line in text.splitlines():
         found = FENCE.search(line)
         at_end = found and found.end() == len(line)
-        closes = at_end and found[1].startswith(fence) and not (found[2] or found[3].strip())
+        behind = at_end and found[2] + found[3].strip()
+        closes = at_end and found[1].startswith(fence) and not behind
         if fence and not closes:
             lines.append(line)
         elif fence:

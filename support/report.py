@@ -8,7 +8,7 @@ It reads config.json, starts.jsonl, metrics.jsonl and evaluations.jsonl of a run
 import html
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -39,7 +39,8 @@ def read_story(folder: Path) -> Story:
         return [json.loads(line) for line in lines[:-1]]
 
     flags = json.loads((folder / "config.json").read_text())
-    return Story(folder.resolve().name, flags, rows("starts"), rows("metrics"), rows("evaluations"))
+    files = map(rows, ("starts", "metrics", "evaluations"))
+    return Story(folder.resolve().name, flags, *files)
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
@@ -92,21 +93,13 @@ def health(rows: list[dict], flags: dict) -> list[str]:
     warn(entropy < 0.01 and solved < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
     rewards = [row["reward"] for row in rows]
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rows), RECENT)]
-    fell = now["reward"] < (max(levels) + min(levels[0], 0.0)) / 2
-    warn(fell, f"the reward fell from {max(levels):.2f} to {now['reward']:.2f}: {COLLAPSE}")
+    best, last = max(levels), now["reward"]
+    fell = last < (best + min(levels[0], 0.0)) / 2
+    warn(fell, f"the reward fell from {best:.2f} to {last:.2f}: {COLLAPSE}")
     return found
 
 
 # ---- HTML and SVG --------------------------------------------------------------------------------
-
-
-def tag(name: str, *inside: str, **attributes) -> str:
-    """An element. What is inside is HTML already; attributes are written class_, stroke_width."""
-    words = [name]
-    for key, value in attributes.items():
-        text = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
-        words.append(f'{key.strip("_").replace("_", "-")}="{text}"')
-    return f"<{' '.join(words)}>{''.join(inside)}</{name}>"
 
 
 def visible(value) -> str:
@@ -117,6 +110,11 @@ def visible(value) -> str:
     if len(text) > MOST_CHARACTERS:
         shown += f" … and {len(text) - MOST_CHARACTERS} more characters"
     return html.escape(shown)
+
+
+def elements(name: str, inside: Iterable[str]) -> str:
+    """An element around each; what is inside is HTML already."""
+    return "".join(f"<{name}>{each}</{name}>" for each in inside)
 
 
 class Plot(NamedTuple):
@@ -141,37 +139,39 @@ class Plot(NamedTuple):
         return self.bottom - share * (self.bottom - self.top)
 
     def line(self, points: list[tuple[float, float]], look: str) -> str:
-        places = "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
-        return tag("path", class_=look, d=f"M{places}")
+        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
+        return f'<path class="{look}" d="M{"L".join(places)}"/>'
 
     def dots(self, points: list[tuple[float, float]], look: str, radius=2.0) -> Iterator[str]:
         """With their numbers, for a mouse that rests on them."""
         for x, y in points:
-            note = tag("title", f"step {x:g}: {y:.5g}")
-            yield tag("circle", note, class_=look, cx=self.x(x), cy=self.y(y), r=radius)
+            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
+            note = f"<title>step {x:g}: {y:.5g}</title>"
+            yield f'<circle class="{look}" {place}>{note}</circle>'
 
     def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
         """Lines across, each with its label."""
         for value, label in labels.items():
             y = self.y(value)
-            yield tag("path", class_="axis", d=f"M{self.left} {y:.1f}H{self.right}")
-            yield tag("text", label, x=self.left - 6, y=y + 4, text_anchor="end")
+            yield f'<path class="axis" d="M{self.left} {y:.1f}H{self.right}"/>'
+            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
 
     def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
         """Numbers below, behind their name."""
         y = self.bottom + 15
-        yield tag("text", name, x=self.left - 6, y=y, text_anchor="end")
+        yield f'<text x="{self.left - 6}" y="{y}" text-anchor="end">{name}</text>'
         for value in values:
-            yield tag("text", f"{value:g}", x=self.x(value), y=y, text_anchor="middle")
+            yield f'<text x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>'
 
 
 def round_ticks(low: float, high: float) -> list[float]:
     """Two to six round numbers between them."""
     size = high - low
     decade = 10.0 ** math.floor(math.log10(size))
-    step = next(factor * decade for factor in (0.2, 0.5, 1, 2) if size <= 5 * factor * decade)
-    numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
-    return [step * number for number in numbers]
+    steps = [factor * decade for factor in (0.2, 0.5, 1, 2)]
+    step = next(step for step in steps if size <= 5 * step)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [step * number for number in range(first, last + 1)]
 
 
 # ---- curves --------------------------------------------------------------------------------------
@@ -227,16 +227,16 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     labels = {tick: f"{tick:{form}}" for tick in round_ticks(*plot.y_range)}
     drawn = [*plot.ticks_of_y(labels)]
     drawn += plot.ticks_of_x(round_ticks(0, last), "step")
-    caption = [tag("b", metric), " "]
+    caption = f"<b>{metric}</b> "
     for i, curve in enumerate(curves):
         if curve:
             _, value = curve[-1]
-            caption.append(tag("span", f"{value:{form}}", class_=f"key color{i}"))
+            caption += f'<span class="key color{i}">{value:{form}}</span>'
             drawn.append(plot.line(curve, f"curve color{i}"))
             drawn += plot.dots(at_most(MOST_DOTS, curve), f"dot color{i}")
-    caption.append(tag("div", CHARTS[metric], class_="dim"))
-    picture = tag("svg", *drawn, viewBox="0 0 320 150", role="img", aria_label=metric)
-    return tag("figure", picture, tag("figcaption", *caption))
+    caption += f'<div class="dim">{CHARTS[metric]}</div>'
+    picture = f'<svg viewBox="0 0 320 150" role="img" aria-label="{metric}">{"".join(drawn)}</svg>'
+    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def headline(story: Story) -> str:
         (first, before), (last, after) = solved[0], solved[-1]
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
     parts += [f"{start['date']}: {start['command']}" for start in story.starts]
-    return "".join(tag("div", visible(part)) for part in parts)
+    return elements("div", map(visible, parts))
 
 
 def answers(story: Story) -> str:
@@ -260,13 +260,14 @@ def answers(story: Story) -> str:
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
-    parts = [tag("summary", tag("b", visible(story.name)))]
+    parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
     for prompt, rows in by_prompt.items():
         cards = map(card, at_most(MOST_EVALUATIONS, rows))
-        parts.append(tag("pre", visible(prompt), class_="prompt"))
-        parts.append(tag("span", "answer: ", visible(rows[0]["answer"]), class_="dim"))
-        parts.append(tag("div", *cards, class_="cards", tabindex=0))
-    return tag("details", *parts, open="")
+        answer = visible(rows[0]["answer"])
+        parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
+        parts.append(f'<span class="dim">answer: {answer}</span>')
+        parts.append(f'<div class="cards" tabindex="0">{"".join(cards)}</div>')
+    return f'<details open="">{"".join(parts)}</details>'
 
 
 def card(row: dict) -> str:
@@ -275,21 +276,20 @@ def card(row: dict) -> str:
     if row["correct"] is not None:
         verdict = "right" if row["correct"] > 0.5 else "wrong"
         head, look = f"{head}, {verdict}", f"card {verdict}"
-    shown = tag("pre", visible(row["completion"]))
-    return tag("div", tag("span", head, class_="head"), shown, class_=look)
+    shown = visible(row["completion"])
+    return f'<div class="{look}"><span class="head">{head}</span><pre>{shown}</pre></div>'
 
 
 def flag_table(stories: list[Story]) -> str:
     """The resolved flags of all runs, those that differ marked."""
-    names = [tag("th", visible(story.name)) for story in stories]
-    lines = [tag("tr", tag("th", "flag"), *names)]
+    names = [visible(story.name) for story in stories]
+    lines = [elements("tr", [elements("th", ["flag", *names])])]
     for name in dict.fromkeys(name for story in stories for name in story.flags):
         values = [visible(story.flags.get(name)) for story in stories]
-        cells = [tag("td", text) for text in (visible(name), *values)]
         look = "same" if len(set(values)) == 1 else "differs"
-        lines.append(tag("tr", *cells, class_=look))
-    summary = tag("summary", "all resolved flags; coloured: where these runs differ")
-    return tag("details", summary, tag("div", tag("table", *lines), class_="wide"))
+        lines.append(f'<tr class="{look}">{elements("td", [name, *values])}</tr>')
+    summary = "<summary>all resolved flags; coloured: where these runs differ</summary>"
+    return f'<details>{summary}<div class="wide"><table>{"".join(lines)}</table></div></details>'
 
 
 # completions are hostile; should one get past visible(), the page still loads and runs nothing
@@ -320,19 +320,22 @@ pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: aut
 def write_report(folders: list[Path], path: Path) -> None:
     """Writes one page about runs."""
     stories = [read_story(folder) for folder in folders]
-    title = "Report of " + ", ".join(story.name for story in stories)
-    body = [tag("h1", visible(title))]
+    names = [story.name for story in stories]
+    title = f"Report of {', '.join(names)}"
+    body = [f"<h1>{visible(title)}</h1>"]
     for i, story in enumerate(stories):
-        name = tag("span", visible(story.name), class_=f"key color{i}")
-        sentences = [tag("li", visible(each)) for each in health(story.rows, story.flags)]
-        body += [name, headline(story), tag("ul", *sentences)]
+        body.append(f'<span class="key color{i}">{visible(story.name)}</span>')
+        body.append(headline(story))
+        sentences = map(visible, health(story.rows, story.flags))
+        body.append(f"<ul>{elements('li', sentences)}</ul>")
     figures = [chart_figure(metric, stories) for metric in CHARTS]
-    body += [tag("h2", "Metrics"), tag("div", *figures, class_="grid")]
-    body.append(tag("h2", "The same held-out prompts at every evaluation"))
-    body += [answers(story) for story in stories]
-    body += [tag("h2", "Flags"), flag_table(stories)]
-    page = tag("html", HEAD, tag("title", visible(title)), "\n".join(body), lang="en")
-    replace_text(path, f"<!doctype html>\n{page}\n")
+    body.append(f'<h2>Metrics</h2><div class="grid">{"".join(figures)}</div>')
+    body.append("<h2>The same held-out prompts at every evaluation</h2>")
+    body += map(answers, stories)
+    body.append(f"<h2>Flags</h2>{flag_table(stories)}")
+    head = f"{HEAD}<title>{visible(title)}</title>"
+    inside = "\n".join(body)
+    replace_text(path, f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n')
 
 
 def main(folders: list[str]) -> int:

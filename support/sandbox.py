@@ -8,8 +8,7 @@ other processes and files but Python's own are out of reach where the kernel has
 
 Not covered: of any file on the machine a program can learn the name, size and times (stat), and the
 names and values of extended attributes (listxattr); of any folder that something happens in it
-(inotify); what Python's own folders hold; how busy the machine is; and a kernel with a bug.
-"""
+(inotify); what Python's own folders hold; how busy the machine is; and a kernel with a bug."""
 
 import contextlib
 import ctypes
@@ -36,8 +35,7 @@ def run_program(
     """(layer -> whether it is there, output) of a program; output is None where it failed: a time
     that is over, a signal, any exit status but 0, a layer that is NEEDED; strict: any layer.
 
-    given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if 0.
-    """
+    given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if 0."""
     import subprocess  # the child has no use for these two
     import tempfile
 
@@ -69,7 +67,7 @@ def run_program(
         )
         try:
             child.communicate(given.encode(errors="replace"), timeout=seconds + 6)
-        except subprocess.TimeoutExpired:  # its second process should have ended it
+        except subprocess.TimeoutExpired:  # it should have ended itself
             os.killpg(child.pid, signal.SIGKILL)
         failed = child.wait() != 0
         stdout.seek(0)
@@ -87,7 +85,6 @@ def run_program(
 CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
 CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
 CLONE_NEWUSER = 0x10000000  # users: what lets an unprivileged process have the others
-CLONE_NEWPID = 0x20000000  # processes
 CLONE_NEWNET = 0x40000000  # network
 # mount(2)
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
@@ -178,10 +175,8 @@ def numbers_of_calls(machine: str) -> dict[str, int]:
 class Sandbox:
     """The child's side of `run_program`.
 
-    Three processes. The first makes namespaces and waits. The second is the first of them: it ends
-    when the program does, or when its time is over. The third takes rights away from itself, then
-    becomes the program. `layers` says which protections are there.
-    """
+    Two processes. The first makes namespaces, and watches the second, which takes rights away from
+    itself, then becomes the program. `layers` says which protections are there."""
 
     def __init__(self, task: dict):
         self.task = task
@@ -192,8 +187,7 @@ class Sandbox:
     def run(self) -> None:
         if "namespaces" in self.layers:
             self.own_namespaces()
-        self.wait_for_second()
-        self.wait_for_third()
+        self.watch()
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         self.drop_capabilities()
         if "landlock" in self.layers:
@@ -211,7 +205,7 @@ class Sandbox:
 
     def own_namespaces(self) -> None:
         user, group = os.getuid(), os.getgid()
-        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
+        flags = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
         self.layers["namespaces"] = self.libc.unshare(flags) == 0
         if not self.layers["namespaces"]:
             return
@@ -228,29 +222,22 @@ class Sandbox:
         self.has_folder = self.libc.mount(b"tmpfs", folder, b"tmpfs", flags, options) == 0
         os.chdir(folder)
 
-    def wait_for_second(self) -> None:
-        """Returns in the second process alone."""
-        second = os.fork()
-        if second:
-            os._exit(os.waitpid(second, 0)[1] != 0)
-        self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def wait_for_third(self) -> None:
-        """Returns in the third process alone; the second ends when it does, or in time."""
+    def watch(self) -> None:
+        """Returns in the second process alone; the first ends when it does, or in time."""
         child_ends = {signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, child_ends)  # it waits until it is asked for
-        third = os.fork()
-        if third == 0:
+        program = os.fork()
+        if program == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child_ends)
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             return
         deadline = time.monotonic() + self.task["seconds"]
         while (left := deadline - time.monotonic()) > 0 and self.threads() <= MAX_THREADS:
-            ended, status = os.waitpid(third, os.WNOHANG)
+            ended, status = os.waitpid(program, os.WNOHANG)
             if ended:
                 os._exit(status != 0)
             signal.sigtimedwait(child_ends, min(left, WATCH_SECONDS))
-        os.kill(third, signal.SIGKILL)
+        os.kill(program, signal.SIGKILL)
         os._exit(1)
 
     def threads(self) -> int:

@@ -94,6 +94,9 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict:
     write_rows(folder / "eval.jsonl", read_rows(settings["data"])[:1])
     for name in ("model", "data", "held_out"):
         settings[name] = settings[name] and str(Path(settings[name]).resolve())
+    file, colon, function = settings["reward"].rpartition(":")
+    if file:
+        settings["reward"] = f"{Path(file).resolve()}{colon}{function}"
     return settings
 
 

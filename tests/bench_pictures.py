@@ -33,7 +33,7 @@ import rollout  # noqa: E402
 import train  # noqa: E402
 from support import tasks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
-from support.report import Plot, Story, points_of, read_story, round_ticks, tag  # noqa: E402
+from support.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion; one of 8 operations has 50
@@ -66,6 +66,15 @@ svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card:
 .flow { stroke: var(--dim); stroke-width: 1.6; fill: none; marker-end: url(#head) }
 .head { fill: var(--dim) }
 """
+
+
+def tag(name: str, *inside: str, **attributes) -> str:
+    """An element. What is inside is HTML already; attributes are written class_, stroke_width."""
+    words = [name]
+    for key, value in attributes.items():
+        text = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
+        words.append(f'{key.strip("_").replace("_", "-")}="{text}"')
+    return f"<{' '.join(words)}>{''.join(inside)}</{name}>"
 
 
 def svg(title: str, described: str, height: int, drawn: list[str]) -> str:

@@ -144,3 +144,8 @@ def test_few_slots_are_watched_until_the_last_completion(place):
     assert 1 + max(stay.slot for stay in found) == pictures.SLOTS
     assert sum(stay.end - stay.begin for stay in found) == sum(lengths)
     assert sum(not stay.moved for stay in found) == len(lengths)
+
+
+def test_an_attribute_cannot_be_left():
+    element = pictures.tag("i", "text", title='"><b>', class_="x")
+    assert element == '<i title="&quot;&gt;&lt;b&gt;" class="x">text</i>'

@@ -291,8 +291,3 @@ def test_health_sees_a_collapse_and_no_slow_beginning():
     [sentence] = report.health(rows, FLAGS)
     assert "fell from 0.80 to 0.30" in sentence
     assert report.health(rows[:30], FLAGS) == []
-
-
-def test_an_attribute_cannot_be_left():
-    element = report.tag("i", "text", title='"><b>', class_="x")
-    assert element == '<i title="&quot;&gt;&lt;b&gt;" class="x">text</i>'
