@@ -34,8 +34,8 @@ VERIFIERS: dict[str, Callable] = {}  # what --reward knows by name
 LEAVES = {  # files in support/ without which a verifier of ours is none
     "math": ["answers"],
     "math_lenient": ["answers"],
-    "code": ["programs", "sandbox"],
-    "code_strict": ["programs", "sandbox"],
+    "code": ["sandbox", "programs"],  # the second imports the first
+    "code_strict": ["sandbox", "programs"],
     "judge": ["judge"],
 }
 

@@ -534,7 +534,9 @@ def completion_logprobs(
 
     def chunk(hidden, targets):
         logits = logits_of(model, hidden)
-        logp = (logits / temperature).log_softmax(-1)
+        if temperature != 1:  # a copy of them takes time
+            logits = logits / temperature
+        logp = logits.log_softmax(-1)
         logprobs = logp.gather(1, targets[:, None])[:, 0]
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy = -(logp.exp() * logp).sum(-1)

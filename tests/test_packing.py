@@ -124,8 +124,8 @@ def test_the_trie_of_the_worked_example():
     packed = packing.Packed(out)
     assert packed.ids.tolist() == [[a, b, f, c, d, e, g]]
     prompts, texts = packed.blocks
-    assert prompts.brought_positions().tolist() == [0, 1, 0]
-    assert texts.brought_positions().tolist() == [2, 3, 3, 1]
+    assert prompts.positions.flatten()[prompts.brought].tolist() == [0, 1, 0]
+    assert texts.positions.flatten()[texts.brought].tolist() == [2, 3, 3, 1]
     assert texts.queries.flatten()[texts.brought].tolist() == [3, 4, 5, 6]
     assert texts.keys.tolist() == [[0, 1, 3, 4], [0, 1, 3, 5], [2, 6, 0, 0]]
     assert packed.parents.tolist() == [1, 3, 3, 2, 4, 5, 6]
