@@ -524,12 +524,13 @@ LOGITS_AT_ONCE = 2**26  # float32: 256 MB
 
 
 def completion_logprobs(
-    model, rollout: Rollout, temperature: float, *, entropy_grad: bool = True
+    model, rollout: Rollout, temperature: float, *, entropy_grad: bool | None = True
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of the completions, and entropies of the distributions, at a temperature.
 
     Returns both (N, T), float32, 0 on padding; the same bits with and without gradients. That of
-    the entropies costs memory and time even where nothing is made of it: hence entropy_grad."""
+    the entropies costs memory and time even where nothing is made of it: hence entropy_grad. None:
+    they are not computed, and 0."""
     at_once = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
 
     def chunk(hidden, targets):
@@ -538,8 +539,10 @@ def completion_logprobs(
             logits = logits / temperature
         logp = logits.log_softmax(-1)
         logprobs = logp.gather(1, targets[:, None])[:, 0]
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = -(logp.exp() * logp).sum(-1)
+        entropy = torch.zeros_like(logprobs)
+        if entropy_grad is not None:
+            with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+                entropy = -(logp.exp() * logp).sum(-1)
         return torch.stack([logprobs, entropy])
 
     def in_chunks(hidden, targets):

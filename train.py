@@ -340,11 +340,14 @@ class Run:
         return torch.autocast(self.config.device, torch.bfloat16, enabled=enabled)
 
     def logprobs(self, model, samples: rollout.Rollout) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (N, T): one path for the policy, pi_old and the reference."""
-        config = self.config
+        """Log-probs and, with gradients, entropies (N, T): one path for the policy, pi_old and the
+        reference."""
+        config, entropy_grad = self.config, None
+        if torch.is_grad_enabled():
+            entropy_grad = config.entropy_coef > 0
         with self.autocast():
             return rollout.completion_logprobs(
-                model, samples, config.temperature, entropy_grad=config.entropy_coef > 0
+                model, samples, config.temperature, entropy_grad=entropy_grad
             )
 
     def values(self, samples: rollout.Rollout) -> Tensor:

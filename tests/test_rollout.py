@@ -773,6 +773,8 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
         assert moved == entropy_grad
     assert torch.equal(found[0][0], found[1][0])
     assert all(map(torch.equal, found[0][1], found[1][1]))
+    again, nothing = R.completion_logprobs(model, out, 0.7, entropy_grad=None)
+    assert torch.equal(again, logprobs) and not nothing.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
