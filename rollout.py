@@ -476,7 +476,8 @@ def free_gb(device: torch.device) -> float:
 
 
 def micro_batches(model, rollout: Rollout, tokens: int) -> list[Tensor]:
-    """The rows, by length, in parts of at most so many tokens, padding included, or of one row."""
+    """The rows in parts of at most so many tokens that are read, or of one row; those that are
+    padded by length."""
     packing = fast_way(model)
     if packing:
         return packing.micro_batches(rollout, tokens)

@@ -385,7 +385,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         rows = form.encode_rows(rows, f"--data {config.data}")
         prompts = data.shuffled_epochs(rows, config.seed)
     else:
-        prompts = map(form.encode, rows)
+        prompts = form.encode_problems(rows)
     fewest = min(len(held_out), config.prompts_per_step)
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
     generate = rollout.generate

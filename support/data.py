@@ -193,9 +193,13 @@ class PromptFormat:
             strange = "".join(strange)
             raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
 
+    def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
+        """Rows with their tokens, one by one, less those that leave no room for a completion."""
+        return (row for row in map(self.encode, rows) if len(row["ids"]) <= self.longest)
+
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
-        """Rows with their tokens, less those that leave no room for a completion; says how many."""
-        kept = [row for row in map(self.encode, rows) if len(row["ids"]) <= self.longest]
+        """The same of a file, as a list; says how many are too long."""
+        kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
         sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} "
         sentence += f"tokens, the model's context of {self.context} less --max-new-tokens"

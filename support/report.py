@@ -276,7 +276,7 @@ def card(row: dict) -> str:
     if row["correct"] is not None:
         verdict = "right" if row["correct"] > 0.5 else "wrong"
         head, look = f"{head}, {verdict}", f"card {verdict}"
-    shown = visible(row["completion"])
+    head, shown = visible(head), visible(row["completion"])
     return f'<div class="{look}"><span class="head">{head}</span><pre>{shown}</pre></div>'
 
 
@@ -287,7 +287,7 @@ def flag_table(stories: list[Story]) -> str:
     for name in dict.fromkeys(name for story in stories for name in story.flags):
         values = [visible(story.flags.get(name)) for story in stories]
         look = "same" if len(set(values)) == 1 else "differs"
-        lines.append(f'<tr class="{look}">{elements("td", [name, *values])}</tr>')
+        lines.append(f'<tr class="{look}">{elements("td", [visible(name), *values])}</tr>')
     summary = "<summary>all resolved flags; coloured: where these runs differ</summary>"
     return f'<details>{summary}<div class="wide"><table>{"".join(lines)}</table></div></details>'
 

@@ -12,6 +12,7 @@ names and values of extended attributes (listxattr); of any folder that somethin
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import re
@@ -74,7 +75,10 @@ def run_program(
         layers, _, output = stdout.read().decode(errors="replace").partition("\n")
     try:
         layers = json.loads(layers)
-    except ValueError:  # it never came to the program, which may also write over that line
+    except (
+        ValueError,
+        RecursionError,
+    ):  # it never came to the program, which may also write over that line
         layers = {}
     return layers, None if failed else output
 
@@ -85,6 +89,7 @@ def run_program(
 CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
 CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
 CLONE_NEWUSER = 0x10000000  # users: what lets an unprivileged process have the others
+CLONE_NEWPID = 0x20000000  # processes
 CLONE_NEWNET = 0x40000000  # network
 # mount(2)
 MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
@@ -141,19 +146,24 @@ REFUSED = """
     mount              165  40    umount2            166  39    pivot_root         155  41
     chroot             161  51    unshare            272  97    setns              308  268
     # memory, queues and keys that are shared with other processes
-    shmget             29   194   semget             64   190   msgget             68   186
-    mq_open            240  180   add_key            248  217   request_key        249  218
+    shmget             29   194   shmat              30   196   shmctl             31   195
+    semget             64   190   semop              65   193   semctl             66   191
+    semtimedop         220  192   msgget             68   186   msgsnd             69   189
+    msgrcv             70   188   msgctl             71   187   mq_open            240  180
+    mq_unlink          241  181   add_key            248  217   request_key        249  218
     keyctl             250  219
     # what a kernel's bugs are reached by, and no honest program needs
     bpf                321  280   perf_event_open    298  241   userfaultfd        323  282
     syslog             103  116
     # some arguments are harmless: see refuse_calls
     clone              56   220   tgkill             234  131   prlimit64          302  261
-    ioctl              16   29    socketpair         53   199
+    ioctl              16   29    socketpair         53   199   fcntl              72   25
 """
 CLONE_THREAD = 0x00010000
 # connected for good; one of datagrams could send to any service that has a path
 STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
+# copies of descriptors, their flags, locks of files; but not which process one signals
+HARMLESS_FCNTLS = (*range(fcntl.F_SETLKW + 1), fcntl.F_DUPFD_CLOEXEC)
 # is it a terminal, how much can be read, to wait or not, to close when a program starts or not
 HARMLESS_IOCTLS = (
     *(termios.TCGETS, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
@@ -175,8 +185,9 @@ def numbers_of_calls(machine: str) -> dict[str, int]:
 class Sandbox:
     """The child's side of `run_program`.
 
-    Two processes. The first makes namespaces, and watches the second, which takes rights away from
-    itself, then becomes the program. `layers` says which protections are there."""
+    Three processes. The first makes namespaces and waits. The second is the first of them, so that
+    with it all others end: it watches the third, which takes rights away from itself, then becomes
+    the program. `layers` says which protections are there."""
 
     def __init__(self, task: dict):
         self.task = task
@@ -187,7 +198,8 @@ class Sandbox:
     def run(self) -> None:
         if "namespaces" in self.layers:
             self.own_namespaces()
-        self.watch()
+        self.wait_for_second()
+        self.wait_for_third()
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         self.drop_capabilities()
         if "landlock" in self.layers:
@@ -205,7 +217,7 @@ class Sandbox:
 
     def own_namespaces(self) -> None:
         user, group = os.getuid(), os.getgid()
-        flags = CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
+        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
         self.layers["namespaces"] = self.libc.unshare(flags) == 0
         if not self.layers["namespaces"]:
             return
@@ -222,22 +234,29 @@ class Sandbox:
         self.has_folder = self.libc.mount(b"tmpfs", folder, b"tmpfs", flags, options) == 0
         os.chdir(folder)
 
-    def watch(self) -> None:
-        """Returns in the second process alone; the first ends when it does, or in time."""
+    def wait_for_second(self) -> None:
+        """Returns in the second process alone."""
+        second = os.fork()
+        if second:
+            os._exit(os.waitpid(second, 0)[1] != 0)
+        self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def wait_for_third(self) -> None:
+        """Returns in the third process alone; the second ends when it does, or in time."""
         child_ends = {signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, child_ends)  # it waits until it is asked for
-        program = os.fork()
-        if program == 0:
+        third = os.fork()
+        if third == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child_ends)
             self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             return
         deadline = time.monotonic() + self.task["seconds"]
         while (left := deadline - time.monotonic()) > 0 and self.threads() <= MAX_THREADS:
-            ended, status = os.waitpid(program, os.WNOHANG)
+            ended, status = os.waitpid(third, os.WNOHANG)
             if ended:
                 os._exit(status != 0)
             signal.sigtimedwait(child_ends, min(left, WATCH_SECONDS))
-        os.kill(program, signal.SIGKILL)
+        os.kill(third, signal.SIGKILL)
         os._exit(1)
 
     def threads(self) -> int:
@@ -287,6 +306,7 @@ class Sandbox:
             "clone": (0, HAS_BITS, [CLONE_THREAD]),
             "tgkill": (0, EQUAL, [os.getpid()]),  # abort()
             "prlimit64": (0, EQUAL, [0]),  # its own limits
+            "fcntl": (1, EQUAL, HARMLESS_FCNTLS),
             "ioctl": (1, EQUAL, HARMLESS_IOCTLS),
             "socketpair": (1, EQUAL, STREAM_PAIRS),
         }

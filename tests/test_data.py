@@ -202,6 +202,8 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
     assert form(context=26).encode_rows(kept, "") == kept and capsys.readouterr().out == ""
     with pytest.raises(UserError, match="held out: 19 of 19 prompts"):
         form(context=7).encode_rows(rows[1:], "held out")
+    problems = form(context=26).encode_problems(itertools.cycle(rows))
+    assert [len(row["ids"]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
 
 
 # ---- runs ----------------------------------------------------------------------------------------
