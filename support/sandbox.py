@@ -75,10 +75,7 @@ def run_program(
         layers, _, output = stdout.read().decode(errors="replace").partition("\n")
     try:
         layers = json.loads(layers)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # it never came to the program, which may also write over that line
+    except (ValueError, RecursionError):  # it never came so far, or the program wrote over it
         layers = {}
     return layers, None if failed else output
 
