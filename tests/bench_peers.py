@@ -95,7 +95,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict:
     for name in ("model", "data", "held_out"):
         settings[name] = settings[name] and str(Path(settings[name]).resolve())
     file, colon, function = settings["reward"].rpartition(":")
-    if file.endswith(".py"):  # of a sum they must be absolute
+    if Path(file).is_file():  # in a sum, paths must be absolute
         settings["reward"] = f"{Path(file).resolve()}{colon}{function}"
     return settings
 

@@ -134,7 +134,8 @@ def test_hostile_text_changes_no_element_of_the_page(tmp_path):
             for step in (0, 5)
             for i, word in enumerate(words)
         ]
-        flags = {"data": words[0], "model": words[3]}
+        evaluations.append(evaluation(words[0], "prompt", "from a file that somebody sent"))
+        flags = {"data": words[0], "model": words[3], words[0]: "a flag"}
         run = write_run(tmp_path / name / "run", [step_row(1)], evaluations, flags)
         pages.append(page_of(run))
     (text, hostile), (_, harmless) = pages
