@@ -476,8 +476,7 @@ def free_gb(device: torch.device) -> float:
 
 
 def micro_batches(model, rollout: Rollout, tokens: int) -> list[Tensor]:
-    """The rows in parts of at most so many tokens that are read, or of one row; those that are
-    padded by length."""
+    """The rows in parts of at most so many tokens that a pass reads, padding too, or of one row."""
     packing = fast_way(model)
     if packing:
         return packing.micro_batches(rollout, tokens)

@@ -342,7 +342,8 @@ class Run:
     def logprobs(self, model, samples: rollout.Rollout) -> tuple[Tensor, Tensor]:
         """Log-probs and, with gradients, entropies (N, T): one path for the policy, pi_old and the
         reference."""
-        config, entropy_grad = self.config, None
+        config = self.config
+        entropy_grad = None  # nobody reads entropies of the other passes
         if torch.is_grad_enabled():
             entropy_grad = config.entropy_coef > 0
         with self.autocast():
@@ -1146,7 +1147,7 @@ def train(run: Run) -> None:
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {took}")
     page = f", the report in {run.folder}/report.html" if leaf("report") else ""
     say(f"the model is in {checkpoint}{page}; try it:")
-    say(printable(console.command_to_try(checkpoint, config, run.held_out[0])))
+    say(printable(console.command_to_try(checkpoint, config, run.held_out[0]["prompt"])))
 
 
 def stop_on_signals(run: Run) -> None:

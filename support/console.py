@@ -93,10 +93,10 @@ def command_to_resume(runs: str, name: str) -> str:
     return shlex.join(["python", "train.py", "--resume", "--name", name, "--runs", runs])
 
 
-def command_to_try(checkpoint, config, row: dict) -> str:
-    """rollout.py's, that asks the trained model what a row of data asks."""
-    prompt = messages_of(row["prompt"])[-1]["content"]
-    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", prompt]
+def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
+    """rollout.py's, that asks the trained model what a prompt asks."""
+    asked = messages_of(prompt)[-1]["content"]
+    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked]
     for name in ("system", "prompt_template", "chat_template_args"):
         if getattr(config, name) != getattr(type(config), name):
             command += [dashed(name), getattr(config, name)]

@@ -86,7 +86,7 @@ def last_program(text: str, wanted: str) -> str:
     for line in text.splitlines():
         found = FENCE.search(line)
         at_end = found and found.end() == len(line)
-        behind = at_end and found[2] + found[3].strip()
+        behind = at_end and found[2] + found[3].strip()  # a tag, or text: such a fence opens
         closes = at_end and found[1].startswith(fence) and not behind
         if fence and not closes:
             lines.append(line)

@@ -249,7 +249,8 @@ def headline(story: Story) -> str:
     parts = [f"{flags['algo']}, {flags['model']} on {data}"]
     solved = points_of(story, "eval_solved")
     if solved:
-        (first, before), (last, after) = solved[0], solved[-1]
+        first, before = solved[0]
+        last, after = solved[-1]
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
     parts += [f"{start['date']}: {start['command']}" for start in story.starts]
     return elements("div", map(visible, parts))
@@ -283,7 +284,7 @@ def card(row: dict) -> str:
 def flag_table(stories: list[Story]) -> str:
     """The resolved flags of all runs, those that differ marked."""
     names = [visible(story.name) for story in stories]
-    lines = [elements("tr", [elements("th", ["flag", *names])])]
+    lines = [f"<tr>{elements('th', ['flag', *names])}</tr>"]
     for name in dict.fromkeys(name for story in stories for name in story.flags):
         values = [visible(story.flags.get(name)) for story in stories]
         look = "same" if len(set(values)) == 1 else "differs"
@@ -321,8 +322,8 @@ def write_report(folders: list[Path], path: Path) -> None:
     """Writes one page about runs."""
     stories = [read_story(folder) for folder in folders]
     names = [story.name for story in stories]
-    title = f"Report of {', '.join(names)}"
-    body = [f"<h1>{visible(title)}</h1>"]
+    title = visible(f"Report of {', '.join(names)}")
+    body = [f"<h1>{title}</h1>"]
     for i, story in enumerate(stories):
         body.append(f'<span class="key color{i}">{visible(story.name)}</span>')
         body.append(headline(story))
@@ -333,7 +334,7 @@ def write_report(folders: list[Path], path: Path) -> None:
     body.append("<h2>The same held-out prompts at every evaluation</h2>")
     body += map(answers, stories)
     body.append(f"<h2>Flags</h2>{flag_table(stories)}")
-    head = f"{HEAD}<title>{visible(title)}</title>"
+    head = f"{HEAD}<title>{title}</title>"
     inside = "\n".join(body)
     replace_text(path, f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n')
 

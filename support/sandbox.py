@@ -25,8 +25,9 @@ import time
 
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
+STOP_SECONDS = 6  # after its time, for a run that did not end itself
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
-LAYERS = ("namespaces", "landlock", "seccomp")  # of others and network; of files; of calls
+LAYERS = ("namespaces", "landlock", "seccomp")  # hide others; guard files; refuse calls
 NEEDED = ("seccomp",)  # without it a program could start others, which nobody ends
 
 
@@ -67,7 +68,7 @@ def run_program(
             start_new_session=True,  # a group of processes that can be killed together
         )
         try:
-            child.communicate(given.encode(errors="replace"), timeout=seconds + 6)
+            child.communicate(given.encode(errors="replace"), timeout=seconds + STOP_SECONDS)
         except subprocess.TimeoutExpired:  # it should have ended itself
             os.killpg(child.pid, signal.SIGKILL)
         failed = child.wait() != 0

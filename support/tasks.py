@@ -56,11 +56,11 @@ def value_of(node: ast.expr) -> Fraction:
             return Fraction(number)
         case ast.UnaryOp(sign, operand):
             return SIGNS[type(sign)](value_of(operand))
-        case ast.BinOp(left, sign, right):
+        case ast.BinOp(left, sign, right) if type(sign) in SIGNS:
             return SIGNS[type(sign)](value_of(left), value_of(right))
         case ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left) * value_of(right)
-    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # a call of two
+    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
