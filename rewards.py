@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from support.data import UserError, did_you_mean, expecting, need, read_rows, reason
-from support.flags import leaf
+from support.flags import extra
 from support.tasks import arithmetic, arithmetic_steps, exact_value
 
 MAX_TEXT = 10_000  # characters of an answer
@@ -31,7 +31,7 @@ LARGEST_REWARD = 1e6
 # ---- the registry --------------------------------------------------------------------------------
 
 VERIFIERS: dict[str, Callable] = {}  # what --reward knows by name
-LEAVES = {  # files in support/ without which a verifier of ours is none
+EXTRAS = {  # files in support/ without which a verifier of ours is none
     "math": ["answers"],
     "math_lenient": ["answers"],
     "code": ["sandbox", "programs"],  # the second imports the first
@@ -117,7 +117,7 @@ def gold_answer(answer: object) -> str:
 @verifier
 def math(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer is the gold one: `same_answer`."""
-    from support.answers import same_answer
+    from support.extras.answers import same_answer
 
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
@@ -125,7 +125,7 @@ def math(completion: str, answer: str | int | float) -> bool:
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer, or the last number where none is marked, is the gold one."""
-    from support.answers import last_number, same_answer
+    from support.extras.answers import last_number, same_answer
 
     gold = gold_answer(answer)
     given = final_answer(completion, marked=True)
@@ -281,7 +281,7 @@ def code(completion: str, answer: dict) -> bool:
     what it uses of earlier ones; a function may be a method of `class Solution`. A program that
     fails is never right, whatever it printed. All cases share CODE_SECONDS (without START_SECONDS a
     run)."""
-    from support.programs import passes
+    from support.extras.programs import passes
 
     return passes(after_thinking(completion), answer, strict=False)
 
@@ -289,7 +289,7 @@ def code(completion: str, answer: dict) -> bool:
 @verifier
 def code_strict(completion: str, answer: dict) -> bool:
     """As `code`; nothing runs unless every layer of the sandbox is there."""
-    from support.programs import passes
+    from support.extras.programs import passes
 
     return passes(after_thinking(completion), answer, strict=True)
 
@@ -441,8 +441,8 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         name, function = place.rpartition(":")[2], None
         if place.startswith("judge:"):
-            check_leaves("judge")
-            function = leaf("judge").Judge(place.removeprefix("judge:"), device)
+            check_extras("judge")
+            function = extra("judge").Judge(place.removeprefix("judge:"), device)
             name = "judge"
         expected = "a sum of [weight*]file.py:function"
         if ".py:" not in place:
@@ -453,7 +453,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
-        check_leaves(place)
+        check_extras(place)
     return Reward(terms)
 
 
@@ -469,12 +469,12 @@ def find_verifier(place: str, kind: str = "verifier") -> Callable:
     return table[name]
 
 
-def check_leaves(name: str) -> None:
+def check_extras(name: str) -> None:
     """UserError where a verifier of ours lacks its file, or a layer of the sandbox."""
-    for each in LEAVES.get(name, ()):
-        need(leaf(each), f"--reward {name}: needs support/{each}.py, which is not here")
-    if "sandbox" in LEAVES.get(name, ()):
-        layers, output = leaf("sandbox").run_program("", strict=name == "code_strict")
+    for each in EXTRAS.get(name, ()):
+        need(extra(each), f"--reward {name}: needs support/extras/{each}.py, which is not here")
+    if "sandbox" in EXTRAS.get(name, ()):
+        layers, output = extra("sandbox").run_program("", strict=name == "code_strict")
         print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
         need(output is not None, f"--reward {name}: layers are missing: {layers}")
 

@@ -4,7 +4,7 @@
 
 Read `generate` (sampling), then `completion_logprobs` (scoring). Sampling runs the model's own
 layers with our attention over `Slots`; scoring is its plain forward pass over padded rows.
-support/packing.py does both without computing twice what texts have in common."""
+support/extras/packing.py does both without computing twice what texts have in common."""
 
 import dataclasses
 import os
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.attention import attention, body_of, mask_between, our_attention, takes_our_attention
 from support.data import PromptFormat, UserError, need, printable
-from support.flags import flag, leaf, parse
+from support.flags import extra, flag, parse
 from support.models import context_of, end_and_pad_ids, has_experts, inspect_model, load_model
 
 
@@ -92,9 +92,9 @@ def padded(texts: list[list[int]], device, value: int = 0, left: bool = False) -
 
 
 def fast_way(model):
-    """support/packing.py, where it is there and the model allows it; else None: rows are scored
-    and stepped one by one."""
-    return leaf("packing") if takes_our_attention(model) else None
+    """support/extras/packing.py, where it is there and the model allows it; else None: rows are
+    scored and stepped one by one."""
+    return extra("packing") if takes_our_attention(model) else None
 
 
 # ---- sampling
@@ -376,8 +376,8 @@ def generate(
         if takes_our_attention(model):
             fill(page, model, eos_ids, temperature, cache_gb or free_gb(model.device))
         else:
-            hybrids = leaf("hybrids")
-            need(hybrids, f"--model: a {name} needs support/hybrids.py, which is not here")
+            hybrids = extra("hybrids")
+            need(hybrids, f"--model: a {name} needs support/extras/hybrids.py, which is not here")
             hybrids.fill(page, model, eos_ids, pad_id, temperature)
     samples = page.rollout(eos_ids, pad_id)
     finite = samples.sampler_logprobs.isfinite().all()
@@ -387,7 +387,7 @@ def generate(
 
 def fill(page: Page, model, eos_ids: list[int], temperature: float, cache_gb: float):
     """Samples every row of the page, in slots: one that ends makes room for the next."""
-    kind, packing = Slots, leaf("packing")
+    kind, packing = Slots, extra("packing")
     if model.device.type == "cpu" and packing:
         kind = packing.SharedSlots
     slots = kind(model, page, eos_ids, temperature, cache_gb)

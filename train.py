@@ -4,7 +4,7 @@
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
 `train`, near the end, is the loop: read it first. `policy` learns, `old_policy` samples, and a KL
-is measured to `ref_policy`. A flag with `leaf=NAME` is done by support/NAME.py, and refused where
+is measured to `ref_policy`. A flag with `extra=NAME` is done by support/NAME.py, and refused where
 that file was deleted."""
 
 import os
@@ -44,7 +44,7 @@ from support.attention import checkpoint_layers
 from support.console import percent, say
 from support.credit import own_tokens, placed
 from support.data import expecting, need, printable
-from support.flags import ELSEWHERE, dashed, flag, leaf, parse
+from support.flags import ELSEWHERE, dashed, extra, flag, parse
 from support.metrics import drift, of_critic, of_teacher
 from support.models import critic_of, frozen_copy, has_experts, refresh
 from support.ranks import Ranks, joined_ranks
@@ -53,13 +53,13 @@ from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
 # ---- flags ---------------------------------------------------------------------------------------
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SCALES = ("group", "batch", "mean", "none")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
 
 @dataclasses.dataclass
-class Config:
-    """Every flag. None: the algorithm, the model or the task decides, in `fill_defaults`."""
+class OwnFlags:
+    """The flags of this file. None: the algorithm, the model or the task decides, in
+    `fill_defaults`. The numbers of the objectives come from gspo.py, below."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
@@ -68,7 +68,7 @@ class Config:
     eval_data: str | None = flag(None, "JSONL file of held-out rows, else a tenth", needs="data")
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default: as the task")
     teacher: str | None = flag(None, "OPD: a larger model, folder or hub name")
-    tool: str | None = flag(None, "answers: calculator, or file.py:function@TEXT", leaf="tools")
+    tool: str | None = flag(None, "answers: calculator, or file.py:function@TEXT", extra="tools")
     steps: int = flag(50, "rollout steps", low=1)
     seed: int = flag(0, "decides on problems, samples, shuffles, adapters", low=0)
 
@@ -85,25 +85,15 @@ class Config:
     stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
     tis_cap: float | None = flag(None, "bounds importance weights, sampler to pi_old", above=0)
 
-    # the defaults are the papers', or of the code that a loss names: see gspo.py
-    clip_low: float | None = flag(None, "of the band below 1", heading="objective", low=0)
-    clip_high: float | None = flag(None, "the same above 1; GSPO 4e-4, GRPO 0.2", low=0)
-    dual_clip: float | None = flag(None, "PPO: bound on the objective where A < 0", above=1)
-    ratio_max: float | None = flag(None, "CISPO, DPPO: bound on a token's weight", above=0)
-    tau_pos: float | None = flag(None, "SAPO: steepness of the gate where A > 0", above=0)
-    tau_neg: float | None = flag(None, "SAPO: the same where A < 0", above=0)
-    reward_coef: float | None = flag(None, "OPD: of the reward; default 1 with --reward", low=0)
-    advantage_scale: str | None = flag(None, "what divides advantages", choices=SCALES)
-    gamma: float | None = flag(None, "discount per token, PPO, REINFORCE++", above=0, high=1)
-    gae_lambda: float | None = flag(None, "of PPO's advantages", low=0, high=1)
-    value_clip: float | None = flag(None, "PPO's critic: how far a value may move", above=0)
-    kl_coef: float | None = flag(None, "weight of the KL to the reference; GRPO 0.04", low=0)
+    kl_coef: float | None = flag(
+        None, "weight of the KL to the reference; GRPO 0.04", heading="objective", low=0
+    )
     ref_every: int = flag(0, "steps between refreshes of the reference", low=0, needs="kl_coef")
     entropy_coef: float = flag(0.0, "bonus per nat of the mean entropy", low=0)
     dynamic_sampling: bool | None = flag(None, "refill groups whose completions are paid alike")
     overlong_cache: int | None = flag(None, "tokens before the limit that cost", low=0)
     overlong_filter: bool = flag(False, "truncated completions leave the loss")
-    routing_replay: bool = flag(False, "train with the experts that pi_old chose", leaf="experts")
+    routing_replay: bool = flag(False, "train with the experts that pi_old chose", extra="experts")
 
     completions_per_update: int | None = flag(None, "default 1/4", heading="optimiser", low=1)
     epochs: int = flag(1, "passes over a rollout", low=1)
@@ -113,7 +103,7 @@ class Config:
     max_grad_norm: float = flag(1.0, "gradient clipping", above=0)
     micro_batch_tokens: int = flag(16384, "tokens of one forward and backward", low=1)
     gradient_checkpointing: bool = flag(False, "less memory for activations, but slower")
-    lora_rank: int = flag(0, "train an adapter of this rank; 0: all weights", low=0, leaf="lora")
+    lora_rank: int = flag(0, "train an adapter of this rank; 0: all weights", low=0, extra="lora")
     lora_alpha: float | None = flag(None, "its scale; default 2 x rank", above=0, needs="lora_rank")
 
     eval_every: int = flag(10, "steps; 0: before and after", heading="evaluation", low=0)
@@ -124,10 +114,49 @@ class Config:
     runs: str = flag("runs", "folder of all runs")
     resume: bool = flag(False, "go on from the newest checkpoint of --name, with its flags")
     save_every: int = flag(10, "steps between checkpoints; 0: the last only", low=0)
-    track: str | None = flag(None, "send metrics there, too", choices=TRACKERS, leaf="trackers")
+    track: str | None = flag(None, "send metrics there, too", choices=TRACKERS, extra="trackers")
     device: str = flag(DEVICE, "where all of it runs", choices=("cuda", "cpu", "mps"))
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
+
+def numbers(config, function: Callable) -> dict:
+    """The keyword-only parameters of a function in gspo.py, as the flags say."""
+    return {name: getattr(config, name) for name in numbers_of(function)}
+
+
+def numbers_of(function: Callable) -> dict[str, typing.Any]:
+    """The keyword-only parameters of a function in gspo.py, with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def numbers_of_algorithm(algorithm: gspo.Algorithm) -> dict[str, typing.Any]:
+    """Flag -> default of every number in its objective, but for those that all runs have."""
+    numbers = numbers_of(algorithm.loss) | numbers_of(algorithm.advantages)
+    if algorithm.reads == "values":
+        numbers |= numbers_of(gspo.value_loss)
+    return {name: default for name, default in numbers.items() if not hasattr(OwnFlags, name)}
+
+
+def objective_flags() -> list[tuple[str, type, dataclasses.Field]]:
+    """A flag for each number of the objectives; --help lists the default of each algorithm."""
+    defaults = collections.defaultdict(dict)  # flag -> default -> algorithms
+    for algo, row in gspo.ALGOS.items():
+        for name, default in numbers_of_algorithm(row).items():
+            defaults[name].setdefault(default, []).append(algo)
+    flags, heading = [], "numbers of the objective"
+    for name, algos in defaults.items():
+        rules = {"help": name.replace("_", " "), **gspo.NUMBERS.get(name, {})}
+        of_each = "; ".join(f"{default} {', '.join(those)}" for default, those in algos.items())
+        text = f"{rules.pop('help')}; default {of_each}"
+        kind = next((type(each) for each in algos if isinstance(each, (str, bool))), float)
+        flags.append((name, kind | None, flag(None, text, heading=heading, **rules)))
+        heading = None
+    return flags
+
+
+# Every flag. A keyword-only parameter that is added to a loss in gspo.py is a flag at once
+Config = dataclasses.make_dataclass("Config", objective_flags(), bases=(OwnFlags,))
 
 # what a resumed run cannot change: its weights are of these
 KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha")
@@ -162,49 +191,17 @@ def saved_flags(config: Config) -> dict:
     return {name: saved[name] for name in saved.keys() & known - {"resume", "runs", "name"}}
 
 
-# keyword parameters in gspo.py whose flags have other names; the others' have the same: that of
-# group_advantages(scale=) is --advantage-scale, that of gspo_loss(clip_low=) --clip-low
-RENAMED = {
-    "scale": "advantage_scale",
-    "lam": "gae_lambda",
-    "clip": "value_clip",
-    "max_completion_length": "max_new_tokens",
-}
-NO_FLAGS = ("per", "denom", "bootstrap")  # keyword parameters that the functions below set
-
-
-def keywords(function: Callable) -> dict[str, inspect.Parameter]:
-    """Flag -> the keyword parameter that it sets, of a function in gspo.py."""
-    parameters = inspect.signature(function).parameters.values()
-    keyword_only = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
-    return {RENAMED.get(p.name, p.name): p for p in keyword_only if p.name not in NO_FLAGS}
-
-
-def settings(config: Config, function: Callable) -> dict:
-    """Keyword parameter -> what its flag says."""
-    return {each.name: getattr(config, name) for name, each in keywords(function).items()}
-
-
-def own_flags(algorithm: gspo.Algorithm) -> dict:
-    """Flag -> the paper's number, if there is one, of the flags that not all algorithms read."""
-    parameters = keywords(algorithm.loss) | keywords(algorithm.advantages)
-    more = {}
-    if algorithm.reads == "values":
-        parameters |= keywords(gspo.value_loss)
-        more = {"critic_lr": None}
-    if algorithm.reads == "teacher":
-        more = {"teacher": None}
-    numbers = {name: parameter.default for name, parameter in parameters.items()}
-    numbers.pop("max_new_tokens", None)  # every run has it
-    return numbers | more
+# flags of the algorithms whose advantages read these
+FLAGS_OF_INPUTS = {"values": {"critic_lr"}, "teacher": {"teacher"}}
 
 
 def refuse_flags_of_others(config: Config) -> None:
     """UserError for a flag of other algorithms: it would do nothing."""
-    numbers = {algo: own_flags(row) for algo, row in gspo.ALGOS.items()}
-    known = set().union(*numbers.values())
-    for name in sorted(known - numbers[config.algo].keys()):
-        those = " or ".join(algo for algo in numbers if name in numbers[algo])
+    flags = {}
+    for algo, row in gspo.ALGOS.items():
+        flags[algo] = numbers_of_algorithm(row).keys() | FLAGS_OF_INPUTS.get(row.reads, set())
+    for name in sorted(set().union(*flags.values()) - flags[config.algo]):
+        those = " or ".join(algo for algo in flags if name in flags[algo])
         value = getattr(config, name)
         need(value is None, f"{dashed(name)} {value}: {config.algo} has none; --algo {those} has")
 
@@ -241,7 +238,7 @@ def fill_defaults(config: Config) -> None:
     default("overlong_cache", config.max_new_tokens // 5 if algorithm.overlong_shaping else 0)
     if algorithm.reads == "values":
         default("critic_lr", 10 * config.lr)
-    for name, number in own_flags(algorithm).items():
+    for name, number in numbers_of_algorithm(algorithm).items():
         default(name, number)
 
     completions = config.prompts_per_step * config.group_size
@@ -256,7 +253,10 @@ def check_together(config: Config) -> None:
         if other and getattr(config, field.name) != field.default:
             need(getattr(config, other), f"{dashed(field.name)}: needs {dashed(other)}")
     if config.tool:  # the task may have brought it
-        need(leaf("tools"), f"--tool {config.tool}: needs support/tools.py, which is not here")
+        need(
+            extra("tools"),
+            f"--tool {config.tool}: needs support/extras/tools.py, which is not here",
+        )
     completions = config.prompts_per_step * config.group_size
     each = config.completions_per_update
     need(completions % each == 0, f"--completions-per-update {each}: no divisor of {completions}")
@@ -391,7 +391,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
     generate = rollout.generate
     if config.tool:
-        tools = leaf("tools")
+        tools = extra("tools")
         generate = tools.Turns(generate, tools.parse_tool(config.tool), tokenizer)
     say(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0]['ids']))}'")
 
@@ -420,7 +420,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         path = saved / "trainer/state.safetensors"
         folders.read_state(path, *trainer_state(run), config.device)
     if saved and config.lora_rank:
-        leaf("lora").check_base(run.policy, saved)
+        extra("lora").check_base(run.policy, saved)
     first_evaluation(run)
     own_folder(run)
     return run
@@ -486,7 +486,7 @@ def policies(config: Config, policy) -> dict:
     if config.teacher:
         teacher = frozen_copy(rollout.load_model(config.teacher, config.device), dtype)
     if config.lora_rank:
-        leaf("lora").add_adapters(policy, config, dtype)
+        extra("lora").add_adapters(policy, config, dtype)
     groups = [learner("", policy, config.lr)]
     if gspo.ALGOS[config.algo].reads == "values":
         critic = critic_of(policy)
@@ -536,7 +536,7 @@ def own_folder(run: Run) -> None:
         folders.append_rows(folder / "starts.jsonl", [begin])
         folders.append_rows(folder / "evaluations.jsonl", run.answers)
         if config.track:
-            trackers, done, began = leaf("trackers"), run.progress.step, run.progress.began
+            trackers, done, began = extra("trackers"), run.progress.step, run.progress.began
             run.tracker = trackers.open_tracker(config.track, folder, vars(config), began, done)
     config.name = run.ranks.from_first(config.name)
     run.folder = Path(config.runs, config.name)
@@ -658,7 +658,9 @@ class Batch:
     rewards: Tensor | None = None  # (N,) with shaping
     advantages: Tensor | None = None  # (N,) or (N, T), in `compare` if not rewards alone decide
     updates: list[Update] = dataclasses.field(default_factory=list)
-    experts: typing.Any = None  # of a mixture: what support/experts.py saw the routers choose
+    experts: typing.Any = (
+        None  # of a mixture: what support/extras/experts.py saw the routers choose
+    )
 
     # freeze: constants of the step, (N, T)
     old_logprobs: Tensor | None = None
@@ -739,7 +741,7 @@ def score(run: Run, batch: Batch) -> None:
     if run.algorithm.reads in ("outcomes", "steps"):
         batch.advantages = advantages(run, batch)
     batch.updates = plan(run, batch)
-    experts = leaf("experts")
+    experts = extra("experts")
     if experts and has_experts(run.policy.config) and config.old_logprobs == "trainer":
         batch.experts = experts.Experts(config.routing_replay)
 
@@ -806,7 +808,7 @@ def compare(run: Run, batch: Batch) -> None:
 def advantages(run: Run, batch: Batch) -> Tensor:
     """(N,) or (N, T), of what the algorithm reads; of a critic the batch keeps its targets, too."""
     config, algorithm = run.config, run.algorithm
-    options = settings(config, algorithm.advantages)
+    options = numbers(config, algorithm.advantages)
     if algorithm.reads == "outcomes":
         return algorithm.advantages(batch.rewards, config.group_size, **options)
     if algorithm.reads == "teacher":
@@ -825,7 +827,7 @@ def advantages(run: Run, batch: Batch) -> Tensor:
     last = own_tokens(batch.samples)[:, -1:]
     bootstrap = batch.values.gather(1, last)[:, 0] * batch.samples.truncated
     found, batch.returns = algorithm.advantages(
-        token_rewards, batch.values, batch.mask, bootstrap=bootstrap, **options
+        token_rewards, batch.values, batch.mask, bootstrap, **options
     )
     return found
 
@@ -906,8 +908,8 @@ def losses(
     with batch.routing(rows):
         logprobs, entropy = run.logprobs(run.policy, samples)
     old_logprobs, advantages = batch.old_logprobs[rows], batch.advantages[rows]
-    options = settings(config, algorithm.loss)
-    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom=denom, **options)
+    options = numbers(config, algorithm.loss)
+    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom, **options)
 
     mean_entropy = gspo.masked_mean(entropy, mask, unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
@@ -918,15 +920,15 @@ def losses(
         if algorithm.kl_in == "reward":
             in_loss = logprobs.detach()  # there it works, here it is a metric
         ref_logprobs = batch.ref_logprobs[rows]
-        kl, kl_metrics = gspo.kl_penalty(in_loss, ref_logprobs, mask, per=unit, denom=denom)
+        kl, kl_metrics = gspo.kl_penalty(in_loss, ref_logprobs, mask, denom, per=unit)
         loss = loss + config.kl_coef * kl
         metrics |= kl_metrics
 
     if run.critic is not None:
-        options = settings(config, gspo.value_loss)
+        options = numbers(config, gspo.value_loss)
         values, old_values = run.values(samples), batch.values[rows]
         critic_loss, critic_metrics = gspo.value_loss(
-            values, old_values, batch.returns[rows], mask, denom=denom, **options
+            values, old_values, batch.returns[rows], mask, denom, **options
         )
         loss = loss + critic_loss
         metrics |= critic_metrics
@@ -1067,7 +1069,7 @@ def save(run: Run) -> Path:
             run.policy.save_pretrained(folder)
             run.tokenizer.save_pretrained(folder)
             if config.lora_rank:
-                leaf("lora").write_adapter(run.policy, folder / "adapter", config.model)
+                extra("lora").write_adapter(run.policy, folder / "adapter", config.model)
             trainer = folder / "trainer"
             trainer.mkdir()
             folders.write_state(trainer / "state.safetensors", *trainer_state(run))
@@ -1145,7 +1147,7 @@ def train(run: Run) -> None:
             raise KeyboardInterrupt
     took = console.duration(time.time() - run.began)
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {took}")
-    page = f", the report in {run.folder}/report.html" if leaf("report") else ""
+    page = f", the report in {run.folder}/report.html" if extra("report") else ""
     say(f"the model is in {checkpoint}{page}; try it:")
     say(printable(console.command_to_try(checkpoint, config, run.held_out[0]["prompt"])))
 
@@ -1163,7 +1165,7 @@ def stop_on_signals(run: Run) -> None:
 
 
 def write_page(run: Run) -> None:
-    page = leaf("report")
+    page = extra("report")
     if page and run.ranks.first:
         page.write_report([run.folder], run.folder / "report.html")
 
@@ -1175,8 +1177,8 @@ def main(arguments: list[str] | None = None) -> int:
     config, ranks = None, Ranks()
     try:
         if arguments[:1] == ["--report"]:
-            page = leaf("report")
-            need(page, "--report: needs support/report.py, which is not here")
+            page = extra("report")
+            need(page, "--report: needs support/extras/report.py, which is not here")
             return page.main(arguments[1:])
         with joined_ranks() as ranks:
             config = parse_flags(arguments)

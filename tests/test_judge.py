@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards import parse_reward
 from support.data import UserError
-from support.judge import Judge
+from support.extras.judge import Judge
 from tools import SHAPE, character_tokenizer, good, metrics, refused
 
 pytestmark = pytest.mark.usefixtures("place")

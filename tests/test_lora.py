@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import bench_architectures
 import rollout
 from support.data import UserError
-from support.lora import LoraLinear, add_adapters, check_base, write_adapter
+from support.extras.lora import LoraLinear, add_adapters, check_base, write_adapter
 from support.models import refresh
 from tools import BASE, digests, good, newest, random_policy, refused, timeless
 

@@ -1,11 +1,11 @@
-"""support/packing.py against the plain way of rollout.py, which test_rollout.py holds to the
+"""support/extras/packing.py against the plain way of rollout.py, which test_rollout.py holds to the
 model's own forward pass: values, entropies, gradients, samples, and what is computed for them."""
 
 import pytest
 import torch
 
 import rollout as R
-from support import packing
+from support.extras import packing
 from test_rollout import PROMPTS, gradients, sampled, tiny, watch, without
 
 KINDS = ["qwen3", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "gpt_oss"]

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from support import report
 from support.data import UserError
+from support.extras import report
 
 VOID = {"meta"}  # elements without an end tag
 ELEMENTS = VOID | {"html", "head", "title", "style", "body", "h1", "h2", "p", "div", "span", "b"}

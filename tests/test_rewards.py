@@ -767,9 +767,11 @@ def test_check_answer_refuses_what_cannot(name, answer):
     assert name in reason and "\n" not in reason and len(reason) < 200
 
 
-def test_a_verifier_whose_leaf_is_gone_says_so(monkeypatch):
-    monkeypatch.setattr(rewards, "LEAVES", {"exact": ["nothing_of_that_name"]})
-    with pytest.raises(UserError, match="--reward exact: needs support/nothing_of_that_name.py"):
+def test_a_verifier_whose_extra_is_gone_says_so(monkeypatch):
+    monkeypatch.setattr(rewards, "EXTRAS", {"exact": ["nothing_of_that_name"]})
+    with pytest.raises(
+        UserError, match="--reward exact: needs support/extras/nothing_of_that_name.py"
+    ):
         rewards.parse_reward("0.5*exact + format")
     rewards.parse_reward("math")
 

@@ -1,7 +1,8 @@
 """Sampling and scoring against transformers' own forward pass and `generate`, on tiny
 random models.
 
-`plain` takes support/packing.py away; test_packing.py compares it with what is tested here."""
+`plain` takes support/extras/packing.py away; test_packing.py compares it with what is tested
+here."""
 
 import contextlib
 import json
@@ -130,8 +131,8 @@ def gradients(model):
 
 def without(monkeypatch, *names):
     """As if these files in support/ were deleted."""
-    leaf = R.leaf
-    monkeypatch.setattr(R, "leaf", lambda name: None if name in names else leaf(name))
+    extra = R.extra
+    monkeypatch.setattr(R, "extra", lambda name: None if name in names else extra(name))
 
 
 @pytest.fixture
@@ -267,7 +268,9 @@ def test_a_scorer_that_errs_is_found(monkeypatch):
 def test_a_bug_in_this_file_keeps_its_traceback(monkeypatch):
     """It is no mistake of the user's, whoever asks for the check."""
     monkeypatch.setattr(R.Slots, "draw", lambda slots: None)  # too few parameters
-    monkeypatch.setattr(R.leaf("packing").SharedSlots, "decode_one_token", R.Slots.decode_one_token)
+    monkeypatch.setattr(
+        R.extra("packing").SharedSlots, "decode_one_token", R.Slots.decode_one_token
+    )
     with pytest.raises(TypeError, match="positional argument"):
         R.check_scorer(tiny(), PROMPTS[:2], pad_id=0)
 
@@ -295,7 +298,9 @@ def test_a_text_beyond_the_context_is_refused():
 
 def test_without_hybrids_a_state_space_is_refused_in_a_sentence(monkeypatch):
     without(monkeypatch, "hybrids")
-    with pytest.raises(UserError, match="a mamba needs support/hybrids.py, which is not here"):
+    with pytest.raises(
+        UserError, match="a mamba needs support/extras/hybrids.py, which is not here"
+    ):
         sampled(tiny("mamba"))
 
 
@@ -305,7 +310,7 @@ def test_hybrids_sample_the_same_whatever_is_sampled_beside_them(at_once, monkey
     model = tiny("mamba")
     expected = sampled(model, group_size=4)
     model.generation_config.repetition_penalty, model.generation_config.max_length = 3.0, 5
-    monkeypatch.setattr(R.leaf("hybrids"), "ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(R.extra("hybrids"), "ROWS_AT_ONCE", at_once)
     out = sampled(model, group_size=4)
     assert torch.equal(out.tokens, expected.tokens) and len(set(out.lengths.tolist())) > 2
     assert not out.sampler_logprobs[~out.completion_mask].any()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from support import sandbox
+from support.extras import sandbox
 
 ALL = sandbox.LAYERS
 SPACES, FILES, CALLS = ALL

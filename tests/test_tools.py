@@ -15,8 +15,8 @@ import gspo
 import rollout
 import train
 from support.data import UserError
+from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from support.ranks import Ranks
-from support.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
 

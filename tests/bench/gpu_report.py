@@ -1,7 +1,7 @@
 """What this GPU does with the project, in one command of some ten minutes, for the README.
 
-    python tests/gpu_report.py                     # prints a Markdown block
-    python tests/gpu_report.py --models qwen3-0.6b qwen3-1.7b
+    python tests/bench/gpu_report.py                     # prints a Markdown block
+    python tests/bench/gpu_report.py --models qwen3-0.6b qwen3-1.7b
 
 Runs the tests that need a GPU; decode steps beside the time of reading the weights once, and
 `generate` beside transformers' (bench_rollout.py); a real training step by phase, and the memory
@@ -27,7 +27,7 @@ def gpu_tests(flags) -> str:
 
 def sampling(flags) -> str:
     models = ["--models", ",".join(flags.models), "--rows", "64", "--longest", "256"]
-    return output("tests/bench_rollout.py", *models, "--only", "decoding,sampling")
+    return output("tests/bench/bench_rollout.py", *models, "--only", "decoding,sampling")
 
 
 def output(*command: str) -> str:

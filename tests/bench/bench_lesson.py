@@ -1,7 +1,7 @@
 """The measurements of docs/from-ppo-to-gspo.md that no other benchmark makes, on one CPU core.
 
-    python tests/bench_lesson.py variance     # of the gradient, by length and by weight
-    python tests/bench_lesson.py variants     # GSPO without its root, k3 upside down: three seeds
+    python tests/bench/bench_lesson.py variance  # of the gradient, by length and by weight
+    python tests/bench/bench_lesson.py variants  # GSPO without its root, k3 upside down
 
 A variant is a row of ALGOS, or another function in the place of ours: what a reader would change.
 """
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Draws the pictures of the README and of docs/, from numbers that it measures itself, as SVG.
 
-    python tests/bench_pictures.py                                  # docs/pictures: half a minute
-    python tests/bench_pictures.py --run runs/gspo-1 --real runs/gspo-0 runs/gspo-1 runs/grpo-0
+    python tests/bench/bench_pictures.py                 # docs/pictures: half a minute
+    python tests/bench/bench_pictures.py --run runs/gspo-1 --real runs/gspo-0 runs/grpo-0
 
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
@@ -24,7 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
@@ -32,8 +32,8 @@ import torch  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from support import tasks  # noqa: E402
+from support.extras.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
-from support.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion; one of 8 operations has 50
@@ -204,7 +204,7 @@ def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
 
     with (
         mock.patch.object(rollout.Slots, "decode_one_token", watch),
-        mock.patch.object(rollout, "leaf", lambda name: None),  # a slot for each, as on a GPU
+        mock.patch.object(rollout, "extra", lambda name: None),  # a slot for each, as on a GPU
     ):
         samples = rollout.generate(run.policy, prompts, uniforms, cache_gb=room, **run.ends)
     return stays(steps), samples.lengths.tolist()

@@ -1,8 +1,8 @@
 """Which architectures of transformers are sampled and scored right: a tiny random model of each.
 
-    python tests/bench_architectures.py                 # all of them, minutes
-    python tests/bench_architectures.py opt falcon_h1   # some
-    python tests/bench_architectures.py --markdown docs/architectures.md
+    python tests/bench/bench_architectures.py                 # all of them, minutes
+    python tests/bench/bench_architectures.py opt falcon_h1   # some
+    python tests/bench/bench_architectures.py --markdown docs/architectures.md
 
 Each row compares, in float32, log-probs of completions that we sampled: by the sampler, by the
 scorer, and by a forward pass of the whole model over each text alone. Right: all agree to 1e-3, and
@@ -23,7 +23,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rollout as R  # noqa: E402
 from support.attention import checkpoint_layers  # noqa: E402
@@ -249,11 +249,11 @@ INTRODUCTION = """# Architectures
 A model is run in one of two ways; `takes_our_attention` in support/attention.py says which.
 
 - **ours, packed**: keys and values are all that its layers remember. It is sampled in `Slots`, by
-  its own layers with our attention, and scored by support/packing.py, every distinct prefix once
-  (without that file: in padded rows).
+  its own layers with our attention, and scored by support/extras/packing.py, every distinct prefix
+  once (without that file: in padded rows).
 - **`generate`, padded**: state spaces, linear attention, hybrids, and what attends in its own way.
-  It is sampled by transformers' own `generate` (support/hybrids.py; without that file such a model
-  is refused), and scored in rows that are padded on the right.
+  It is sampled by transformers' own `generate` (support/extras/hybrids.py; without that file such a
+  model is refused), and scored in rows that are padded on the right.
 
 Before a run begins `check_scorer` compares both with the model's own forward pass, and refuses a
 model whose log-probs are further off than rounding. What changes with the length of a text, it
@@ -261,9 +261,9 @@ cannot see: with `rope_type` longrope or dynamic (Phi-3-mini-128k, Phi-4-mini, M
 frequencies of all texts of a pass change when one exceeds the original context. There such a
 model's context ends: `original_max_position_embeddings` tokens of prompt and completion.
 
-`python tests/bench_architectures.py --markdown docs/architectures.md` wrote the rest: a tiny random
-model of each of the {number} causal architectures and rotary embeddings of transformers {version},
-on texts longer than every window, chunk and original context that it has. "Right": log-probs of
+`python tests/bench/bench_architectures.py --markdown docs/architectures.md` wrote the rest: a tiny
+random model of each of the {number} causal architectures and rotary embeddings of transformers
+{version}, on texts longer than every window, chunk and original context that it has. "Right": log-probs of
 sampler, scorer and the model's own forward pass agree to 1e-3, and with gradient checkpointing
 nothing changes in any bit.
 

@@ -1,9 +1,9 @@
 """Memory of training: counted for models of any size, and measured on the machine at hand.
 
-    python tests/bench_memory.py                        # the table of docs/memory.md: some minutes
-    python tests/bench_memory.py --write                # the same, put into the page
-    python tests/bench_memory.py --measure small        # trains 25 M random weights on this machine
-    python tests/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
+    python tests/bench/bench_memory.py                  # the table of docs/memory.md: some minutes
+    python tests/bench/bench_memory.py --write          # the same, put into the page
+    python tests/bench/bench_memory.py --measure small  # trains 25 M random weights here
+    python tests/bench/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
 
 Counted are the bytes of all floating-point tensors that live at a time (counting.py), while our own
 functions sample, score and train in bfloat16 autocast, as on a GPU with its fused attention. Not
@@ -26,14 +26,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import gspo  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from counting import Counting  # noqa: E402
-from support import attention, packing, tasks  # noqa: E402
+from support import attention, tasks  # noqa: E402
+from support.extras import packing  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 GB = 1e9

@@ -1,14 +1,14 @@
 """How fast rollout.py samples and scores, beside what transformers offers, in one table each.
 
-    python tests/bench_rollout.py                     # the model of 3 M parameters: minutes
-    python tests/bench_rollout.py --models 80m,135m --rows 64 --repeats 3
+    python tests/bench/bench_rollout.py                     # the model of 3 M parameters: minutes
+    python tests/bench/bench_rollout.py --models 80m,135m --rows 64 --repeats 3
 
 The same model, prompts and lengths for all: lengths are forced, from a seeded long-tailed draw.
 Contestants take turns, and the ratios are medians over the turns. What models of random weights
 sample has nothing in common; what it gains to compute common prefixes once is the last table, of
-the built-in policy, with support/packing.py and without. On a GPU:
+the built-in policy, with support/extras/packing.py and without. On a GPU:
 
-    python tests/bench_rollout.py --models qwen3-0.6b,qwen3-1.7b,qwen3-4b --rows 64,256,512 \
+    python tests/bench/bench_rollout.py --models qwen3-0.6b,qwen3-1.7b,qwen3-4b --rows 64,256,512 \
         --longest 1024 --only sampling,decoding,scoring
 """
 
@@ -23,7 +23,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rollout as R  # noqa: E402
 from support import tasks  # noqa: E402
@@ -104,7 +104,7 @@ def replaced(owner, name, value):
 
 
 def without_packing():
-    return replaced(R, "leaf", lambda name: None)
+    return replaced(R, "extra", lambda name: None)
 
 
 class Forced(StoppingCriteria):

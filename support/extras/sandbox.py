@@ -1,6 +1,6 @@
 """Runs a program that nobody trusts. This file is its own child process:
 
-    python -I support/sandbox.py FD      # a task in JSON, from an open file
+    python -I support/extras/sandbox.py FD      # a task in JSON, from an open file
 
 For Linux on x86-64 and aarch64. A program is one process, whose threads are counted every
 WATCH_SECONDS; it has limits on time, memory and output, and nothing of it is left running. Network,

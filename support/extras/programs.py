@@ -6,8 +6,8 @@ import re
 import textwrap
 import time
 
-from support import sandbox
 from support.data import expecting, need
+from support.extras import sandbox
 
 # the program may have an input() and a json of its own
 CALL_CASES = """

@@ -1,7 +1,7 @@
 """Routing Replay on the built-in mixture of experts: who needs it, at how many updates a rollout?
 
-    python tests/bench_experts.py --out moe_results.jsonl
-    python tests/bench_experts.py --algos gspo --seeds 0 1 2 -- --lr 4e-4
+    python tests/bench/bench_experts.py --out moe_results.jsonl
+    python tests/bench/bench_experts.py --algos gspo --seeds 0 1 2 -- --lr 4e-4
 
 Each algorithm without replay and with the experts that pi_old chose, at 4, 16 and 64 updates a
 rollout, and at 4 with a sampler that is refreshed every fourth step. A process each; runs that are

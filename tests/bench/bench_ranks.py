@@ -1,7 +1,7 @@
 """Seconds a step and peak memory of one process and of several, on the CPUs of this machine.
 
-    python tests/bench_ranks.py                                             # built-in policy
-    python tests/bench_ranks.py -- --model FOLDER --task sums --max-new-tokens 12 --steps 4
+    python tests/bench/bench_ranks.py                                             # built-in policy
+    python tests/bench/bench_ranks.py -- --model FOLDER --task sums --max-new-tokens 12 --steps 4
 
 Runs take turns, 1 process, 2 processes, 1, 2, ...; every process has one thread. What stands behind
 `--` goes to train.py. The table has medians over steps (but the first) and turns."""
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--steps", "8", "--eval-every", "0", "--eval-samples", "0", "--eval-prompts", "16"]
 METRICS = ["seconds_step", "seconds_sample", "seconds_freeze", "seconds_improve"]
 METRICS += ["memory_gb"]  # of the largest process

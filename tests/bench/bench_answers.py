@@ -1,7 +1,7 @@
 """The slowest comparisons of answers, and our verdicts beside Math-Verify's.
 
-python tests/bench_answers.py             # a search for slow calls: half a minute
-python tests/bench_answers.py --beside    # the pairs of test_answers.py, where math_verify is
+python tests/bench/bench_answers.py             # a search for slow calls: half a minute
+python tests/bench/bench_answers.py --beside    # the pairs of test_answers.py, where math_verify is
 """
 
 import argparse
@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.answers import same_answer  # noqa: E402
+from support.extras.answers import same_answer  # noqa: E402
 
 MAX_TEXT = 10_000  # characters of an answer: rewards.py takes no longer one
 SIZES = (10, 20, 40, 60, 100, 150, 200, 330, 480, 1_000, 5_000, 9_990)

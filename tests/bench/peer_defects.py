@@ -1,8 +1,8 @@
 """What surprised us in the peers' code, each shown by running that code, in its environment.
 
-    TRL/bin/python tests/peer_defects.py trl POLICY               # 1.16
-    VERL/bin/python tests/peer_defects.py verl                    # 0.9
-    BOOK/bin/python tests/peer_defects.py book rlhf-book/code POLICY
+    TRL/bin/python tests/bench/peer_defects.py trl POLICY               # 1.16
+    VERL/bin/python tests/bench/peer_defects.py verl                    # 0.9
+    BOOK/bin/python tests/bench/peer_defects.py book rlhf-book/code POLICY
 
 POLICY is a folder of the built-in policy (a checkpoint of `python train.py --algo gspo`). Nothing
 is asserted: versions change, and a line that no longer shows a defect is good news. Where chance is
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import transformers
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
 # ---- TRL -----------------------------------------------------------------------------------------
 

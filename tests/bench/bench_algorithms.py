@@ -1,7 +1,7 @@
 """Trains with every algorithm and several seeds, a process each, and prints what came out.
 
-    python tests/bench_algorithms.py --out results.jsonl --write
-    python tests/bench_algorithms.py --algos gspo grpo --seeds 0 1 -- --lr 2e-4
+    python tests/bench/bench_algorithms.py --out results.jsonl --write
+    python tests/bench/bench_algorithms.py --algos gspo grpo --seeds 0 1 -- --lr 2e-4
 
 A run that is in --out already is not done again, so an interrupted benchmark goes on where it
 stopped; delete the file when train.py has changed. --write puts the table into docs/results.md,
@@ -18,7 +18,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import gspo  # noqa: E402

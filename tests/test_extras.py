@@ -13,7 +13,7 @@ from tools import ROOT, random_policy
 
 SMALL = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-prompts 4 --eval-samples 0"
 TRAINS = f"--algo gspo {SMALL}"
-NEEDS = {  # leaf -> flags that ask for it
+NEEDS = {  # extra -> flags that ask for it
     "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
     "experts": ["--routing-replay --model models/moe --reward arithmetic"],
     "hybrids": ["--model models/mamba"],
@@ -27,7 +27,7 @@ NEEDS = {  # leaf -> flags that ask for it
     "trackers": ["--track wandb"],
 }
 MIXTURE = f"--model models/moe {SMALL}"
-CASES = {leaf: [leaf] for leaf in NEEDS} | {"all": list(NEEDS)}
+CASES = {extra: [extra] for extra in NEEDS} | {"all": list(NEEDS)}
 
 PROGRAM = """
 import contextlib, io, json, sys, traceback
@@ -50,21 +50,21 @@ print(json.dumps({line: run(line) for line in sys.argv[1:]}))
 @pytest.fixture(scope="module")
 def found(models, tmp_path_factory):
     """What was printed: copy -> command line -> status, stdout, stderr."""
-    place, printed = tmp_path_factory.mktemp("leaves"), {}
+    place, printed = tmp_path_factory.mktemp("extras"), {}
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1}
     mamba = transformers.MambaConfig(vocab_size=18, pad_token_id=0, **shape)
     random_policy(models / "mamba", mamba)
-    for name, leaves in CASES.items():
+    for name, extras in CASES.items():
         copy, out = place / name, place / f"{name}.out"
         copy.mkdir()
         for path in ROOT.glob("*.py"):
             shutil.copy(path, copy)
         shutil.copytree(ROOT / "support", copy / "support")
-        for leaf in leaves:
-            Path(copy, "support", f"{leaf}.py").unlink()
+        for extra in extras:
+            Path(copy, "support/extras", f"{extra}.py").unlink()
         Path(copy, "models").symlink_to(models)
         Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
-        lines = [f"{TRAINS} --name gspo", *(line for leaf in leaves for line in NEEDS[leaf])]
+        lines = [f"{TRAINS} --name gspo", *(line for extra in extras for line in NEEDS[extra])]
         if name in ("experts", "all"):
             lines.append(f"{MIXTURE} --name moe")
         cache = str(place / "cache")
@@ -87,11 +87,13 @@ def test_the_default_command_trains_without(name, found):
 
 
 @pytest.mark.parametrize(
-    "name, leaf", [(n, leaf) for n in CASES for leaf in CASES[n] if NEEDS[leaf]]
+    "name, extra", [(n, extra) for n in CASES for extra in CASES[n] if NEEDS[extra]]
 )
-def test_what_needs_it_says_so(name, leaf, found):
-    for line in NEEDS[leaf]:
+def test_what_needs_it_says_so(name, extra, found):
+    for line in NEEDS[extra]:
         status, _, err = found[name][line]
         assert status == 2 and err.count("\n") == 1 and err.startswith("error: "), err or status
         others = CASES[name]  # two may be missing
-        assert any(f"needs support/{each}.py, which is not here" in err for each in others), err
+        assert any(
+            f"needs support/extras/{each}.py, which is not here" in err for each in others
+        ), err

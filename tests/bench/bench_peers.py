@@ -3,8 +3,8 @@
 TRL lives in an environment of its own, whose Python is an argument:
 
     python3 -m venv TRL && TRL/bin/pip install trl
-    python tests/bench_peers.py --trl-python TRL/bin/python --steps 36 --turns 5
-    python tests/bench_peers.py --trl-python TRL/bin/python --model FOLDER --data sums.jsonl \
+    python tests/bench/bench_peers.py --trl-python TRL/bin/python --steps 36 --turns 5
+    python tests/bench/bench_peers.py --trl-python TRL/bin/python --model FOLDER --data sums.jsonl \
         --reward math_lenient --prompts-per-step 16 --max-new-tokens 12 --lr 1e-5 --steps 4 \
         --turns 1
 
@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import rewards  # noqa: E402
