@@ -282,14 +282,14 @@ class Chart(NamedTuple):
 
 
 CHARTS = {
-    "eval_solved": Chart("held-out prompts, greedy. Rises with solved", 0, 1, ".0%"),
-    "eval_solved_lenient": Chart("the same answers in any format", 0, 1, ".0%"),
-    "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".0%"),
+    "eval_solved": Chart("held-out prompts, greedy. Rises with solved", 0, 1, ".1%"),
+    "eval_solved_lenient": Chart("the same answers in any format", 0, 1, ".1%"),
+    "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".1%"),
     "reward": Chart("mean over the completions trained on. Rises", 0, 1, ".2f"),
     "eval_reward": Chart("held-out prompts, greedy, without a verdict. Rises", 0, 1, ".2f"),
     "length_mean": Chart("tokens. No drift to --max-new-tokens"),
-    "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".0%"),
-    "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".0%"),
+    "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
+    "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
     "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
     "clip_fraction": Chart("GSPO 10 to 60%, less at the end. GRPO up to 2%", 0, 1, ".1%"),
     "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
@@ -329,7 +329,8 @@ def chart_figure(metric: str, stories: list[Story], others: list[Published]) -> 
     points = [point for curve in curves + dotted for point in curve]
     last = max(1, *(step for step, _ in points))
     plot = Plot((0, last), value_range([value for _, value in points], chart))
-    labels = {tick: rounded(tick, chart.form) for tick in round_ticks(*plot.y_range)}
+    form = chart.form.replace(".1%", ".0%")
+    labels = {tick: rounded(tick, form) for tick in round_ticks(*plot.y_range)}
     drawn = [*plot.ticks_of_y(labels), *plot.ticks_of_x(round_ticks(0, last), "step")]
     title = f"<b>{metric}</b> "
     for i, curve in enumerate(curves + dotted):
@@ -423,7 +424,7 @@ text { fill: #777; font-size: 11px } svg { display: block; width: 100% } .axis {
 .hollow { fill: none; stroke: var(--c); stroke-width: 1.6 }
 .color0 { --c: #1a7fc9 } .color1 { --c: #c9590f } .color2 { --c: #0f8a66 }
 .color3 { --c: #bf5595 } .color4 { --c: #8a7119 } .color5 { --c: #6f73d9 }
-.key { margin-right: 14px } .key::before { content: "■ "; color: var(--c) }
+.key { margin-right: 14px; white-space: nowrap } .key::before { content: "■ "; color: var(--c) }
 .wide { overflow-x: auto } .differs { font-weight: 600; color: #c9590f }
 td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-width: 120px }
 .cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
