@@ -125,7 +125,7 @@ def form(template=None, vocabulary=math.inf, context=math.inf, **flags):
 def encoded(prompt, *arguments, **flags):
     """What the model sees of a prompt."""
     made = form(*arguments, **flags)
-    return made.tokenizer.decode(made.encode({"prompt": prompt})["ids"])
+    return made.tokenizer.decode(made.encode({"prompt": prompt}).ids)
 
 
 def conversation(number: int) -> list[dict]:
@@ -139,7 +139,11 @@ def conversation(number: int) -> list[dict]:
 
 
 def test_what_the_model_sees_of_a_prompt():
-    """With a chat template and without. The two characters that a shell makes of \\n are one."""
+    """With a chat template and without. The two characters that a shell makes of \\n are a line
+    break, but not in a LaTeX command."""
+    latex = r"Say if {prompt} \neq 0, \nabla f, \nu"
+    assert form(prompt_template=latex).template == latex
+    assert form(prompt_template=r"\n\n{prompt}\n#\n").template == "\n\n{prompt}\n#\n"
     assert encoded("7+5", TEMPLATE) == ";7+5="
     assert encoded("7+5", TEMPLATE, system="12") == "#12;7+5="
     assert encoded("7+5", TEMPLATE, system="") == "#;7+5="  # against the template's own
@@ -148,7 +152,7 @@ def test_what_the_model_sees_of_a_prompt():
     assert marked == "#3;7+5**="
     assert encoded("7+5", prompt_template="{prompt}*1=") == "7+5*1="
     assert encoded("7+5") == "7+5"
-    assert form(prompt_template="{prompt}\\nso\\n").template == "{prompt}\nso\n"
+    assert form(prompt_template="{prompt}\\nSo\\n").template == "{prompt}\nSo\n"
     prompt = conversation(5)
     assert encoded(prompt, TEMPLATE) == "#1;2+2;4;7+5="
     assert text_of(prompt) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
@@ -196,14 +200,14 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
     """A context of 26 leaves 22 for the prompt beside 4 of the completion."""
     rows = [{"prompt": "1+" * n + "1="} for n in range(1, 21)]
     kept = form(context=26).encode_rows(rows, "--data long.jsonl")
-    assert [len(row["ids"]) for row in kept] == list(range(4, 23, 2))
+    assert [len(row.ids) for row in kept] == list(range(4, 23, 2))
     line = capsys.readouterr().out
     assert "--data long.jsonl: 10 of 20 prompts have more than 22 tokens" in line
     assert form(context=26).encode_rows(kept, "") == kept and capsys.readouterr().out == ""
     with pytest.raises(UserError, match="held out: 19 of 19 prompts"):
         form(context=7).encode_rows(rows[1:], "held out")
     problems = form(context=26).encode_problems(itertools.cycle(rows))
-    assert [len(row["ids"]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
+    assert [len(row.ids) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -255,9 +259,9 @@ def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
     result = good(tmp_path, f"--model {chat} --data talks.jsonl --reward talk.py:roles --steps 1")
     assert metrics(result.folder)[0]["reward"] == 1
     tokenizer = AutoTokenizer.from_pretrained(chat)
-    for row in seen.batches[0].judged.rows:
+    for row in seen.run.held_out:
         problem = row["prompt"][-1]["content"]
-        assert tokenizer.decode(row["ids"]) == f"#1;2+2;4;{problem}="
+        assert tokenizer.decode(row.ids) == f"#1;2+2;4;{problem}="
     sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
 
@@ -278,3 +282,21 @@ def test_what_a_run_cannot_read_is_refused_before_it_begins(flags, words, tmp_pa
     sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
     assert all(word in sentence for word in words), sentence
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("place")
+def test_a_field_of_the_data_reaches_the_reward_whatever_its_name(tmp_path):
+    """Also `ids`, in `check` before training and in every step. Needs train.py to read row.ids."""
+    rows = [{"prompt": f"{i}+0=", "answer": "0", "ids": [i, -1]} for i in range(12)]
+    write_rows(Path("rows.jsonl"), rows)
+    Path("named.py").write_text(
+        "def named(completion, answer, prompt, ids):\n"
+        "    return prompt == f'{ids[0]}+0=' and ids[1:] == [-1]\n\n\n"
+        "def fields(completion, answer, **row):\n"
+        "    return sorted(row) == ['ids', 'prompt', 'tokens'] or 'tokens' not in row\n"
+    )
+    flags = (
+        "--reward named.py:named+named.py:fields --model models/tiny --data rows.jsonl --steps 1"
+    )
+    row = metrics(good(tmp_path, flags).folder)[0]
+    assert row["reward/named"] == row["reward/fields"] == 1
