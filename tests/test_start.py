@@ -240,15 +240,31 @@ def any_text(models):
     return "--model models/bytes --reward pay.py:even"
 
 
-def test_what_the_user_gave_is_printed_without_control_characters(any_text, tmp_path):
-    """Prompts, a command to paste: nothing may move the cursor, ring, or be run by a shell."""
-    prompt = "1\x1b[2J\x07\r$(touch ran)`touch ran`'\"!="
+def arguments_in_bash(command: str) -> list[str]:
+    """The arguments that a command gets which is pasted into bash."""
+    script = f"python() {{ printf '%s\\0' \"$@\"; }}; {command}"
+    return subprocess.check_output(["bash", "-c", script]).decode().split("\0")
+
+
+def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(any_text, tmp_path):
+    """A prompt with line breaks, control characters, quotes and commands: what is printed of it has
+    none of these, and pasted into bash it is the prompt again."""
+    prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
     write_rows(Path("strange.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
-    result = good(tmp_path, f"{any_text} --data strange.jsonl --eval-data strange.jsonl --steps 1")
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.out)
-    words = result.out.splitlines()[-1].removeprefix("python rollout.py")
-    subprocess.run(["sh", "-c", f"printf '%s\\n' {words}"], capture_output=True, check=False)
-    assert not Path("ran").exists()
+    flags = "--data strange.jsonl --eval-data strange.jsonl --steps 1"
+    result = good(tmp_path, f"{any_text} {flags}", "--prompt-template", "{prompt}\n#")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\x85]", result.out)
+    words = arguments_in_bash(result.out.splitlines()[-1])
+    assert words[:2] == ["rollout.py", "--model"] and not Path("ran").exists()
+    assert words[words.index("--prompt") + 1] == prompt
+    assert words[words.index("--prompt-template") + 1] == "{prompt}\n#"
+
+
+def test_the_last_line_of_a_conversation_has_its_system_message():
+    messages = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "7+5?"}]
+    config = train.parse_flags(["--model", "models/tiny", "--reward", "pay.py:even"])
+    words = arguments_in_bash(console.command_to_try("x y/step-1", config, messages))
+    assert words[2:-1] == ["x y/step-1", "--prompt", "7+5?", "--system", "Be brief.\n"]
 
 
 # ---- the console
