@@ -13,6 +13,9 @@ from pathlib import Path
 # ---- mistakes of the user ------------------------------------------------------------------------
 
 
+IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
+
+
 class UserError(ValueError):
     """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
 
@@ -154,7 +157,7 @@ class PromptFormat:
         self.longest = context - given
 
     def encode(self, row: dict) -> dict:
-        """The row with "ids", the tokens of its prompt; UserError where the model cannot read it"""
+        """The row with IDS, the tokens of its prompt; UserError where the model cannot read it"""
         prompt, tokenizer = row["prompt"], self.tokenizer
         shown = f"prompt {text_of(prompt)[:60]!r}"
         if isinstance(prompt, str):
@@ -168,7 +171,7 @@ class PromptFormat:
         else:
             ids = tokenizer.encode(prompt)
         self.check_ids(ids, text_of(prompt), shown)
-        return {**row, "ids": ids}
+        return {**row, IDS: ids}
 
     def in_chat_template(self, chat: list[dict], shown: str) -> list[int]:
         if self.system is not None:  # an empty one stands against the template's own
@@ -195,7 +198,7 @@ class PromptFormat:
 
     def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
         """Rows with their tokens, one by one, less those that leave no room for a completion."""
-        return (row for row in map(self.encode, rows) if len(row["ids"]) <= self.longest)
+        return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
         """The same of a file, as a list; says how many are too long."""
