@@ -362,15 +362,19 @@ class Reward:
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
         return Score(reward, terms, steps, paid, fault)
 
-    def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
+    lenient = None
+
+    def note_shaping(self, scores: list[Score]) -> None:
+        for score in scores:
+            outside = [name for name, value in score.terms.items() if not 0 <= value <= 1]
+            self.shaping.update(outside)
+
+    def verdicts(self, scores, with_steps=True) -> tuple[list[float], list[float] | None]:
         """(what each completion was paid, how right it is) by the terms that count.
 
         What a verifier pays counts as right or wrong as long as it lies between 0 and 1. A term
         that has ever paid otherwise, or is marked as shaping, moves the policy but does not count.
         Where no term counts, all that was paid decides, and nothing is right or wrong: None."""
-        for score in scores:
-            outside = [name for name, value in score.terms.items() if not 0 <= value <= 1]
-            self.shaping.update(outside)
         counting = [name for name in self.terms if name not in self.shaping]
         paid = [sum(score.paid[name] for name in counting or self.terms) for score in scores]
         if not counting:
@@ -449,7 +453,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             expected += f" or one of {', '.join(VERIFIERS)}"
         with expecting(f"--reward {spec}: expected {expected}"):
             need(name not in terms, "a name stands there twice")
-            function = function or find_verifier(place)
+            function = function or find_function(place)
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
@@ -457,7 +461,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
     return Reward(terms)
 
 
-def find_verifier(place: str, kind: str = "verifier") -> Callable:
+def find_function(place: str, kind: str = "verifier") -> Callable:
     """The function of `file.py:function`, or the verifier of ours that has the name."""
     path, _, name = place.rpartition(":")
     folder = str(Path(path).resolve().parent)

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
+
 # ---- user errors ---------------------------------------------------------------------------------
 
 
@@ -136,19 +138,6 @@ def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
 # ---- prompts to tokens ---------------------------------------------------------------------------
 
 
-class EncodedRow(dict):
-    """A row of data and the tokens of its prompt, which are no field: none can have their name."""
-
-    def __init__(self, row: dict, ids: list[int]):
-        super().__init__(row)
-        self.ids = ids
-
-    def __missing__(self, name: str):  # to be removed once train.py and rollout.py read row.ids
-        if name == "ids":
-            return self.ids
-        raise KeyError(name)
-
-
 class PromptFormat:
     """Turns prompts into token ids, and knows how many fit."""
 
@@ -169,8 +158,8 @@ class PromptFormat:
         need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
         self.longest = context - given
 
-    def encode(self, row: dict) -> EncodedRow:
-        """Add the tokens of a row's prompt. Raise UserError if the model cannot read it."""
+    def encode(self, row: dict) -> dict:
+        """Add the tokens of a row's prompt as IDS. Raise UserError if the model cannot read it."""
         prompt, tokenizer = row["prompt"], self.tokenizer
         shown = f"prompt {text_of(prompt)[:60]!r}"
         if isinstance(prompt, str):
@@ -184,7 +173,7 @@ class PromptFormat:
         else:
             ids = tokenizer.encode(prompt)
         self.check_ids(ids, text_of(prompt), shown)
-        return EncodedRow(row, ids)
+        return {**row, IDS: ids}
 
     def in_chat_template(self, chat: list[dict], shown: str) -> list[int]:
         if self.system is not None:  # an empty one replaces the template's default
@@ -211,7 +200,7 @@ class PromptFormat:
 
     def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
         """Yield encoded rows, without those that leave no room for a completion."""
-        return (row for row in map(self.encode, rows) if len(row.ids) <= self.longest)
+        return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
         """Return the encoded rows of a file as a list, and print how many are too long."""

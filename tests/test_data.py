@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 import rewards
 from support.data import (
+    IDS,
     PromptFormat,
     UserError,
     hold_out,
@@ -125,7 +126,7 @@ def form(template=None, vocabulary=math.inf, context=math.inf, **flags):
 def encoded(prompt, *arguments, **flags):
     """What the model sees of a prompt."""
     made = form(*arguments, **flags)
-    return made.tokenizer.decode(made.encode({"prompt": prompt}).ids)
+    return made.tokenizer.decode(made.encode({"prompt": prompt})[IDS])
 
 
 def conversation(number: int) -> list[dict]:
@@ -200,14 +201,14 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
     """A context of 26 leaves 22 for the prompt beside 4 of the completion."""
     rows = [{"prompt": "1+" * n + "1="} for n in range(1, 21)]
     kept = form(context=26).encode_rows(rows, "--data long.jsonl")
-    assert [len(row.ids) for row in kept] == list(range(4, 23, 2))
+    assert [len(row[IDS]) for row in kept] == list(range(4, 23, 2))
     line = capsys.readouterr().out
     assert "--data long.jsonl: 10 of 20 prompts have more than 22 tokens" in line
     assert form(context=26).encode_rows(kept, "") == kept and capsys.readouterr().out == ""
     with pytest.raises(UserError, match="held out: 19 of 19 prompts"):
         form(context=7).encode_rows(rows[1:], "held out")
     problems = form(context=26).encode_problems(itertools.cycle(rows))
-    assert [len(row.ids) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
+    assert [len(row[IDS]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -261,7 +262,7 @@ def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(chat)
     for row in seen.run.held_out:
         problem = row["prompt"][-1]["content"]
-        assert tokenizer.decode(row.ids) == f"#1;2+2;4;{problem}="
+        assert tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
     sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
 
@@ -286,7 +287,7 @@ def test_what_a_run_cannot_read_is_refused_before_it_begins(flags, words, tmp_pa
 
 @pytest.mark.usefixtures("place")
 def test_a_field_of_the_data_reaches_the_reward_whatever_its_name(tmp_path):
-    """Also `ids`, in `check` before training and in every step. Needs train.py to read row.ids."""
+    """Also `ids`, in `check` before training and in every step."""
     rows = [{"prompt": f"{i}+0=", "answer": "0", "ids": [i, -1]} for i in range(12)]
     write_rows(Path("rows.jsonl"), rows)
     Path("named.py").write_text(

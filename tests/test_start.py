@@ -220,7 +220,7 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(spoken, seen, tmp_path):
     flags = '--system 12 --prompt-template 3+{prompt} --chat-template-args {"mark":"**"}'
     result = good(tmp_path, f"{BASE} --model models/spoken --steps 1 {flags}")
     text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
-    assert seen.run.tokenizer.decode(seen.run.held_out[0].ids) == text
+    assert seen.run.tokenizer.decode(seen.run.held_out[0][data.IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1
 
 

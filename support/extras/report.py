@@ -222,18 +222,19 @@ class Plot(NamedTuple):
         return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
+        """Return the place of a value. Values beyond the axis lie on its ends."""
         low, high = self.y_range
-        share = (value - low) / (high - low)
+        share = min(max((value - low) / (high - low), 0), 1)
         return self.bottom - share * (self.bottom - self.top)
 
     def line(self, points: list[tuple[float, float]], look: str) -> str:
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
         return f'<path class="{look}" d="M{"L".join(places)}"/>'
 
-    def dots(self, points: list[tuple[float, float]], look: str, form: str) -> Iterator[str]:
+    def dots(self, points: list[tuple[float, float]], look: str, form="", radius=2.5):
         """Draw dots that show their numbers under the mouse."""
         for x, y in points:
-            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="2.5"'
+            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
             note = f"<title>step {x:g}: {rounded(y, form)}</title>"
             yield f'<circle class="{look}" {place}>{note}</circle>'
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rewards import find_verifier
+from rewards import find_function
 from rollout import Rollout
 from support.data import expecting, need, reason
 from support.models import context_of
@@ -50,7 +50,7 @@ def parse_tool(place: str) -> Tool:
     expected = f"expected file.py:function@TEXT, asked after TEXT, or one of {', '.join(TOOLS)}"
     with expecting(f"--tool {place}: {expected}"):
         need(":" in where and after, "it is neither")
-        return Tool(find_verifier(where, "function"), after)
+        return Tool(find_function(where, "function"), after)
 
 
 @dataclasses.dataclass
@@ -115,8 +115,6 @@ class Turns:
         under_way = completions
         while under_way:
             texts = [each.prompt + each.tokens for each in under_way]
-            once = {tuple(text): text for text in texts}
-            texts = [once[tuple(text)] for text in texts]  # equal ones are one list, read once
             width = context_of(model.config) - max(map(len, texts))
             rest = [each.uniforms[:width] for each in under_way]
             rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do

@@ -187,7 +187,7 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
     import transformers
 
     import rollout
-    from support.data import PromptFormat
+    from support.data import IDS, PromptFormat
 
     trained = folder / "trained"
     if peer == "ours":
@@ -199,7 +199,7 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
     rows = [PromptFormat(tokenizer, plain).encode(row) for row in read_rows(settings["held_out"])]
     samples = rollout.generate(
         policy,
-        [row.ids for row in rows],
+        [row[IDS] for row in rows],
         torch.zeros(len(rows), 1, settings["max_new_tokens"]),
         temperature=0.0,
         **rollout.end_and_pad_ids(policy, tokenizer),
