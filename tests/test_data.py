@@ -222,7 +222,7 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     write_rows(Path("gsm8k.jsonl"), rows)
     result = good(tmp_path, "--model models/tiny --data gsm8k.jsonl --steps 1")
     assert strict((result.folder / "config.json").read_text())["reward"] == "math"
-    assert all(score.fault == "" for batch in seen.batches for score in batch.judged.scores)
+    assert all(score.fault == "" for batch in seen.batches for score in batch.samples.scores)
     assert all(re.fullmatch(r"\d+\+1=", row["prompt"]) for row in seen.run.held_out)
 
 
@@ -233,7 +233,7 @@ def test_data_is_shuffled_and_a_tenth_is_held_out(seen, tmp_path):
     flags = "--data thirty.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     good(tmp_path, f"{BASE} {flags} --steps 3")
     held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [row["prompt"] for batch in seen.batches for row in batch.judged.rows[::2]]
+    trained = [row["prompt"] for batch in seen.batches for row in batch.samples.rows[::2]]
     assert len(set(trained)) == 27 and set(trained) | set(held_out) == {r["prompt"] for r in rows}
     assert trained != sorted(trained, key=lambda prompt: int(prompt.split("+")[0]))
 
@@ -244,7 +244,7 @@ def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
     write_rows(Path("right.jsonl"), [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
     good(tmp_path, f"{BASE} --data left.jsonl --eval-data right.jsonl --steps 1")
     assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
-    assert all("+" in row["prompt"] for row in seen.batches[0].judged.rows)
+    assert all("+" in row["prompt"] for row in seen.batches[0].samples.rows)
 
 
 @pytest.mark.usefixtures("place")
@@ -292,12 +292,7 @@ def test_a_field_of_the_data_reaches_the_reward_whatever_its_name(tmp_path):
     write_rows(Path("rows.jsonl"), rows)
     Path("named.py").write_text(
         "def named(completion, answer, prompt, ids):\n"
-        "    return prompt == f'{ids[0]}+0=' and ids[1:] == [-1]\n\n\n"
-        "def fields(completion, answer, **row):\n"
-        "    return sorted(row) == ['ids', 'prompt', 'tokens'] or 'tokens' not in row\n"
+        "    return prompt == f'{ids[0]}+0=' and ids[1:] == [-1]\n"
     )
-    flags = (
-        "--reward named.py:named+named.py:fields --model models/tiny --data rows.jsonl --steps 1"
-    )
-    row = metrics(good(tmp_path, flags).folder)[0]
-    assert row["reward/named"] == row["reward/fields"] == 1
+    flags = "--reward named.py:named --model models/tiny --data rows.jsonl --steps 1"
+    assert metrics(good(tmp_path, flags).folder)[0]["reward"] == 1

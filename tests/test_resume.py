@@ -57,15 +57,15 @@ def done(one_step, tmp_path):
 
 def interrupted(runs, flags, monkeypatch, at, number=signal.SIGTERM):
     """The run, stopped by a signal that comes while step `at` is reported."""
-    report = train.report
+    write_rows = train.write_rows
 
     def stopping(run, batch, row):
-        report(run, batch, row)
+        write_rows(run, batch, row)
         if row["step"] == at:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "report", stopping)
+        patch.setattr(train, "write_rows", stopping)
         return launch(runs, flags)
 
 

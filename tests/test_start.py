@@ -76,7 +76,7 @@ def test_a_prompt_that_comes_twice_is_held_out_wherever_it_stands(seen, tmp_path
     """37 distinct prompts, each ten times: none is both trained on and evaluated on."""
     write_rows(Path("often.jsonl"), [{"prompt": f"{i % 37}+1=", "answer": "0"} for i in range(370)])
     good(tmp_path, f"{BASE} --data often.jsonl --steps 2 --prompts-per-step 160 --group-size 2")
-    trained = {row["prompt"] for batch in seen.batches for row in batch.judged.rows}
+    trained = {row["prompt"] for batch in seen.batches for row in batch.samples.rows}
     held_out = {row["prompt"] for row in seen.run.held_out}
     assert held_out and len(trained) > 20
     assert not held_out & trained
@@ -309,10 +309,13 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
     [
         ("--lora-rank 2", r"0\.0 of 0\.0 M parameters"),
         ("--warmup-steps 10", "smoke test"),
-        ("--reward pay.py:never --steps 10", "10 steps taught nothing.*paid alike"),
+        (
+            "--reward pay.py:never --steps 10",
+            "10 steps taught nothing.*rewards of a group are equal",
+        ),
         ("--reward pay.py:never", "2 steps taught nothing"),
         (
-            "--max-new-tokens 1 --steps 10 --group-size 2",
+            "--max-new-tokens 1 --overlong-filter --steps 10 --group-size 2",
             "taught nothing.*--max-new-tokens",
         ),
     ],
