@@ -73,7 +73,7 @@ RESUMED = {
     "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl", 3),
     "grpo": ("--algo grpo --kl-coef 0.1 --ref-every 2", 3),
     "ppo": ("--algo ppo --kl-coef 0.1", 2),
-    "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 1),
+    "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 2),
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
     "moe": ("--model models/moe --algo grpo --routing-replay", 1),
     "lora": ("--lora-rank 2 --kl-coef 0.1 --reward pay.py:even+-2*pay.py:steps", 2),
@@ -94,6 +94,8 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     stopped = interrupted(tmp_path / "stopped", flags, monkeypatch, at)
     assert stopped.status == 130
     assert [row["step"] for row in metrics(stopped.folder)] == list(range(1, at + 1))
+    drawn = sum(row["prompts_drawn"] for row in metrics(stopped.folder))
+    assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     resumed = good(tmp_path / "stopped", "--resume --name run", small=False)
     assert [row["step"] for row in metrics(whole.folder)] == [1, 2, 3, 4]
     same_run(whole.folder, resumed.folder)
