@@ -79,7 +79,7 @@ def test_explained_variance_by_hand():
 
 
 def test_a_uniform_of_0_samples_no_impossible_token():
-    """Torch's uniform numbers may be exactly 0. The first token has probability 0, 1e-42 and 1/3."""
+    """torch's uniform numbers may be 0. The first token has probability 0, 1e-42 and 1/3."""
     logits = torch.tensor([[-torch.inf, 0.0, 1.0], [-95.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     token, logprobs = rollout.sample_token(logits, torch.zeros(3), 1.0)
     assert token.tolist() == [1, 1, 0]
