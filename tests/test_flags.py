@@ -13,11 +13,25 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import gpu_report
 import gspo
 import train
+from support import data
 from support.data import UserError
 from support.flags import dashed, kinds_of
-from tools import BASE, ROOT, Calls, copied, good, launch, needed, refused, spied, strict
+from tools import (
+    BASE,
+    ROOT,
+    Calls,
+    character_tokenizer,
+    copied,
+    good,
+    launch,
+    needed,
+    refused,
+    spied,
+    strict,
+)
 
 pytestmark = pytest.mark.usefixtures("place")
 FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
@@ -368,6 +382,23 @@ def test_flags_reach_their_functions(algorithm, monkeypatch, tmp_path):
         assert calls[field]
         for _, keyword, _ in calls[field]:
             assert values.items() <= keyword.items()
+
+
+def test_the_scripts_of_published_runs_are_accepted(tmp_path):
+    """Their flags, the template that bash makes of them, and the points that they name."""
+    scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
+    assert len(scripts) == 2
+    for script in scripts:
+        assert script.read_text() in gpu_report.reference_runs()
+        stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
+        output = subprocess.check_output(["bash", "-c", stub + script.read_text()]).decode()
+        _, trained, drawn = [each.split("\0")[1:-1] for each in output.split("\1")[:-1]]
+        config = train.parse_flags(trained)
+        published = f"docs/runs/published/{script.stem}.csv"
+        assert drawn == ["--report", f"runs/{config.name}", published]
+        assert (ROOT / published).exists()
+        form = data.PromptFormat(character_tokenizer(), config)
+        assert "{prompt}\n" in form.template and "\\n" not in form.template
 
 
 def resolved(flags: str) -> train.Config:
