@@ -259,11 +259,11 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
 
     # chosen in `plug_in`
-    generate: Callable = rollout.generate
-    completion_logprobs: Callable = rollout.completion_logprobs
-    completion_values: Callable = rollout.completion_values
-    predicting: Callable = rollout.predicting
-    micro_batches: Callable = rollout.micro_batches
+    generate: Callable | None = None  # the signatures are those of rollout.py
+    completion_logprobs: Callable | None = None
+    completion_values: Callable | None = None
+    predicting: Callable | None = None
+    micro_batches: Callable | None = None
     experts: typing.Any = None  # records the routing of a mixture
     meters: list[Callable] = dataclasses.field(default_factory=list)  # (run, samples) -> metrics
     write_adapter: Callable | None = None
@@ -1089,16 +1089,17 @@ def start(config: Config, ranks: Ranks) -> Run:
 def plug_in(run: Run) -> None:
     """Choose everything optional, once. Each file of support/extras can be deleted."""
     config, contexts = run.config, []
-    fast_scoring = extra("fast_scoring")
+    run.generate, scoring = rollout.generate, rollout
     models = [model for model in (run.policy, run.teacher) if model is not None]
-    if fast_scoring and all(map(fast_scoring.fits, models)):
-        run.completion_logprobs = fast_scoring.completion_logprobs
-        run.completion_values = fast_scoring.completion_values
-        run.predicting = fast_scoring.predicting
-        run.micro_batches = fast_scoring.micro_batches
-        contexts.append(fast_scoring.attention_now)
+    if extra("fast_scoring") and all(map(extra("fast_scoring").fits, models)):
+        scoring = extra("fast_scoring")
+        contexts.append(scoring.attention_now)
         if config.device == "cuda" and extra("fast_sampling"):
             run.generate = extra("fast_sampling").generate
+    run.completion_logprobs = scoring.completion_logprobs
+    run.completion_values = scoring.completion_values
+    run.predicting = scoring.predicting
+    run.micro_batches = scoring.micro_batches
     # two lengths: errors of padding show
     prompts = [row[data.IDS][-64 - i :] for i, row in enumerate(run.held_out[:2])]
     rollout.check_scorer(

@@ -177,7 +177,7 @@ def one_update(run: train.Run) -> train.Batch:
         correct=None,
         faults=[],
     )
-    parts = [(part, batch.samples[part]) for part in rows.split(size)]
+    parts = [(part, batch.rollout[part]) for part in rows.split(size)]
     batch.updates = [train.Update(rows, rows, parts)]
     batch.advantages = torch.zeros(len(rows))
     batch.old_logprobs = batch.ref_logprobs = batch.values = batch.returns = zeros
