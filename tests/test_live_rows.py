@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import gspo
 import rollout
 import train
+from support.extras import fast_scoring
 from tools import BASE, Calls, fast, good, gradients, metrics, newest, rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
@@ -130,9 +131,9 @@ def test_where_something_else_reads_logprobs_all_rows_stay(flags, seen, tmp_path
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path):
     """Each once; and so are passes of the model, frozen and trained on."""
-    calls = Calls(fast.completion_logprobs)
+    calls = Calls(fast_scoring.completion_logprobs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "completion_logprobs", calls.stand_in)
+        patch.setattr(fast_scoring, "completion_logprobs", calls.stand_in)
         good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
     alive = 0
     for batch in seen.batches:
