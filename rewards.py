@@ -139,7 +139,7 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 
 DENIAL = re.compile(  # text behind an answer that takes it back
     r"""
-      \A \W* (?: (?: which | the | option | answer | choice ) \b \W* )*
+      \A \W*+ (?: (?: which | the | option | answer | choice ) \b \W*+ )*+
       (?: is | was | be | can? | could | would | will | wo | does | should | must | may | looks )
       (?: n['’]t | \b [^.;\n]{0,30} \b (?: not | never | no | false | excluded | eliminated
         | rejected | ruled | impossible | unlikely | mistaken | wrong | incorrect ) ) \b
@@ -174,11 +174,11 @@ def counted_words(text: str) -> collections.Counter:
 
 CHOICE = re.compile(
     r"""
-    [\W_]*
+    [\W_]*+
     (?:                                       # words before the letter
         (?i: the | final | correct | best | answer | option | choice | is
-          | (?: text | math ) (?: bf | rm )? | text ) \b [\W_]*
-    )*
+          | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+
+    )*+
     (?P<letter> [A-Za-z] )
     (?: [^\w).:–—-] | _ )*+
     (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
