@@ -621,6 +621,7 @@ def judge(run: Run, samples: rollout.Rollout, rows: list[dict]) -> Judged:
 def verdicts(run: Run, scores: list[rewards.Score], group_size: int):
     """What completions were paid before shaping, and how right they are, in [0, 1]: (P, G) each;
     None for the second where no verifier says what is right."""
+    run.reward.note_shaping(scores)
     paid, correct = run.reward.verdicts(scores)
     paid = torch.tensor(paid, dtype=torch.float64).view(-1, group_size)
     if correct is not None:

@@ -1,7 +1,5 @@
-"""Mistakes of the user, rows of data, and how prompts become tokens."""
+"""Rows of data, and how prompts become tokens."""
 
-import contextlib
-import difflib
 import itertools
 import json
 import math
@@ -10,43 +8,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-# ---- mistakes of the user ------------------------------------------------------------------------
-
-
-class UserError(ValueError):
-    """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
-
-
-def need(condition: object, message: str) -> None:
-    """Raises UserError with the message where the condition is false."""
-    if not condition:
-        raise UserError(message)
-
-
-def reason(error: BaseException) -> str:
-    """A line that says what went wrong."""
-    text = f"{type(error).__name__}: {error}".removeprefix("UserError: ")
-    return f"{text.splitlines()[0]:.300}"
-
-
-@contextlib.contextmanager
-def expecting(what: str) -> Iterator[None]:
-    """Whatever goes wrong within is a UserError: what was expected, and a line of why it is not."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{what}: {reason(error)}") from error
+# other files import did_you_mean and reason from here, too
+from support.user import UserError, did_you_mean, expecting, need, reason  # noqa: F401
 
 
 def printable(text: str) -> str:
     """Text without control characters: a terminal would obey those of a completion."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What a sentence about an unknown word may end with."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 2_000  # characters of a pumped text
-SAMPLES = 4  # texts of each repeated part
 REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 CATEGORIES = {"CATEGORY_DIGIT": "70", "CATEGORY_SPACE": "  \n", "CATEGORY_WORD": "aB7_x"}
 
@@ -72,7 +71,7 @@ def parts(argument) -> list:
     return []
 
 
-def sample(nodes, rng: random.Random, pumped=None) -> str:
+def sample(nodes, rng: random.Random, pumped=None, length: int = LENGTH) -> str:
     """A text that an expression mostly matches, in which one repeated part is pumped."""
     text = ""
     for operation, argument in nodes:
@@ -86,19 +85,19 @@ def sample(nodes, rng: random.Random, pumped=None) -> str:
             case "IN":
                 text += member(argument, rng)
             case "BRANCH":
-                text += sample(rng.choice(argument[1]), rng, pumped)
+                text += sample(rng.choice(argument[1]), rng, pumped, length)
             case "SUBPATTERN":
-                text += sample(argument[3], rng, pumped)
+                text += sample(argument[3], rng, pumped, length)
             case "ATOMIC_GROUP":
-                text += sample(argument, rng, pumped)
+                text += sample(argument, rng, pumped, length)
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
                 low, high, body = argument
                 if body is pumped:
                     piece = sample(body, rng) or "a"
-                    text += piece * (LENGTH // len(piece))
+                    text += piece * (length // len(piece))
                 else:
                     text += "".join(
-                        sample(body, rng, pumped)
+                        sample(body, rng, pumped, length)
                         for _ in range(rng.randint(low, min(high, low + 2)))
                     )
     return text
@@ -117,14 +116,14 @@ def member(choices: list, rng: random.Random) -> str:
     return rng.choice(CATEGORIES.get(str(argument), "-("))
 
 
-def texts(pattern: re.Pattern, seed: int = 0) -> list[str]:
+def texts(pattern: re.Pattern, samples: int = 4, length: int = LENGTH) -> list[str]:
     """Texts that pump each repeated part, with an end that fits and with one that does not."""
-    rng, found = random.Random(seed), []
+    rng, found = random.Random(0), []
     nodes = re._parser.parse(pattern.pattern, pattern.flags & ~re.UNICODE)
     for body in repeats(nodes):
-        for _ in range(SAMPLES):
-            text = sample(nodes, rng, body)
-            found += [text, text + "\0", text[: LENGTH // 2] + "\0" + text[LENGTH // 2 :]]
+        for _ in range(samples):
+            text = sample(nodes, rng, body, length)
+            found += [text, text + "\0", text[: length // 2] + "\0" + text[length // 2 :]]
     return found
 
 

@@ -15,12 +15,34 @@ from typing import NamedTuple
 
 import mpmath
 
-from rewards import DENIAL
+from rewards import DENIAL, MAX_TEXT, after_thinking, final_answer, gold_answer, verifier
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read; a longer one is compared as text
 MAX_DEPTH = 60  # brackets within brackets
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
 MAX_WORK = 22_000  # of a comparison, in something like microseconds
+
+
+def math_answer(completion: str, answer: str | int | float) -> bool:
+    """1 if the marked answer is the gold one: `same_answer`."""
+    return same_answer(final_answer(completion, marked=True), gold_answer(answer))
+
+
+def math_lenient(completion: str, answer: str | int | float) -> bool:
+    """1 if the marked answer, or the last number where none is marked, is the gold one."""
+    gold = gold_answer(answer)
+    given = final_answer(completion, marked=True)
+    text = after_thinking(completion)
+    if not re.search(r"<answer>|\\boxed|####", text):
+        given, behind = last_number(text[-MAX_TEXT:].strip())
+        if DENIAL.search(behind[:100]):
+            return False
+    return same_answer(given, gold)
+
+
+math_answer.lenient = "math_lenient"
+verifier(math_answer, "math")
+verifier(math_lenient)
 
 
 class Unreadable(ValueError):
