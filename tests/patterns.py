@@ -85,7 +85,8 @@ def sample(nodes, rng: random.Random, pumped=None, length: int = LENGTH) -> str:
             case "IN":
                 text += member(argument, rng)
             case "BRANCH":
-                text += sample(rng.choice(argument[1]), rng, pumped, length)
+                holding = [each for each in argument[1] if holds(each, pumped)]
+                text += sample(rng.choice(holding or argument[1]), rng, pumped, length)
             case "SUBPATTERN":
                 text += sample(argument[3], rng, pumped, length)
             case "ATOMIC_GROUP":
@@ -96,11 +97,17 @@ def sample(nodes, rng: random.Random, pumped=None, length: int = LENGTH) -> str:
                     piece = sample(body, rng) or "a"
                     text += piece * (length // len(piece))
                 else:
-                    text += "".join(
-                        sample(body, rng, pumped, length)
-                        for _ in range(rng.randint(low, min(high, low + 2)))
-                    )
+                    times = rng.randint(low, min(high, low + 2))
+                    times = max(times, holds(body, pumped))
+                    text += "".join(sample(body, rng, pumped, length) for _ in range(times))
     return text
+
+
+def holds(nodes, pumped) -> bool:
+    """Whether a parsed expression holds the part that is pumped."""
+    if nodes is pumped:
+        return True
+    return any(holds(part, pumped) for _, argument in nodes for part in parts(argument))
 
 
 def member(choices: list, rng: random.Random) -> str:

@@ -173,7 +173,7 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 WORD = re.compile(r"[a-zA-Z]{2,}|[a-z]+/[a-z]+(\^2)?|[a-z]{2}\^\{?[23]\}?")
-END = re.compile(r"(?:\s|\\|(?<!\.)\.)+\Z")  # a full stop, what is left of a row or of a space
+END = re.compile(r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z")  # a full stop, what is left of a row or of a space
 CLOSING = (")", "]", "⟩")
 
 
@@ -1028,7 +1028,7 @@ UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order counts, 
 VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
 CROSS = re.compile(rf"{VECTOR}[\s)]*(?:\\times|×)[\s(]*{VECTOR}")
 CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5; but (A) or (B) is none
-    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*"
+    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
     r"([^A-E\n}][^A-E\n]*)"
 )
 OPTION = re.compile(r"(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) (?:\(([A-E])\)|([A-E]))\}?")
