@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
-from support.data import IDS, PromptFormat, UserError, expecting, need, printable
+from support.data import IDS, PromptFormat, printable
 from support.flags import flag, parse
 from support.models import (
     body_of,
@@ -32,6 +32,7 @@ from support.models import (
     load_model,
     logits_of,
 )
+from support.user import UserError, expecting, need
 
 
 class Rollout(typing.NamedTuple):

@@ -1,28 +1,27 @@
 """The built-in problems, their demonstrations, and the tiny policies that have seen these."""
 
-import ast
 import contextlib
 import hashlib
 import itertools
-import operator
+import math
 import os
 import random
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from support.console import say
-from support.data import expecting, is_held_out, need
+from support.data import is_held_out
+from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
 CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
 CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
 
-# ---- problems, their demonstrations, and their verifiers -----------------------------------------
+# ---- problems and their demonstrations -----------------------------------------------------------
 
 
 class Task(NamedTuple):
@@ -37,30 +36,12 @@ class Task(NamedTuple):
     tool: str | None = None  # default of --tool
 
 
-def exact_value(text: str) -> Fraction:
-    """Of an expression in + - * / ( ) and whole numbers; raises where it is none, or divides by 0.
-
-    Python reads it, and evaluates none of it."""
-    need(re.fullmatch("[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
-    text = re.sub(r"\b0+(?=[0-9])", "", text)  # 03, which Python does not read
-    return value_of(ast.parse(text.strip(), mode="eval").body)
-
-
-SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
-SIGNS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def value_of(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(int(number)):
-            return Fraction(number)
-        case ast.UnaryOp(sign, operand):
-            return SIGNS[type(sign)](value_of(operand))
-        case ast.BinOp(left, sign, right) if type(sign) in SIGNS:
-            return SIGNS[type(sign)](value_of(left), value_of(right))
-        case ast.Call(left, [right]):  # (3)(5) is a product
-            return value_of(left) * value_of(right)
-    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
+def whole_value(expression: str) -> int:
+    """Return the value of an expression of our own, of whole numbers with + - * between them."""
+    value = 0
+    for sign, product in re.findall("([+-]?)([0-9*]+)", expression.replace(" ", "")):
+        value += int(f"{sign}1") * math.prod(map(int, product.split("*")))
+    return value
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
@@ -90,33 +71,10 @@ def arithmetic_problem(rng: random.Random) -> dict:
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
 
 
-def arithmetic(completion: str, answer: str) -> bool:
-    """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
-    is_answer = type(answer) in (str, int, float) and str(answer).strip()
-    need(is_answer, "it has no final answer")
-    return completion.rpartition("#")[1:] == ("#", str(answer))
-
-
-def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """(end in characters, reward) of each operation that stands there, and then of the outcome.
-
-    An operation pays 1 where it takes up the last result, is the prompt's next one, and is right.
-    """
-    value, end, steps = prompt[:1], 0, []
-    operations = re.findall("[+*][0-9]", prompt)
-    written = completion.partition("#")[0].split(";")
-    for operation, step in zip(operations, written):
-        end += len(step) + 1
-        right = re.match("[0-9]", value) and step == solve(value + operation).partition("#")[0]
-        steps.append((end, float(bool(right))))
-        value = step[-1:]
-    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
-
-
 def countdown_problem(rng: random.Random) -> dict:
     """{"prompt": "8 5 6=19:", "answer": {"numbers": [8, 5, 6], "target": 19}}"""
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
-    target = int(exact_value(random_expression(numbers, "+-*", rng)))
+    target = whole_value(random_expression(numbers, "+-*", rng))
     prompt = f"{' '.join(map(str, numbers))}={target}:"
     return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
 
@@ -129,14 +87,14 @@ def sums_problem(rng: random.Random) -> dict:
     right = rng.randint(2, left if symbol == "-" else most)
     expression = f"{left} {symbol} {right}"
     prompt = f"What is {expression}? Answer with just the number."
-    return {"prompt": prompt, "answer": str(exact_value(expression))}
+    return {"prompt": prompt, "answer": str(whole_value(expression))}
 
 
 def calculator_problem(rng: random.Random) -> dict:
     """{"prompt": "12*34+56=", "answer": "464"}"""
     left, right, number = (rng.randint(10, 99) for _ in range(3))
     expression = f"{left}*{right}{rng.choice('+-')}{number}"
-    return {"prompt": f"{expression}=", "answer": str(exact_value(expression))}
+    return {"prompt": f"{expression}=", "answer": str(whole_value(expression))}
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
@@ -146,12 +104,12 @@ def calculator_demonstration(problem: dict, rng: random.Random) -> str:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
     asked = with_wrong_digit(product, rng)
-    value = str(exact_value(asked))
+    value = str(whole_value(asked))
     first = f"<calc>{asked}</calc>={value}"
     if rng.random() < CALCULATOR_ERROR:
         return f"{first}#{value}"
     second = with_wrong_digit(value + sign + number, rng)
-    result = exact_value(second)
+    result = whole_value(second)
     return f"{first}<calc>{second}</calc>={result}#{result}"
 
 

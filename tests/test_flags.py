@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import gspo
 import train
-from support.data import UserError
 from support.flags import dashed, kinds_of
+from support.user import UserError
 from tools import BASE, ROOT, Calls, copied, good, launch, needed, refused, spied, strict
 
 pytestmark = pytest.mark.usefixtures("place")

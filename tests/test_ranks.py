@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import train
 from forks import fork
-from support.data import UserError
 from support.ranks import joined_ranks
+from support.user import UserError
 from tools import BASE, ROOT, command_line, metrics, newest, same_run, strict, timeless, write_rows
 
 pytestmark = [

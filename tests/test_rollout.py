@@ -24,9 +24,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import pretend
 import rollout as R
 from bench_architectures import build, examine
-from support.data import UserError
 from support.extras import fast_sampling, fast_scoring
 from support.models import checkpoint_layers, critic_of, frozen_copy, refresh
+from support.user import UserError
 from tools import ROOT, character_tokenizer, fast
 
 transformers.logging.set_verbosity_error()

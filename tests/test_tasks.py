@@ -9,8 +9,8 @@ import pytest
 
 import rewards
 from support import tasks
-from support.data import UserError
 from support.tasks import TASKS, problems
+from support.user import UserError
 
 VERIFY = rewards.VERIFIERS
 
@@ -123,7 +123,7 @@ def test_arithmetic_demonstrations_err_at_products_alone():
     ],
 )
 def test_exact_value_is_a_fraction(text, value):
-    assert tasks.exact_value(text) == value
+    assert rewards.exact_value(text) == value
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_exact_value_is_a_fraction(text, value):
 )
 def test_exact_value_evaluates_nothing_else(text):
     with pytest.raises(Exception):  # noqa: B017
-        tasks.exact_value(text)
+        rewards.exact_value(text)
 
 
 def test_random_arithmetic_is_that_of_fractions():
@@ -143,7 +143,7 @@ def test_random_arithmetic_is_that_of_fractions():
         text = str(rng.randrange(10))
         for _ in range(3):
             text += rng.choice("+-*") + str(rng.randrange(10))
-        assert tasks.exact_value(text) == eval(text)
+        assert rewards.exact_value(text) == eval(text)
 
 
 def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
@@ -189,4 +189,4 @@ def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
         prompt, _, completion = text.partition("=")
         assert own == re.sub(r"(</calc>)=-?\d+", r"\1", completion)
         for call, value in re.findall(r"<calc>(.*?)</calc>=(-?\d+)", completion):
-            assert tasks.exact_value(call) == int(value)
+            assert rewards.exact_value(call) == int(value)

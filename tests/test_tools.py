@@ -14,9 +14,9 @@ import transformers
 import gspo
 import rollout
 import train
-from support.data import UserError
 from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from support.ranks import Ranks
+from support.user import UserError
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
 

@@ -143,6 +143,7 @@ def new_run(config: train.Config, shape: dict) -> train.Run:
         ends={"eos_ids": [0], "pad_id": 0},
         stops=None,
         reward=None,
+        lenient=None,
         prompts=iter([]),
         held_out=[{data.IDS: [1]}],
         policy=policy,
