@@ -20,7 +20,8 @@ from support.data import expecting, is_held_out, need
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
-CHAINS_OPERATIONS = (12, 15)  # of `chains`: 40, 80, 170, 340 tokens: (6, 7) (12, 15) (24, 32) (48, 62)
+# the same of `chains`; answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
+CHAINS_OPERATIONS = (12, 15)
 CHAINS_WRONG = "3678"  # digits; products by these are often wrong in its demonstrations:
 CHAINS_ERROR = 0.6  # the share of them that add instead
 CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator

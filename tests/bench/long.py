@@ -26,6 +26,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
+
+import gspo  # noqa: E402
+from support import tasks  # noqa: E402
+
 STEPS, EVERY, PROMPTS = 16, 4, 128  # rollout steps, between evaluations, held-out prompts
 COMPLETIONS = 256  # of a step
 # fewest and most operations of a chain, by the tokens of a mean answer
@@ -37,7 +42,9 @@ ROWS = {  # name -> flags of train.py
     "gspo, 0.2": f"--algo gspo {WIDE}",
     "gspo, 3e-3": "--algo gspo --clip-low 3e-3 --clip-high 3e-3",
     "grpo": "--algo grpo --kl-coef 0",
-    "grpo, gspo's stop": "--algo grpo-stop",
+    "grpo, no clip": "--algo grpo --kl-coef 0 --clip-low 1 --clip-high 1e9",
+    "grpo, gspo's clip": "--algo r-stops-at-s",
+    "gspo, grpo's clip": "--algo s-stops-at-r",
     "dapo's loss": "--algo dapo --no-dynamic-sampling --overlong-cache 0",
     "cispo": "--algo cispo",
     "sapo": "--algo sapo",
@@ -47,6 +54,7 @@ ROWS = {  # name -> flags of train.py
     "reinforce": "--algo reinforce",
 }
 BASIC = ("gspo", "gspo, 0.2", "grpo")
+BETWEEN = ("grpo, no clip", "grpo, gspo's clip", "gspo, grpo's clip")
 OTHERS = ("gspo, 3e-3", "dapo's loss", "cispo", "sapo", "gmpo", "luspo", "dr-grpo", "reinforce")
 
 
@@ -73,8 +81,9 @@ def grid(rows, rates, **others) -> list[Experiment]:
 
 # name -> experiments, seeds; in the order of their importance
 PARTS = {
+    "pilot": (grid(BASIC, (2e-4, 4e-4, 1e-4)), 1),
     "main": (grid(BASIC, (2e-4, 1e-4, 5e-5)), 5),
-    "why": (grid(["grpo, gspo's stop"], (2e-4, 1e-4)), 5),
+    "why": (grid(BETWEEN, (2e-4,)), 5),
     "others": (grid(OTHERS, (2e-4, 1e-4)), 3),
     "updates": (grid(BASIC, (2e-4,), updates=4), 3),
     "lengths": (grid(BASIC, (2e-4,), tokens=40) + grid(BASIC, (2e-4,), tokens=170), 3),
@@ -93,31 +102,34 @@ METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", 
 
 def child(tokens: int, flags: list[str]) -> int:
     """train.py, with chains of another length, and an algorithm more."""
-    import gspo
-    from support import tasks
-
     tasks.TASKS["chains"] = tasks.chains(LENGTHS[tokens])
-    gspo.ALGOS["grpo-stop"] = gspo.Algorithm(grpo_stop_loss)
-    import train
+    gspo.ALGOS["r-stops-at-s"] = gspo.Algorithm(mixed("token", "completion"))
+    gspo.ALGOS["s-stops-at-r"] = gspo.Algorithm(mixed("completion", "token"))
+    import train  # it reads both tables as it is imported
 
     return train.main(flags)
 
 
-def grpo_stop_loss(
-    logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
-):
-    """GRPO's token ratios without their clip; completions stop where GSPO's clip stops them."""
-    import torch
+def mixed(weight: str, stop: str):
+    """A loss between GSPO and GRPO: the weight of a token's gradient is its own ratio r ("token")
+    or the completion's s; the gradient of a token ends where r leaves 0.8 to 1.2 ("token"), or of a
+    completion where s leaves GSPO's band. ("token", "token") is GRPO, the other two GSPO."""
 
-    from gspo import as_columns, completion_mean, masked_mean, policy_metrics
+    def loss(logprobs, old_logprobs, advantages, mask, denom=None):
+        log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
+        advantages = gspo.as_columns(advantages)
+        ratio = log_ratio.exp().detach()  # r, (N, T)
+        s = gspo.completion_mean(log_ratio, mask).exp().detach()  # (N, 1)
+        tested, low, high = (ratio, 0.8, 1.2) if stop == "token" else (s, 1 - 3e-4, 1 + 4e-4)
+        stopped = (advantages > 0) & (tested > high) | (advantages < 0) & (tested < low)
+        one = (log_ratio - log_ratio.detach()).exp()  # 1, with the token's gradient
+        objective = (ratio if weight == "token" else s) * one * advantages
+        objective = torch.where(stopped, objective.detach(), objective)
+        mean = -gspo.masked_mean(objective, mask, "completion", denom)
+        told = (log_ratio, stopped.expand_as(mask), advantages, mask, "completion", denom)
+        return mean, gspo.policy_metrics(*told)
 
-    log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
-    advantages = as_columns(advantages)
-    s = completion_mean(log_ratio, mask).exp().detach()
-    stopped = (advantages > 0) & (s > 1 + clip_high) | (advantages < 0) & (s < 1 - clip_low)
-    objective = torch.where(stopped, 0.0, log_ratio.exp() * advantages)
-    loss = -masked_mean(objective, mask, "completion", denom)
-    return loss, policy_metrics(log_ratio, stopped, advantages, mask, "completion", denom)
+    return loss
 
 
 class Stopped(Exception):
