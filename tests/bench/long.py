@@ -81,18 +81,20 @@ def grid(rows, rates, **others) -> list[Experiment]:
 
 # name -> experiments, seeds; in the order of their importance
 PARTS = {
-    "pilot": (grid(BASIC, (2e-4, 4e-4, 1e-4)), 1),
-    "main": (grid(BASIC, (2e-4, 1e-4, 5e-5)), 5),
-    "why": (grid(BETWEEN, (2e-4,)), 5),
-    "others": (grid(OTHERS, (2e-4, 1e-4)), 3),
-    "updates": (grid(BASIC, (2e-4,), updates=4), 3),
-    "lengths": (grid(BASIC, (2e-4,), tokens=40) + grid(BASIC, (2e-4,), tokens=170), 3),
+    "main": (grid(BASIC, (4e-4, 2e-4, 1e-4)), 5),
+    "why": (grid(BETWEEN, (4e-4,)), 5),
+    "others": (grid(OTHERS, (4e-4,)), 3),
+    "longer": (grid(BASIC, (1e-4,), tokens=170), 3),
+    "updates": (grid(BASIC, (4e-4,), updates=4), 3),
+    "sampler": (grid(BASIC, (2e-4,), more="--dtype bfloat16 --old-logprobs sampler"), 3),
+    "shorter": (grid(BASIC, (4e-4, 2e-4), tokens=40), 3),
+    "others-slow": (grid(OTHERS, (2e-4,)), 3),
     "experts": (
         grid(BASIC, (2e-4,), more="--model tiny-moe")
         + grid(BASIC, (2e-4,), more="--model tiny-moe --routing-replay"),
         3,
     ),
-    "bfloat16": (grid(BASIC, (2e-4,), more="--dtype bfloat16 --old-logprobs sampler"), 3),
+    "longer-fast": (grid(BASIC, (2e-4,), tokens=170), 3),
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", "truncated")
 
