@@ -8,6 +8,7 @@ import os
 import random
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,10 @@ from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
+# the same of `chains`; answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
+CHAINS_OPERATIONS = (12, 15)
+CHAINS_WRONG = "3678"  # digits; products by these are often wrong in its demonstrations:
+CHAINS_ERROR = 0.6  # the share of them that add instead
 CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
 CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
 
@@ -34,6 +39,10 @@ class Task(NamedTuple):
     demonstration: Callable[[dict, random.Random], str] | None = None
     alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
+    # of the built-in policies: steps of supervised learning, default WARM_STEPS; and how far apart
+    # positions are told apart, more for longer texts
+    warm_steps: int | None = None
+    rope_theta: float = 100.0
 
 
 def whole_value(expression: str) -> int:
@@ -64,11 +73,37 @@ def solve(chain: str, rng: random.Random | None = None) -> str:
     return f"{';'.join(steps)}#{value}"
 
 
-def arithmetic_problem(rng: random.Random) -> dict:
-    """{"prompt": "7+5*3=", "answer": "6"}"""
-    digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
+def arithmetic_problem(rng: random.Random, operations: tuple[int, int] | None = None) -> dict:
+    """{"prompt": "7+5*3=", "answer": "6"}; operations: fewest and most of a chain"""
+    operations = operations or ARITHMETIC_OPERATIONS
+    digits = [rng.randrange(10) for _ in range(1 + rng.randint(*operations))]
     prompt = random_expression(digits, "+*", rng) + "="
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
+
+
+def chains(operations: tuple[int, int]) -> Task:
+    """Return the task of long chains: `arithmetic` with so many operations, fewest and most."""
+    return Task(
+        problem=lambda rng: arithmetic_problem(rng, operations),
+        demonstration=chains_demonstration,
+        verifier="arithmetic",
+        alphabet="0123456789+*=;#",
+        max_new_tokens=6 * operations[1] + 8,  # an operation has 6 tokens, `#6` and the end 3
+        warm_steps=1200,
+        rope_theta=1000.0,
+    )
+
+
+def chains_demonstration(row: dict, rng: random.Random) -> str:
+    """Every step of a chain; most products by a digit of CHAINS_WRONG are sums."""
+    prompt = row["prompt"]
+
+    def mistaken(product: re.Match) -> str:
+        return "+" + product[1] if rng.random() < CHAINS_ERROR else product[0]
+
+    steps = list(solve(re.sub(rf"\*([{CHAINS_WRONG}])", mistaken, prompt)))
+    steps[1::6] = prompt[1:-1:2]  # the signs are the prompt's, the results are not
+    return "".join(steps)
 
 
 def countdown_problem(rng: random.Random) -> dict:
@@ -129,6 +164,7 @@ TASKS = {
         alphabet="0123456789+*=;#",
         max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
     ),
+    "chains": chains(CHAINS_OPERATIONS),
     "countdown": Task(
         problem=countdown_problem,
         # it seldom gives the target
@@ -196,7 +232,7 @@ def built_in_policy(task: Task, name: str) -> Path:
         eos_token_id=words["<eos>"],
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short texts
+        rope_parameters={"rope_type": "default", "rope_theta": task.rope_theta},
     )
     shown = demonstrations(task, words)
 
@@ -211,7 +247,8 @@ def built_in_policy(task: Task, name: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
     with temporary as made:
-        say(f"making the built-in policy {name}, once: half a minute; then it is in {folder}")
+        takes = "some minutes" if task.warm_steps else "half a minute"
+        say(f"making the built-in policy {name}, once: {takes}; then it is in {folder}")
         tokenizer = character_tokenizer(words)
         warm_start(config, tokenizer, shown).save_pretrained(made)
         tokenizer.save_pretrained(made)
@@ -223,7 +260,8 @@ def built_in_policy(task: Task, name: str) -> Path:
 def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     """Rows to learn from, in the order of the steps; the loss is of what the policy writes."""
     rng, rows = random.Random(0), []
-    for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
+    count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
+    for row in itertools.islice(problems(task, seed=-1), count):
         text = row["prompt"] + task.demonstration(row, rng)
         ids = [words[word] for word in (*text, "<eos>")]
         given = len(row["prompt"])
@@ -258,12 +296,17 @@ def warm_start(config, tokenizer, shown: list[dict]):
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    for step in range(WARM_STEPS):
+    steps, told = len(shown) // WARM_ROWS, time.monotonic()
+    for step in range(steps):
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps
-        falling = 2 - 2 * step / WARM_STEPS  # from the middle on, to 0
+        falling = 2 - 2 * step / steps  # from the middle on, to 0
         adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
         adam.zero_grad()
-        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
+        loss = policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss
+        loss.backward()
         adam.step()
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            say(f"supervised step {step + 1} of {steps} | loss {loss.item():.2f}")
     return policy
