@@ -116,7 +116,7 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, nothing_moves, t
 def test_dropout_is_off_wherever_a_model_scores(
     model, flags, architectures, losses, nothing_moves, tmp_path
 ):
-    """Pitfall 15; where layers are computed twice as well."""
+    """Dropout would move every ratio away from 1. Also with gradient checkpointing."""
     calls = losses("grpo")
     good(tmp_path, f"{BASE} --model models/{model} --algo grpo --steps 1 {flags}")
     assert ratios_are_1(calls) == 4
@@ -249,7 +249,7 @@ def test_kl_term_has_the_unit_and_weight_of_its_algorithm(algorithm, seen, monke
     ],
 )
 def test_many_micro_batches_have_the_gradient_of_one(flags, tmp_path):
-    """Pitfall 1: a mean of means. Also in the second update, where ratios are not 1."""
+    """A mean of means would differ. Also in the second update, where ratios are not 1."""
     kept, told = [], []
     for tokens in (30, 10**6):
         with gradients() as steps:
@@ -317,7 +317,7 @@ def test_every_algorithm_trains_by_its_papers_numbers(algorithm, monkeypatch, se
 
 
 def test_a_repeated_prompt_does_not_merge_groups(seen, tmp_path):
-    """Pitfall 11: 20 rows with one prompt still are groups by position, each with its own mean."""
+    """Groups are made by position: 20 rows with one prompt are still five groups."""
     write_rows(Path("same.jsonl"), [{"prompt": "1+1=", "answer": "2"}] * 20)
     good(tmp_path, f"{BASE} --data same.jsonl --eval-data same.jsonl --steps 1")
     batch = seen.batches[0]
@@ -374,7 +374,7 @@ def test_dynamic_sampling_is_bounded_and_warns_once(seen, tmp_path):
 
 
 def test_overlong_filtering_leaves_the_other_rows_alone(losses, seen, tmp_path):
-    """Pitfall 10: a truncated row leaves the loss, even where something (here the bonus) needs all
+    """A truncated row leaves the loss, even where something (here the bonus) needs all
     others, which are scored as before."""
     calls = losses("gspo")
     flags = f"{BASE} --steps 1 --completions-per-update 16 --max-new-tokens 12 --lr 1e-4"
@@ -566,7 +566,7 @@ def test_the_critic_learns_a_constant_reward(tmp_path):
 
 
 def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
-    """Pitfall 13: V after the end token is 0, after a cut it is the critic's."""
+    """V after the end token is 0, after a cut it is the critic's."""
     calls = spied(monkeypatch, "ppo", "advantages")
     good(tmp_path, f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3")
     _, keyword, _ = calls[1]  # the critic's value head starts at zero: the second step
