@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
-from support.data import IDS, PromptFormat, UserError, need, printable
+from support.data import IDS, PromptFormat, printable
 from support.flags import flag, parse
 from support.models import (
     body_of,
@@ -32,6 +32,7 @@ from support.models import (
     load_model,
     logits_of,
 )
+from support.user import UserError, expecting, need
 
 
 class Rollout(typing.NamedTuple):
@@ -228,9 +229,11 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
     longest = max(prompts, key=len)
     cache = DynamicCache(config=model.config)
     ids = torch.tensor([longest], device=model.device)
-    next_logits(model, ids, torch.ones_like(ids), cache)
+    refused = f"--model: a {model.config.model_type} does not use transformers' KV cache"
+    with expecting(refused):
+        next_logits(model, ids, torch.ones_like(ids), cache)
     sample_bytes = sum(map(nbytes, cache.layers)) * (1 + max_new_tokens / len(longest))
-    need(sample_bytes, f"--model: a {model.config.model_type} does not use transformers' KV cache")
+    need(sample_bytes, refused)
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))
     at_once = min(int(cache_gb * 1e9 / sample_bytes), prompts_at_once * group_size)
     at_once = max(1, at_once)

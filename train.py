@@ -49,11 +49,12 @@ import rewards
 import rollout
 from support import console, data, folders
 from support.console import percent, say
-from support.data import expecting, need, printable
+from support.data import printable
 from support.flags import ELSEWHERE, dashed, extra, flag, parse
 from support.models import checkpoint_layers, critic_of, frozen_copy, has_experts, refresh
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
+from support.user import expecting, function_of, need, reason
 
 # ---- flags ---------------------------------------------------------------------------------------
 
@@ -247,6 +248,7 @@ class Run:
     ends: dict  # eos_ids and pad_id
     stops: rollout.StopTexts | None  # of --stop
     reward: rewards.Reward
+    lenient: rewards.Reward | None  # the same without the format, for evaluation
     prompts: Iterator[dict]  # rows to train on, without end
     held_out: list[dict]
 
@@ -259,11 +261,11 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
 
     # chosen in `plug_in`
-    generate: Callable = rollout.generate
-    completion_logprobs: Callable = rollout.completion_logprobs
-    completion_values: Callable = rollout.completion_values
-    predicting: Callable = rollout.predicting
-    micro_batches: Callable = rollout.micro_batches
+    generate: Callable | None = None  # the signatures are those of rollout.py
+    completion_logprobs: Callable | None = None
+    completion_values: Callable | None = None
+    predicting: Callable | None = None
+    micro_batches: Callable | None = None
     experts: typing.Any = None  # records the routing of a mixture
     meters: list[Callable] = dataclasses.field(default_factory=list)  # (run, samples) -> metrics
     write_adapter: Callable | None = None
@@ -907,7 +909,7 @@ def report(run: Run, batch: Batch, row: dict) -> None:
         try:
             run.write_page([run.folder], run.folder / "report.html")
         except Exception as error:  # it may cost the page, never the run
-            run.warn("page", f"report.html was not written: {data.reason(error)}")
+            run.warn("page", f"report.html was not written: {reason(error)}")
 
 
 def write_rows(run: Run, batch: Batch, row: dict) -> None:
@@ -966,8 +968,9 @@ def evaluate(run: Run, pass_k: int = 0) -> dict:
     if correct is None:
         return {"eval_reward": statistics.fmean(score.reward for score in greedy.scores)}
     found = {"eval_solved": float(correct.mean())}
-    if run.reward.lenient:  # the same completions: a rise of the first alone is format
-        found["eval_solved_lenient"] = run.reward.lenient.solved(greedy.texts, greedy.rows)
+    if run.lenient:  # the same completions: a rise of eval_solved alone is format
+        _, correct = run.lenient.verdicts(run.lenient.score(greedy.texts, greedy.rows))
+        found["eval_solved_lenient"] = statistics.fmean(correct)
     if pass_k:
         several = complete(run, sampler, run.held_out, pass_k, run.config.temperature, "eval")
         score_samples(run, several)
@@ -1067,6 +1070,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         ends=rollout.end_and_pad_ids(policy, tokenizer),
         stops=stops,
         reward=reward,
+        lenient=reward.lenient_twin(),
         prompts=itertools.islice(prompts, progress.prompts_drawn, None),
         held_out=held_out,
         progress=progress,
@@ -1089,23 +1093,24 @@ def start(config: Config, ranks: Ranks) -> Run:
 def plug_in(run: Run) -> None:
     """Choose everything optional, once. Each file of support/extras can be deleted."""
     config, contexts = run.config, []
-    fast_scoring = extra("fast_scoring")
+    run.generate, scoring = rollout.generate, rollout
     models = [model for model in (run.policy, run.teacher) if model is not None]
-    if fast_scoring and all(map(fast_scoring.fits, models)):
-        run.completion_logprobs = fast_scoring.completion_logprobs
-        run.completion_values = fast_scoring.completion_values
-        run.predicting = fast_scoring.predicting
-        run.micro_batches = fast_scoring.micro_batches
-        contexts.append(fast_scoring.attention_now)
+    if extra("fast_scoring") and all(map(extra("fast_scoring").fits, models)):
+        scoring = extra("fast_scoring")
+        contexts.append(scoring.attention_now)
         if config.device == "cuda" and extra("fast_sampling"):
             run.generate = extra("fast_sampling").generate
+    run.completion_logprobs = scoring.completion_logprobs
+    run.completion_values = scoring.completion_values
+    run.predicting = scoring.predicting
+    run.micro_batches = scoring.micro_batches
     # two lengths: errors of padding show
     prompts = [row[data.IDS][-64 - i :] for i, row in enumerate(run.held_out[:2])]
     rollout.check_scorer(
         run.policy, prompts, run.ends["pad_id"], run.generate, run.completion_logprobs
     )
     if config.sampler:
-        run.generate = rewards.find_function(config.sampler)
+        run.generate = function_of(config.sampler, "sampler")
     if config.tool:
         tools = extra("tools")
         run.generate = tools.Turns(run.generate, tools.parse_tool(config.tool), run.tokenizer)
@@ -1344,7 +1349,7 @@ def check_together(config: Config) -> None:
         tools.parse_tool(config.tool)
     if config.sampler:
         with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-            rewards.find_function(config.sampler, "sampler")
+            function_of(config.sampler, "sampler")
     completions = config.prompts_per_step * config.group_size
     each = config.completions_per_update
     need(completions % each == 0, f"--completions-per-update {each}: no divisor of {completions}")

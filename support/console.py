@@ -5,8 +5,9 @@ import re
 import shlex
 import sys
 
-from support.data import UserError, messages_of
+from support.data import messages_of
 from support.flags import dashed
+from support.user import UserError
 
 STEP = {  # metric -> its format in the line of a step
     "reward": "reward {:.2f}",

@@ -1,7 +1,5 @@
-"""User errors, rows of data, and how prompts become tokens."""
+"""Rows of data, and how prompts become tokens."""
 
-import contextlib
-import difflib
 import itertools
 import json
 import math
@@ -11,45 +9,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from support.user import UserError, expecting, need
+
 IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
-
-# ---- user errors ---------------------------------------------------------------------------------
-
-
-class UserError(ValueError):
-    """A user's mistake, in one sentence. The scripts print it and exit with status 2."""
-
-
-def need(condition: object, message: str) -> None:
-    """Raise UserError with the message if the condition is false."""
-    if not condition:
-        raise UserError(message)
-
-
-def reason(error: BaseException) -> str:
-    """Return an exception as one line."""
-    text = f"{type(error).__name__}: {error}".removeprefix("UserError: ")
-    return f"{text.splitlines()[0]:.300}"
-
-
-@contextlib.contextmanager
-def expecting(what: str) -> Iterator[None]:
-    """Turn any exception inside the block into a UserError: what was expected, and the reason."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{what}: {reason(error)}") from error
 
 
 def printable(text: str) -> str:
     """Return text without control characters, because a terminal would obey them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word: a suggestion, or nothing."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from support.data import expecting, need
+from support.user import expecting, need
 
 # ---- loading -------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ transformers and pytest):
 """
 
 import importlib.util
+import itertools
+import math
 import os
 import re
 import subprocess
@@ -20,7 +22,7 @@ import transformers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gspo
-from tools import ROOT, random_policy
+from tools import ROOT, by_group, random_policy, z_scores
 
 COPYING = (ROOT / "docs/copying.md").read_text()
 # by the name of the file, in the first line of a block
@@ -46,13 +48,15 @@ def needs(peer: str):
     return pytest.mark.skipif(missing, reason=f"{peer} is not installed")
 
 
-# ---- a bare loop ---------------------------------------------------------------------------------
+# ---- docs/loop.py --------------------------------------------------------------------------------
+
+LOOP = (ROOT / "docs/loop.py").read_text()
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     """A GPT-2: positions are absolute, training has dropout, and its folder asks for filters."""
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
     ids = {"vocab_size": 18, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     folder = tmp_path_factory.mktemp("copied") / "gpt2"
     random_policy(folder, transformers.GPT2Config(**shape, **ids))
@@ -63,19 +67,22 @@ def policy(tmp_path_factory):
     return folder
 
 
-def run_loop(model, steps=2, micro_batch=4, lr=1e-3) -> SimpleNamespace:
-    """The loop with a random policy, which is paid for even digits: its names, and the gradients
-    and weights at each of its updates."""
-    numbers = f'"{model}", {lr}, {steps}, 8, 2, {micro_batch}'
+def run_loop(model, steps=2, lr="1e-3", chat=None) -> SimpleNamespace:
+    """Run the loop with a random policy that is rewarded for even digits: its names, and the
+    gradients of its updates."""
     source = replaced(
-        block("loop.py"),
+        LOOP,
         {
-            '"Qwen/Qwen3-0.6B", 1e-6, 100, 8, 2, 4': numbers,
-            '"42"}, 1.0\n': '"42"}, 0.7\n',
-            '"max_new_tokens": 16': '"max_new_tokens": 40',
-            "float(text.strip() == PROBLEMS[problem])": (
-                'sum(c in "02468" for c in text) / (len(text) or 1)'
+            "STEPS, PROMPTS, GROUP_SIZE, UPDATES, TEMPERATURE = 40, 16, 8, 4, 1.0": (
+                f"STEPS, PROMPTS, GROUP_SIZE, UPDATES, TEMPERATURE = {steps}, 2, 8, 4, 0.7"
             ),
+            "sys.argv[1], 1e-5": f"{str(model)!r}, {lr}",
+            "len(sys.argv) > 1": "True",
+            "What is {a} * {b}? Answer with just the number.": "{a}*{b}=",
+            'float(re.findall(r"-?\\d+", completion)[-1:] == [row["answer"]])': (
+                'sum(c in "02468" for c in completion) / (len(completion) or 1)'
+            ),
+            "tokenizer.pad_token = ": f"tokenizer.chat_template = {chat!r}; tokenizer.pad_token = ",
         },
     )
     gradients = []
@@ -84,7 +91,6 @@ def run_loop(model, steps=2, micro_batch=4, lr=1e-3) -> SimpleNamespace:
         gradients.append([p.grad.clone() for p in optimizer.param_groups[0]["params"]])
 
     hook = register_optimizer_step_pre_hook(note)
-    torch.manual_seed(0)
     scope = {}
     try:
         exec(source, scope)
@@ -98,19 +104,18 @@ def loop(policy):
     return run_loop(policy)
 
 
-def test_loop_takes_two_updates_a_step(loop):
-    assert len(loop.gradients) == 2 * loop.STEPS
-    assert all(any(gradient.any() for gradient in update) for update in loop.gradients)
+def test_loop_fits_on_a_page_and_takes_four_updates_a_step(loop):
+    assert LOOP.count("\n") <= 90
+    assert len(loop.gradients) == 4 * loop.STEPS
+    first = loop.gradients[::4]  # the clip may stop all four completions of a later update
+    assert all(any(gradient.any() for gradient in update) for update in first)
 
 
 def test_loop_masks_to_the_first_end_token(loop):
     """Against a loop over tokens; some completions end early, and some never."""
-    ids = {int(loop.end_ids)}
-    completions = loop.tokens[:, -loop.width :].tolist()
     lengths = []
-    for row, mask in zip(completions, loop.mask.tolist()):
-        ends = [place for place, token in enumerate(row) if token in ids]
-        length = ends[0] + 1 if ends else len(row)
+    for row, mask in zip(loop.tokens[:, -loop.width :].tolist(), loop.mask.tolist()):
+        length = row.index(1) + 1 if 1 in row else len(row)
         assert mask == [place < length for place in range(len(row))]
         lengths.append(length)
     assert min(lengths) < max(lengths)
@@ -118,13 +123,12 @@ def test_loop_masks_to_the_first_end_token(loop):
 
 def test_loop_logprobs_are_those_of_each_row_alone(loop):
     """Every completion without padding, by one softmax a token."""
-    assert loop.TEMPERATURE == 0.7
     with torch.no_grad():
-        found = loop.completion_logprobs(loop.tokens, loop.seen, loop.width)
+        found = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
         for tokens, seen, mask, logprobs in zip(loop.tokens, loop.seen, loop.mask, found):
             row = tokens[seen.bool()]
             length = int(mask.sum())
-            logits = loop.model(row[None]).logits[0] / loop.TEMPERATURE
+            logits = loop.policy(row[None]).logits[0] / 0.7
             for t in range(length):
                 place = len(row) - length + t
                 expected = logits[place - 1].log_softmax(-1)[row[place]]
@@ -134,21 +138,80 @@ def test_loop_logprobs_are_those_of_each_row_alone(loop):
 
 def test_loop_old_logprobs_are_those_before_the_updates(policy):
     """After a step that moves nothing they are still the policy's; after one that does, not."""
-    for lr, moved in ((0.0, False), (1e-3, True)):
+    for lr, moved in (("0.0", False), ("1e-3", True)):
         loop = run_loop(policy, steps=1, lr=lr)
         with torch.no_grad():
-            now = loop.completion_logprobs(loop.tokens, loop.seen, loop.width)
+            now = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
         change = (now - loop.old)[loop.mask].abs().max()
         assert (change > 1e-3) == moved, change
 
 
-def test_loop_gradients_do_not_depend_on_the_micro_batches(loop, policy):
-    """8 rows an update, in 3 + 3 + 2, 4 + 4 and 8."""
-    for micro_batch in (3, 8):
-        other = run_loop(policy, steps=1, micro_batch=micro_batch)
-        for one, two in zip(loop.gradients, other.gradients):
-            for a, b in zip(one, two):
-                torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
+def test_loop_uses_the_chat_template_and_rewards_the_last_number(policy):
+    template = "{% for message in messages %}#{{ message['content'] }}{% endfor %}=="
+    loop = run_loop(policy, steps=1, chat=template)
+    assert all(text.startswith("#") and text.endswith("===") for text in loop.prompts)
+    scope = {"re": re}
+    exec(re.search(r"def reward.*?\n\n", LOOP, re.DOTALL)[0], scope)
+    row = {"answer": "56"}
+    texts = ("7 * 8 = 56.", "56", "-56", "56 or 57", "I do not know", "7*8=56 and no number after")
+    assert [scope["reward"](text, row) for text in texts] == [1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.slow
+def test_loop_without_arguments_raises_its_reward():
+    """The built-in policy: the mean reward of the last 5 of 40 steps is 0.2 above the first 5."""
+    command = [sys.executable, str(ROOT / "docs/loop.py")]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    rewards = [float(each) for each in re.findall(r"reward ([\d.]+)", result.stdout)]
+    assert len(rewards) == 40 and sum(rewards[-5:]) > sum(rewards[:5]) + 1
+
+
+# ---- corrections.py ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corrections():
+    scope = {}
+    exec(block("corrections.py"), scope)
+    return SimpleNamespace(**scope)
+
+
+def test_term_advantages_match_scalar_loop(corrections):
+    """Each term z-scored in its group, the weighted sums z-scored over the batch. The group whose
+    terms are all equal has exactly 0."""
+    weights, generator = [1.0, 0.1, -0.5], torch.Generator().manual_seed(0)
+    for size in (2, 4, 8):
+        rewards = (torch.rand(24, 3, generator=generator) * 3).round().double()
+        rewards[:size] = torch.tensor([0.1, 1 / 3, 0.7])
+        terms = [by_group(column, size, z_scores) for column in rewards.T.tolist()]
+        sums = [math.fsum(w * a for w, a in zip(weights, row)) for row in zip(*terms)]
+        actual = corrections.term_advantages(rewards, weights, size)
+        assert actual[:size].tolist() == [0] * size
+        assert actual[size:].tolist() == pytest.approx(z_scores(sums)[size:], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mismatch_mask", "off_policy_mask"])
+def test_masks_match_scalar_loop(name, corrections):
+    """Also with NaN on the padding; both kinds of tokens occur."""
+    generator, found = torch.Generator().manual_seed(0), set()
+    old, new = -torch.rand(2, 8, 6, generator=generator)
+    new[0:4] -= 0.6
+    advantages = torch.tensor([1.0, -1, -1, 0, 1, -1, -1, -1])
+    mask = torch.arange(6) < torch.tensor([6, 0, 1, 4, 3, 6, 2, 5])[:, None]
+    dirty = torch.where(mask, new, torch.nan)
+    if name == "mismatch_mask":
+        actual = corrections.mismatch_mask(old, dirty, mask, low=0.8, high=1.5)
+    else:
+        actual = corrections.off_policy_mask(dirty, old, advantages, mask, delta=0.1)
+    for i, t in itertools.product(range(8), range(6)):
+        length = int(mask[i].sum())
+        drop = sum((old[i, u] - new[i, u]).item() for u in range(length)) / max(length, 1)
+        ratio = math.exp(old[i, t] - new[i, t])
+        far = advantages[i] < 0 and drop > 0.1
+        kept = 0.8 <= ratio <= 1.5 if name == "mismatch_mask" else not far
+        assert bool(actual[i, t]) == (kept and t < length)
+        found |= {kept}
+    assert found == {True, False}
 
 
 # ---- TRL -----------------------------------------------------------------------------------------
@@ -344,7 +407,7 @@ def test_our_losses_have_the_gradients_of_trls(name, models, tmp_path):
     old = new.detach() + 0.3 * torch.randn(new.shape, generator=generator)
     inputs["old_per_token_logps"] = old
 
-    budget = {"max_completion_length": 12} if name == "dr_grpo_loss" else {}  # that of trl_trainer
+    budget = {"max_new_tokens": 12} if name == "dr_grpo_loss" else {}  # that of trl_trainer
     ours_of = getattr(gspo, name)
     ours, _ = ours_of(new, old, inputs["advantages"], inputs["completion_mask"], **budget)
     gradients = []

@@ -11,15 +11,8 @@ from transformers import AutoTokenizer
 
 import bench_peers
 import rewards
-from support.data import (
-    IDS,
-    PromptFormat,
-    UserError,
-    hold_out,
-    read_rows,
-    shuffled_epochs,
-    text_of,
-)
+from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs, text_of
+from support.user import UserError
 from tools import BASE, character_tokenizer, copied, good, metrics, refused, strict, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ import gpu_report
 import gspo
 import train
 from support import data
-from support.data import UserError
 from support.flags import dashed, kinds_of
+from support.user import UserError
 from tools import (
     BASE,
     ROOT,

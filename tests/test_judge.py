@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards import parse_reward
-from support.data import UserError
 from support.extras.judge import Judge
+from support.user import UserError
 from tools import SHAPE, character_tokenizer, good, metrics, refused
 
 pytestmark = pytest.mark.usefixtures("place")

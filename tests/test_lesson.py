@@ -25,10 +25,13 @@ def lines_of(name: str) -> list[str]:
     """The source of a loss without its docstring and without what all losses take."""
     source = inspect.getsource(getattr(gspo, name))
     function = ast.parse(source).body[0]
-    own = ["..."]
-    for argument, default in zip(function.args.kwonlyargs, function.args.kw_defaults):
-        if argument.arg != "denom":
-            own.append(f"{argument.arg}={ast.get_source_segment(source, default)}")
+    given = function.args
+    optional = given.args[-len(given.defaults) :] + given.kwonlyargs
+    own = [
+        f"{argument.arg}={ast.get_source_segment(source, default)}"
+        for argument, default in zip(optional, given.defaults + given.kw_defaults)
+    ]
+    own[0] = "..."  # denom, and the four before it
     return [f"def {name}({', '.join(own)}):", *source.splitlines()[function.body[1].lineno - 1 :]]
 
 

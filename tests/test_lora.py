@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 import bench_architectures
 import rollout
-from support.data import UserError
 from support.extras.lora import LoraLinear, add_adapters, check_base, write_adapter
 from support.models import refresh
+from support.user import UserError
 from tools import (
     BASE,
     SHAPE,

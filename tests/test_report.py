@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from support.data import UserError
 from support.extras import report
+from support.user import UserError
 from tools import ROOT
 
 VOID = {"meta"}  # elements without an end tag

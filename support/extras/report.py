@@ -17,9 +17,10 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from support.data import expecting, need, printable
+from rewards import arithmetic_steps
+from support.data import printable
 from support.folders import replace_text
-from support.tasks import arithmetic_steps
+from support.user import expecting, need
 
 MOST_POINTS = 200  # of a curve
 MOST_DOTS = 40

@@ -21,18 +21,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch  # noqa: E402
 
 import gspo  # noqa: E402
-from gspo import completion_mean, masked_mean, policy_metrics  # noqa: E402
+from gspo import as_columns, completion_mean, masked_mean, policy_metrics  # noqa: E402
 
 # ---- variants ------------------------------------------------------------------------------------
 
 
 def rootless_loss(
-    logprobs, old_logprobs, advantages, mask, *, clip_low=3e-4, clip_high=4e-4, denom=None
+    logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
     """gspo_loss without 1 / length in s: the ratio of whole completions, a product of L numbers."""
     length = mask.sum(1, keepdim=True)
     log_ratio = length * completion_mean(logprobs - old_logprobs.detach(), mask)
-    advantages = completion_mean(advantages.detach().reshape(len(mask), -1), mask)
+    advantages = completion_mean(as_columns(advantages), mask)
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -44,7 +44,7 @@ def rootless_loss(
     return loss, policy_metrics(log_ratio, stopped, advantages, mask, "completion", denom)
 
 
-def upside_down_penalty(logprobs, ref_logprobs, mask, *, per="completion", denom=None):
+def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, *, per="completion"):
     """k3 with pi / pi_ref where pi_ref / pi belongs."""
     x = torch.where(mask > 0, logprobs - ref_logprobs.detach(), 0.0)
     loss = masked_mean(x.exp() - x - 1, mask, per, denom)
@@ -130,7 +130,7 @@ def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tens
     and its log-ratios."""
     one = torch.tensor([row])
     mask, advantage = batch.mask[row], float(batch.advantages[row])
-    logprobs = run.logprobs(run.policy, batch.samples[one])[0][0][mask]
+    logprobs = run.logprobs(run.policy, batch.rollout[one])[0][0][mask]
     log_ratio = logprobs.detach() - batch.old_logprobs[row][mask]
     parameters, found = list(run.policy.parameters()), {}
     for name, weight in WEIGHTS.items():
@@ -151,7 +151,7 @@ def variance(warm_up: int, measured: int) -> None:
         run = train.start(train.parse_flags(flags.split()), Ranks())
         for step in range(1, warm_up + measured + 1):
             batch = drifted(run, step)
-            rows = batch.live.tolist() if step > warm_up else []
+            rows = batch.active.tolist() if step > warm_up else []
             for row in rows:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)

@@ -210,7 +210,9 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
         for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist())
     ]
     reward = rewards.parse_reward(settings["reward"])
-    paid, correct = reward.verdicts(reward.score(texts, rows))
+    scores = reward.score(texts, rows)
+    reward.note_shaping(scores)
+    paid, correct = reward.verdicts(scores)
     return statistics.fmean(correct or paid)
 
 

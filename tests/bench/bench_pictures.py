@@ -160,12 +160,12 @@ def train_and_compare(run: train.Run, step: int) -> list[Completion]:
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)
-    before = score(run, batch.samples)
+    before = score(run, batch.rollout)
     train.improve(run, batch)
-    log_ratios = score(run, batch.samples) - before
+    log_ratios = score(run, batch.rollout) - before
     found = []
-    for i, length in enumerate(batch.samples.lengths.tolist()):
-        ids = batch.samples.completions[i, :length].tolist()
+    for i, length in enumerate(batch.rollout.lengths.tolist()):
+        ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
     return found
