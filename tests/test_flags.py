@@ -92,7 +92,7 @@ BAD_INPUT = {
     "unknown-flag": (f"{BASE} --group_size 4", ["--group_size", "did you mean --group-size"]),
     "unknown-flags": (
         f"{BASE} --learning_rate 1 --wibble=2 --beta -1",
-        ["--learning_rate, --wibble=2, --beta: there is no", "for --learning-rate take --lr"],
+        ["--learning_rate, --wibble=2, --beta: there is no", "for --learning-rate use --lr"],
     ),
     "no-value": (f"{BASE} --lr", ["--lr", "expected"]),
     "wrong-type": (f"{BASE} --steps 1.5", ["--steps", "1.5"]),
@@ -326,6 +326,14 @@ def test_a_flag_takes_its_range_and_no_more(name):
     for value in wrong:
         with pytest.raises(UserError, match=dashed(name)):
             given(name, value)
+
+
+def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
+    for words, expected in (([], ["a"]), (["--stop", "b", "--stop", "c"], ["b", "c"])):
+        config = train.parse(train.Config, "", words, defaults={"stop": ["a"]})
+        assert config.stop == expected
+    with pytest.raises(UserError, match="--stop: expected texts"):
+        train.parse(train.Config, "", [], defaults={"stop": [1]})
 
 
 def test_help_has_every_flag_with_its_default(capsys):
