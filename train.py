@@ -1043,6 +1043,9 @@ def start(config: Config, ranks: Ranks) -> Run:
     is written before the policy has been evaluated."""
     reward = rewards.parse_reward(config.reward, config.device)
     rows, held_out = read_data(config, reward)
+    tool = extra("tools").parse_tool(config.tool) if config.tool else None
+    with expecting(f"--sampler {config.sampler}: expected file.py:function"):
+        sampler = function_of(config.sampler) if config.sampler else None
     saved, progress = checkpoint_to_resume(config)
     source, tokenizer, model_config = find_model(config, ranks)
     stops = rollout.StopTexts(tokenizer, config.stop) if config.stop else None
@@ -1077,7 +1080,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         policy=policy,
         **frozen_policies(config, policy),
     )
-    plug_in(run)
+    plug_in(run, tool, sampler)
     run.optimizer = make_optimizer(run)
     reward.shaping.update(progress.shaping)
     if saved:
@@ -1090,8 +1093,10 @@ def start(config: Config, ranks: Ranks) -> Run:
     return run
 
 
-def plug_in(run: Run) -> None:
-    """Choose everything optional, once. Each file of support/extras can be deleted."""
+def plug_in(run: Run, tool=None, sampler: Callable | None = None) -> None:
+    """Choose everything optional, once. Each file of support/extras can be deleted.
+
+    tool: of --tool; sampler: of --sampler."""
     config, contexts = run.config, []
     run.generate, scoring = rollout.generate, rollout
     models = [model for model in (run.policy, run.teacher) if model is not None]
@@ -1109,11 +1114,10 @@ def plug_in(run: Run) -> None:
     rollout.check_scorer(
         run.policy, prompts, run.ends["pad_id"], run.generate, run.completion_logprobs
     )
-    if config.sampler:
-        run.generate = function_of(config.sampler, "sampler")
-    if config.tool:
-        tools = extra("tools")
-        run.generate = tools.Turns(run.generate, tools.parse_tool(config.tool), run.tokenizer)
+    if sampler:
+        run.generate = sampler
+    if tool:
+        run.generate = extra("tools").Turns(run.generate, tool, run.tokenizer)
         run.meters.append(run.generate.measure)
     if has_experts(run.policy.config) and config.old_logprobs == "trainer" and extra("experts"):
         run.experts = extra("experts").Experts(config.routing_replay)
@@ -1229,8 +1233,7 @@ def own_folder(run: Run) -> None:
         run.lock = folders.lock(folder)
         config.name = folder.name
         folders.write_json(folder / "config.json", dataclasses.asdict(config))
-        for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-            folders.cut_back(folder / name, run.progress.step or -1)  # a fresh start keeps none
+        folders.repair(folder, run.progress.step)
         command = shlex.join(["python", "train.py", *sys.argv[1:]])
         date = time.strftime("%Y-%m-%d")
         begin = {"date": date, "command": command, "step": 0, **run.progress.before}
@@ -1344,12 +1347,8 @@ def check_together(config: Config) -> None:
         if other and getattr(config, field.name) != field.default:
             need(getattr(config, other), f"{dashed(field.name)}: needs {dashed(other)}")
     if config.tool:  # the task may have one
-        tools = extra("tools")
-        need(tools, f"--tool {config.tool}: needs support/extras/tools.py, which is not here")
-        tools.parse_tool(config.tool)
-    if config.sampler:
-        with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-            function_of(config.sampler, "sampler")
+        here = extra("tools")
+        need(here, f"--tool {config.tool}: needs support/extras/tools.py, which is not here")
     completions = config.prompts_per_step * config.group_size
     each = config.completions_per_update
     need(completions % each == 0, f"--completions-per-update {each}: no divisor of {completions}")

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import NamedTuple
 
+from rewards import arithmetic_steps
 from support.data import printable
 from support.folders import replace_text
-from rewards import arithmetic_steps
 from support.user import expecting, need
 
 MOST_POINTS = 200  # of a curve
