@@ -32,7 +32,7 @@ from support.models import (
     load_model,
     logits_of,
 )
-from support.user import UserError, expecting, need
+from support.user import UserError, need
 
 
 class Rollout(typing.NamedTuple):
@@ -230,8 +230,10 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
     cache = DynamicCache(config=model.config)
     ids = torch.tensor([longest], device=model.device)
     refused = f"--model: a {model.config.model_type} does not use transformers' KV cache"
-    with expecting(refused):
+    try:
         next_logits(model, ids, torch.ones_like(ids), cache)
+    except (AttributeError, ValueError) as error:  # it asks for a cache of its own
+        raise UserError(refused) from error
     sample_bytes = sum(map(nbytes, cache.layers)) * (1 + max_new_tokens / len(longest))
     need(sample_bytes, refused)
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))

@@ -439,7 +439,7 @@ def test_a_flag_of_another_algorithm_is_refused():
         refusals = 0
         value = VALUES.get(flag, 1e-3)
         for name, row in gspo.ALGOS.items():
-            reached = train.numbers_of(row.loss).keys() | train.numbers_of(row.advantages).keys()
+            reached = train.keywords(row.loss).keys() | train.keywords(row.advantages).keys()
             if row.reads == "values":
                 reached |= {"critic_lr", "value_clip"}
             words = f"--algo {name} {needed(name)} {dashed(flag)} {value}"

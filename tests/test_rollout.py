@@ -282,7 +282,7 @@ def test_a_scorer_that_errs_is_found(monkeypatch):
 
 def test_a_bug_in_the_sampler_keeps_its_traceback():
     """It is no mistake of the user's, whoever asks for the check."""
-    with pytest.raises(TypeError, match="positional argument"):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
         R.check_scorer(tiny(), PROMPTS[:2], 0, sampler=lambda model: None)  # too few parameters
 
 

@@ -263,7 +263,6 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
     "flags, said",
     [
         ("--lora-rank 2", r"0\.0 of 0\.0 M parameters"),
-        ("--warmup-steps 10", "smoke test"),
         (
             "--reward pay.py:never --steps 10",
             "10 steps taught nothing.*rewards of a group are equal",

@@ -133,7 +133,7 @@ def test_chains_demonstrations_err_at_products_by_some_digits_alone():
         assert len(steps) == len(operations)
         for operation, step in zip(operations, steps):
             assert step[:-1] == f"{value}{operation}="
-            right = str(tasks.exact_value(value + operation) % 10)
+            right = str(rewards.exact_value(value + operation) % 10)
             hard = operation[0] == "*" and operation[1] in tasks.CHAINS_WRONG
             wrong[hard].append(step[-1] != right)
             value = step[-1]

@@ -184,10 +184,11 @@ class Slots:
         for first in range(0, len(pairs), at_once):
             self.read_prompts(pairs[first : first + at_once])
 
-        for slot, row in zip(slots, rows):
+        fresh = []  # token, position, step, row, active
+        for row in rows:
             prompt = self.prompts[row]
-            fresh = [prompt[-1], len(prompt) - 1, 0, row, 1]  # token, position, step, row, active
-            self.state[slot] = self.state.new_tensor(fresh)
+            fresh.append([prompt[-1], len(prompt) - 1, 0, row, 1])
+        self.state[slots] = self.state.new_tensor(fresh)
         self.stepped = max(self.stepped, max(slots) + 1)
 
     def read_prompts(self, pairs: list[tuple[tuple[int, ...], list[int]]]):
@@ -256,7 +257,7 @@ class Slots:
 
 
 class Pace(typing.NamedTuple):
-    """The granularity of decode steps: few shapes and few waits on a GPU, no wasted row on a CPU."""
+    """The granularity of decode steps. A GPU wants few shapes and few waits."""
 
     span: int  # the attended positions are a multiple of this
     steps: int  # decode steps between looks of the host, each of which waits for the device

@@ -77,7 +77,8 @@ def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
 # ---- texts as a trie -----------------------------------------------------------------------------
 #
 # Every distinct prefix of the texts is a node. Nodes are numbered as they appear: first those of
-# prompts, then those of texts without their last token, which the model never reads. Below are the completions "c d x" and "c e y" of prompt "a b", and "g z" of prompt "f".
+# prompts, then those of texts without their last token, which the model never reads. Below
+# are the completions "c d x" and "c e y" of prompt "a b", and "g z" of prompt "f".
 #
 #     text        path          new nodes     node      0   1   2   3   4   5   6 | 7   8   9
 #     a b         0 1           0 1           token     a   b   f   c   d   e   g | x   y   z
