@@ -117,4 +117,6 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
     for name in ("system", "prompt_template", "chat_template_args"):
         if getattr(config, name) != getattr(type(config), name):
             command += [dashed(name), getattr(config, name)]
+    for text in config.stop or []:
+        command += ["--stop", text]
     return " ".join(map(quoted, command))

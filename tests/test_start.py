@@ -226,11 +226,12 @@ def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(any_text, tmp_pa
     assert words[words.index("--prompt-template") + 1] == "{prompt}\n#"
 
 
-def test_the_last_line_of_a_conversation_has_its_system_message():
+def test_the_last_line_has_the_system_message_and_the_stop_texts():
     messages = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "7+5?"}]
-    config = train.parse_flags(["--model", "models/tiny", "--reward", "pay.py:even"])
-    words = arguments_in_bash(console.command_to_try("x y/step-1", config, messages))
-    assert words[2:-1] == ["x y/step-1", "--prompt", "7+5?", "--system", "Be brief.\n"]
+    flags = ["--model", "models/tiny", "--reward", "pay.py:even", "--stop", "\n\n", "--stop", "#"]
+    words = arguments_in_bash(console.command_to_try("x", train.parse_flags(flags), messages))
+    asked = ["--prompt", "7+5?", "--system", "Be brief.\n", "--stop", "\n\n", "--stop", "#"]
+    assert words[2:-1] == ["x", *asked]
 
 
 # ---- the console
