@@ -104,9 +104,11 @@ class Turns:
     def read(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def __call__(self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, **options) -> Rollout:
+    def __call__(
+        self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options
+    ) -> Rollout:
         """The same tokens however turns fall: a row's uniforms alone decide on what it draws."""
-        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id}
+        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
         completions = []
         for prompt, group in zip(prompts, uniforms):
             completions += [Completion(prompt, row) for row in group]
@@ -118,17 +120,19 @@ class Turns:
             rest = [each.uniforms[:width] for each in under_way]
             rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do
             turn = self.generate(model, texts, rest[:, None], **options)
-            self.take(under_way, turn, eos_ids)
+            self.take(under_way, turn, eos_ids, stops)
             under_way = [each for each in under_way if len(each.uniforms) and not each.ended]
         written = [each.rollout() for each in completions]
         return Rollout.cat(written, pad_id).to(model.device)
 
-    def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
+    def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int], stops):
         """What a turn has sampled, and what the tool says to it."""
         rows = zip(turn.completions.tolist(), turn.sampler_logprobs.tolist(), turn.lengths.tolist())
         for each, (tokens, logprobs, length) in zip(completions, rows):
             each.write(tokens[:length], logprobs[:length], own=True)
             each.ended = each.tokens[-1] in eos_ids
+            if stops is not None:
+                each.ended |= bool(stops(torch.tensor([each.tokens])))
             if len(each.uniforms) and not each.ended and self.is_asked(each.tokens):
                 reply = self.reply(self.read(each.tokens))
                 each.write(reply, [0.0] * len(reply), own=False)
