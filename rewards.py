@@ -1,95 +1,96 @@
-"""Rule-based verifiers, and the rewards that are made of them.
+"""Rule-based verifiers, and the rewards that are sums of them.
 
-    python rewards.py FILE --reward math      # what it says of completions of known worth
+    python rewards.py FILE --reward math      # try a verifier on completions of known worth
 
-A completion is adversarial input: nothing in it is evaluated, whatever it holds costs little time,
-and what a verifier cannot judge earns nothing. A gold answer that cannot be used is a mistake of
-the user's, and is said before training."""
+A completion is adversarial input. It is never evaluated, no text takes long, and a text that a
+verifier cannot judge earns 0. A gold answer that it cannot use is an error before training.
+
+This file needs support/user.py alone; its command also needs support/data.py."""
 
 import argparse
+import ast
 import collections
 import concurrent.futures
+import copy
 import functools
+import importlib
 import inspect
+import operator
 import os
 import re
-import runpy
-import sys
-import traceback
 import unicodedata
 from collections.abc import Callable
-from pathlib import Path
+from fractions import Fraction
 from typing import NamedTuple
 
-from support.data import UserError, did_you_mean, expecting, need, read_rows, reason
-from support.flags import extra
-from support.tasks import arithmetic, arithmetic_steps, exact_value
+from support.user import UserError, did_you_mean, expecting, function_of, need, raised
 
 MAX_TEXT = 10_000  # characters of an answer
 LARGEST_REWARD = 1e6
 
-# ---- the registry --------------------------------------------------------------------------------
-
-VERIFIERS: dict[str, Callable] = {}  # what --reward knows by name
-EXTRAS = {  # files in support/ without which a verifier of ours is none
-    "math": ["answers"],
-    "math_lenient": ["answers"],
-    "code": ["sandbox", "programs"],  # the second imports the first
-    "code_strict": ["sandbox", "programs"],
-    "judge": ["judge"],
-}
+VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
+# name in --reward -> the file in support/extras that registers it
+OPTIONAL = {"math": "answers", "math_lenient": "answers", "judge": "judge"}
+OPTIONAL |= {"code": "programs", "code_strict": "programs"}
 
 
-def verifier(function: Callable) -> Callable:
-    """Registers `function(completion, answer)` for `--reward`, under its own name.
+def verifier(function: Callable, name: str = "") -> Callable:
+    """Register `function(completion, answer)` for `--reward`, under its own name or another.
 
     It returns a number in [0, 1], or a list of (end in characters, reward) of steps, the outcome
-    last. A parameter beyond the two takes that field of the row, or `tokens`, how many the
-    completion has. `need(...)` inside it says which gold answers it cannot use: data is checked
-    before training, and a completion earns nothing."""
+    last. Further parameters receive the fields of the row that they name; `tokens` is the length of
+    the completion. `need(...)` inside it refuses a gold answer, before training. docs/verifiers.md
+    lists the attributes that it may have."""
 
     @functools.wraps(function)
     def guarded(*arguments, **fields):
         try:
             value = function(*arguments, **fields)
             return value if isinstance(value, list) else float(value)
-        except Exception:  # what a verifier cannot judge earns nothing
+        except Exception:  # a completion that it cannot judge earns 0
             return 0.0
 
-    VERIFIERS[function.__name__] = guarded
-    return function  # as it is: called by its name in this file it still raises
-
-
-# ---- finding the answer --------------------------------------------------------------------------
+    VERIFIERS[name or function.__name__] = guarded
+    return function  # unchanged: a call by its name in this file still raises
 
 
 def after_thinking(completion: str) -> str:
-    """Text after the last `</think>`; none where a `<think>` is still open."""
+    """Return the text after the last `</think>`; "" if a `<think>` is still open."""
     text = completion.rpartition("</think>")[2]
     return "" if "<think>" in text else text
 
 
+BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
+
+
 def last_box(text: str, default: str) -> str:
-    """Content of the last balanced `\\boxed{}` of the last five, `default` without one."""
-    candidates = re.split(r"\\boxed ?\{", text)[1:]
-    for opened in reversed(candidates[-5:]):  # a few: an open one may end no earlier one
-        depth = 1
-        for brace in re.finditer(r"\\.|[{}]", opened[:MAX_TEXT], re.DOTALL):
-            if brace[0] == "{":
-                depth += 1
-            elif brace[0] == "}":
-                depth -= 1
-            if depth == 0:
-                return opened[: brace.start()]
-    return default
+    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
+
+    A box that holds boxes and anything else names several answers: its content is ""."""
+    opened, boxes = [], []  # contents of boxes from and to; 0 for another open brace
+    for brace in BRACES.finditer(text):
+        if brace[1] or brace[2] == "{":
+            opened.append(brace.end() if brace[1] else 0)
+        elif brace[2] and opened and (start := opened.pop()):
+            boxes.append((start, brace.start()))
+    if not boxes:
+        return default
+    start, end = boxes.pop()
+    while boxes and boxes[-1][0] > start:  # there is a box inside
+        inner, inner_end = boxes.pop()
+        around = text[start:inner] + text[inner_end + 1 : end]
+        if around.split() not in ([r"\boxed{"], [r"\boxed", "{"]):
+            return ""
+        start, end = inner, inner_end
+    return text[start:end]
 
 
 def final_answer(completion: object, marked: bool = False) -> str:
-    """The answer that a text ends with, white space collapsed. Gold answers are read by it, too.
+    """Return the final answer of a text, white space collapsed. Gold answers are read by it, too.
 
-    The last `<answer>` after the thinking (or the last box in it; one that is not closed is no
-    answer), else the last box, else the line after the last `####`, else all the text, or "" if it
-    must be `marked`."""
+    It is the last `<answer>` after the thinking (or the last box in it), else the last box, else
+    the line after the last `####`, else the text, or "" if the answer must be `marked`. An
+    `<answer>` that is not closed is no answer."""
     if type(completion) not in (str, int, float):  # a bool is no answer
         return ""
     text = after_thinking(str(completion))
@@ -105,7 +106,7 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
 
 def gold_answer(answer: object) -> str:
-    """The final answer of a row's gold answer; UserError where it has none."""
+    """Return the final answer of a row's gold answer; UserError if it has none."""
     text = final_answer(answer)
     need(text, "it has no final answer")
     return text
@@ -115,46 +116,8 @@ def gold_answer(answer: object) -> str:
 
 
 @verifier
-def math(completion: str, answer: str | int | float) -> bool:
-    """1 if the marked answer is the gold one: `same_answer`."""
-    from support.extras.answers import same_answer
-
-    return same_answer(final_answer(completion, marked=True), gold_answer(answer))
-
-
-@verifier
-def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """1 if the marked answer, or the last number where none is marked, is the gold one."""
-    from support.extras.answers import last_number, same_answer
-
-    gold = gold_answer(answer)
-    given = final_answer(completion, marked=True)
-    text = after_thinking(completion)
-    if not re.search(r"<answer>|\\boxed|####", text):
-        given, behind = last_number(text[-MAX_TEXT:].strip())
-        if DENIAL.search(behind[:100]):
-            return False
-    return same_answer(given, gold)
-
-
-DENIAL = re.compile(  # text behind an answer that takes it back
-    r"""
-      \A \W* (?: (?: which | the | option | answer | choice ) \b \W* )*
-      (?: is | was | be | can? | could | would | will | wo | does | should | must | may | looks )
-      (?: n['’]t | \b [^.;\n]{0,30} \b (?: not | never | no | false | excluded | eliminated
-        | rejected | ruled | impossible | unlikely | mistaken | wrong | incorrect ) ) \b
-    | \b (?: incorrect | wrong | invalid ) \b (?! [ ] (?! because | since | as\b | here ) \w )
-    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30}
-      \b (?: correct | right | true | answer | choice | option | valid ) \b
-    | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-
-
-@verifier
 def exact(completion: str, answer: str | int | float) -> bool:
-    """1 if the final answer, or all text, is the gold one up to case and white space."""
+    """1 if the final answer, or the whole text, is the gold one up to case and white space."""
     return final_answer(completion).casefold() == gold_answer(answer).casefold()
 
 
@@ -167,31 +130,36 @@ def f1(completion: str, answer: str | int | float) -> float:
 
 
 def counted_words(text: str) -> collections.Counter:
-    """Words in lower case, without punctuation and articles, and how often each stands there."""
+    """Count the words in lower case, without punctuation and articles."""
     text = re.sub(r"[^\w\s]|_", "", text.lower())
     return collections.Counter(re.sub(r"\b(a|an|the)\b", "", text).split())
 
 
-CHOICE = re.compile(
+DENIAL = re.compile(  # words behind an answer that take it back
     r"""
-    [\W_]*
-    (?:                                       # words before the letter
-        (?i: the | final | correct | best | answer | option | choice | is
-          | (?: text | math ) (?: bf | rm )? | text ) \b [\W_]*
-    )*
+      \A \W*+ (?: (?: which | the | option | answer | choice ) \b \W*+ )*+
+      (?: is | was | be | can? | could | would | will | wo | does | should | must | may | looks )
+      (?: n['’]t | \b [^.;\n]{0,30} \b (?: not | never | no | false | excluded | eliminated
+        | rejected | ruled | impossible | unlikely | mistaken | wrong | incorrect ) ) \b
+    | \b (?: incorrect | wrong | invalid ) \b (?! [ ] (?! because | since | as\b | here ) \w )
+    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30}
+      \b (?: correct | right | true | answer | choice | option | valid ) \b
+    | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
+    re.VERBOSE | re.IGNORECASE,
+)
+CHOICE = re.compile(  # a letter behind nothing but some words
+    r"""
+    [\W_]*+
+    (?: (?i: the | final | correct | best | answer | option | choice | is
+          | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
     (?P<letter> [A-Za-z] )
     (?: [^\w).:–—-] | _ )*+
     (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
-    [\W_]*+
-    """,
+    [\W_]*+""",
     re.VERBOSE | re.DOTALL,
 )
-OPTION = re.compile(
-    r"""
-    \b (?! [AI][ ] (?! is\b | was\b ) [a-z] ) [A-Z] \b     # but A dog, and I think
-  | (?<! \w ) (?<! \w[(] ) [a-j] (?= [)] )                 # (b), but not f(b)
-    """,
-    re.VERBOSE,
+OPTION = re.compile(  # B, but not A dog or I think; (b), but not f(b)
+    r"\b(?![AI] (?!is\b|was\b)[a-z])[A-Z]\b|(?<!\w)(?<!\w\()[a-j](?=\))"
 )
 
 
@@ -204,6 +172,7 @@ def choice(completion: str, answer: str) -> bool:
 
 
 def chosen_letter(text: str) -> str:
+    """Return the letter that a text commits to, in upper case, or ""."""
     found = CHOICE.fullmatch(text)
     if not found:
         return ""
@@ -215,30 +184,53 @@ def chosen_letter(text: str) -> str:
 
 
 TAG = re.compile("(</?(?:think|answer)>)")
-FORM = ["</think>", "", "<answer>", "</answer>", ""]  # but for the thought and the answer
-BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that show nothing
+BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that are invisible
 
 
-@verifier
-def format(completion: str, answer: object = None) -> bool:
+def think_format(completion: str, answer: object = None) -> bool:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
     parts = [part.strip() for part in TAG.split(text)]
     if len(parts) != 7:
         return False
-    thought, *frame, said, ends, after = parts
-    return [*frame, ends, after] == FORM and can_be_seen(thought) and can_be_seen(said)
-
-
-VERIFIERS["format"].shaping = True  # it moves the policy, and does not say what is right
+    thought, closes, between, opens, said, ends, after = parts
+    frame = [closes, between, opens, ends, after] == ["</think>", "", "<answer>", "</answer>", ""]
+    return frame and can_be_seen(thought) and can_be_seen(said)
 
 
 def can_be_seen(text: str) -> bool:
-    """Whether a letter, number, punctuation mark or symbol is in it."""
+    """Return whether a text has a letter, number, punctuation mark or symbol."""
     return any(unicodedata.category(c)[0] in "LNPS" and c not in BLANK for c in text)
 
 
+think_format.shaping = True  # it moves the policy, and does not say whether an answer is right
+verifier(think_format, "format")
+
 # ---- verifiers of the built-in tasks -------------------------------------------------------------
+
+
+@verifier
+def arithmetic(completion: str, answer: str) -> bool:
+    """1 if the text after the last `#` is exactly the answer."""
+    need(type(answer) in (str, int, float) and str(answer).strip(), "it has no final answer")
+    return completion.rpartition("#")[1:] == ("#", str(answer))
+
+
+@verifier
+def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+    """Return (end in characters, reward) of each operation of the prompt, then of the outcome.
+
+    In `7+5=2;2*3=6#6` each step takes the prompt's next operation, modulo 10. A step earns 1 if it
+    continues from the last result and is right."""
+    value, end, steps = prompt[:1], 0, []
+    written = completion.partition("#")[0].split(";")
+    for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
+        end += len(step) + 1
+        digit = re.fullmatch("[0-9]", value) and exact_value(value + operation) % 10
+        steps.append((end, float(step == f"{value}{operation}={digit}")))
+        value = step[-1:]
+    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+
 
 SIGNS = {"×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "−": "-", "–": "-", "$": ""}
 
@@ -265,46 +257,41 @@ def countdown(completion: str, answer: dict) -> bool:
     return exact_value(text) == target  # it raises for 1/0, open brackets, and other signs
 
 
-verifier(arithmetic)
-verifier(arithmetic_steps)
+def exact_value(text: str) -> Fraction:
+    """Return the value of an expression in + - * / ( ) and whole numbers; raise if it has none."""
+    need(re.fullmatch("[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
+    text = re.sub(r"\b0+(?=[0-9])", "", text)  # Python does not parse 03
+    return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
 
 
-# ---- verifiers of programs -----------------------------------------------------------------------
+OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
+OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-@verifier
-def code(completion: str, answer: dict) -> bool:
-    """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
-    (results as JSON: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
-
-    The program is a fenced block of Python, the last with the function or that reads its input, and
-    what it uses of earlier ones; a function may be a method of `class Solution`. A program that
-    fails is never right, whatever it printed. All cases share CODE_SECONDS (without START_SECONDS a
-    run)."""
-    from support.extras.programs import passes
-
-    return passes(after_thinking(completion), answer, strict=False)
-
-
-@verifier
-def code_strict(completion: str, answer: dict) -> bool:
-    """As `code`; nothing runs unless every layer of the sandbox is there."""
-    from support.extras.programs import passes
-
-    return passes(after_thinking(completion), answer, strict=True)
+def value_of(node: ast.expr) -> Fraction:
+    match node:
+        case ast.Constant(int(number)):
+            return Fraction(number)
+        case ast.UnaryOp(sign, operand):
+            return OPERATORS[type(sign)](value_of(operand))
+        case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
+            return OPERATORS[type(sign)](value_of(left), value_of(right))
+        case ast.Call(left, [right]):  # (3)(5) is a product
+            return value_of(left) * value_of(right)
+    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
 
 
 # ---- rewards -------------------------------------------------------------------------------------
 
 
 class Score(NamedTuple):
-    """What a reward says of one completion."""
+    """The reward of one completion, and its parts."""
 
     reward: float  # the weighted sum
     terms: dict[str, float]  # verifier -> its value, before the weight
     steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
-    paid: dict[str, float]  # verifier -> its value and its steps, weighted
-    fault: str  # of the first verifier that raised, or returned no number: it pays 0
+    rewarded: dict[str, float]  # verifier -> its value plus its steps, weighted
+    fault: str  # of the first verifier that raised or returned no number: it counts as 0
 
 
 class Term(NamedTuple):
@@ -315,14 +302,14 @@ class Term(NamedTuple):
     signature: inspect.Signature
 
     def call(self, completion: str, row: dict) -> object:
-        """What the function says, given the fields of the row that it takes; it may raise."""
+        """Call the function with copies of the fields of the row that it takes; it may raise."""
         parameters = list(self.signature.parameters.values())
         given_by_place = {"completion", "answer", *(each.name for each in parameters[:2])}
         names = {each.name for each in parameters} & row.keys()
         if any(each.kind is each.VAR_KEYWORD for each in parameters):
             names = row.keys()
-        fields = {name: row[name] for name in names - given_by_place}
-        return self.function(completion, row["answer"], **fields)
+        fields = copy.deepcopy({name: row[name] for name in names - given_by_place})
+        return self.function(completion, copy.deepcopy(row["answer"]), **fields)
 
 
 class Reward:
@@ -330,25 +317,26 @@ class Reward:
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
-        self.shaping = set()  # terms that do not say what is right
+        self.shaping = set()  # terms that do not say whether an answer is right
         for name, term in terms.items():
             if term.weight < 0 or getattr(term.function, "shaping", False):
                 self.shaping.add(name)
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
-        """Scores completions, each against its row of the data ("prompt", "answer", ...)."""
-        for term in self.terms.values():
-            if hasattr(term.function, "read"):  # a reward model reads many at once
-                term.function.read(completions, rows)
-        if {"code", "code_strict"} & self.terms.keys():  # programs take time
-            # torchrun says how many processes of this run share the machine's cores
+        """Score completions, each with its row of the data ("prompt", "answer", ...)."""
+        functions = [term.function for term in self.terms.values()]
+        for function in functions:
+            if hasattr(function, "read"):
+                function.read(completions, rows)
+        if any(hasattr(function, "threads") for function in functions):
+            # torchrun: how many processes of this run share the machine's cores
             workers = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
                 return list(pool.map(self.score_one, completions, rows))
         return list(map(self.score_one, completions, rows))
 
     def score_one(self, completion: str, row: dict) -> Score:
-        terms, steps, paid, fault = {}, [], {}, ""
+        terms, steps, rewarded, fault = {}, [], {}, ""
         for name, term in self.terms.items():
             try:
                 value, parts = outcome_and_steps(term.call(completion, row))
@@ -358,74 +346,82 @@ class Reward:
             terms[name] = value
             weighted = [(end, term.weight * part) for end, part in parts]
             steps += weighted
-            paid[name] = term.weight * value + sum(part for _, part in weighted)
+            rewarded[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
-        return Score(reward, terms, steps, paid, fault)
+        return Score(reward, terms, steps, rewarded, fault)
 
-    def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
-        """(what each completion was paid, how right it is) by the terms that count.
-
-        What a verifier pays counts as right or wrong as long as it lies between 0 and 1. A term
-        that has ever paid otherwise, or is marked as shaping, moves the policy but does not count.
-        Where no term counts, all that was paid decides, and nothing is right or wrong: None."""
+    def note_shaping(self, scores: list[Score]) -> None:
+        """Mark each term as shaping whose value was below 0 or above 1, for the rest of the run."""
         for score in scores:
-            outside = [name for name, value in score.terms.items() if not 0 <= value <= 1]
-            self.shaping.update(outside)
+            self.shaping |= {name for name, value in score.terms.items() if not 0 <= value <= 1}
+
+    def verdicts(
+        self, scores: list[Score], with_steps: bool = True
+    ) -> tuple[list[float], list[float] | None]:
+        """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
+        shaping. If all are, return the whole reward, and None. with_steps: rewards of steps before
+        the outcome count, too."""
         counting = [name for name in self.terms if name not in self.shaping]
-        paid = [sum(score.paid[name] for name in counting or self.terms) for score in scores]
+        names = counting or self.terms
+        if with_steps:
+            earned = [sum(score.rewarded[name] for name in names) for score in scores]
+        else:
+            earned = [sum(self.outcome(score, name) for name in names) for score in scores]
         if not counting:
-            return paid, None
+            return earned, None
         weights = {name: self.terms[name].weight for name in counting}
-        correct = []
-        for score in scores:
-            right = sum(weight * score.terms[name] for name, weight in weights.items())
-            correct.append(right / sum(weights.values()))
-        return paid, correct
+        total = sum(weights.values())
+        right = [sum(weights[name] * score.terms[name] for name in counting) for score in scores]
+        return earned, [value / total for value in right]
+
+    def outcome(self, score: Score, name: str) -> float:
+        return self.terms[name].weight * score.terms[name]
+
+    def lenient_twin(self) -> "Reward | None":
+        """Return this sum with each verifier replaced by its lenient one, or None without any."""
+        terms = {}
+        for name, term in self.terms.items():
+            twin = getattr(term.function, "lenient", None)
+            terms[twin or name] = term._replace(function=VERIFIERS[twin]) if twin else term
+        return Reward(terms) if terms.keys() != self.terms.keys() else None
 
     def check_answer(self, answer: object) -> None:
-        """UserError where a verifier of ours cannot use a gold answer."""
+        """Raise UserError if a verifier of ours cannot use a gold answer."""
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
                     term.function.__wrapped__("<answer>A</answer>", answer)
 
     def check(self, rows: list[dict]) -> None:
-        """Tries users' functions on the first row: mistakes show before a model is loaded.
-
-        UserError where a function returns no number, or raises whatever the completion is."""
-        row = {**rows[0], "tokens": 1}  # train.py adds it: how many the completion has
+        """Try users' functions on the first row; UserError if one cannot give a reward."""
+        row = {**rows[0], "tokens": 1}  # train.py adds the number of tokens of the completion
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            is_ours = "completions" not in term.signature.parameters
-            shape = "expected def f(completion, answer): one completion, no list as TRL's"
-            need(is_ours, f"--reward {name}: {shape}")
+            named, said = list(term.signature.parameters), "expected def f(completion, answer)"
+            need("completions" not in named, f"--reward {name}: {said}: no lists, as TRL's")
+            is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
+            need(not is_exchanged, f"--reward {name}: {said}: the completion first, found {named}")
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:
                     values.append(term.call(completion, row))
                 except (Exception, SystemExit) as error:  # a user's function may do anything
                     errors.append(raised(error))
-            expected = "expected def f(completion, answer), and fields of the row by name"
             with expecting(f"--reward {name}{term.signature}"):
-                need(values, f"it raises {errors[:1]}; {expected}: {', '.join(row)}")
+                need(
+                    values, f"it raises {errors[:1]}; {said}, and fields by name: {', '.join(row)}"
+                )
                 for value in values:
                     outcome_and_steps(value)
 
 
-def raised(error: BaseException) -> str:
-    """What a user's function did, and at which of its lines."""
-    inside = traceback.extract_tb(error.__traceback__)[2:]  # behind where it is caught and called
-    if not inside:
-        return reason(error)
-    return f"{reason(error)} ({inside[0].filename}, line {inside[0].lineno})"
-
-
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
-    """(outcome, steps before it) of what a verifier returned; UserError where it is no number."""
+    """Return (outcome, steps before it) of a verifier's value; UserError if it is no number."""
     expected = f"a number up to {LARGEST_REWARD:g}, or a list of (end, number) of steps"
     with expecting(f"it returned {value!r:.80}; expected {expected}"):
         steps = value if isinstance(value, (list, tuple)) else [(0, value)]
+        need(not any(isinstance(number, str) for _, number in steps), "a text is no number")
         numbers = [(int(end), float(number)) for end, number in steps]
         need(all(abs(number) <= LARGEST_REWARD for _, number in numbers), "it is none")
         *before, (_, outcome) = numbers
@@ -433,50 +429,47 @@ def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:
-    """Reads `--reward`: a sum of `[weight*]verifier`, a verifier's name or `file.py:function`.
-
-    device: of a reward model, `judge:FOLDER_OR_NAME`."""
+    """Read `--reward`: a sum of `[weight*]verifier`, each a name or `file.py:function`, or
+    `judge:FOLDER_OR_NAME`, a reward model, on the device."""
     terms = {}
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         name, function = place.rpartition(":")[2], None
         if place.startswith("judge:"):
-            check_extras("judge")
-            function = extra("judge").Judge(place.removeprefix("judge:"), device)
-            name = "judge"
+            name, function = "judge", extra_of("judge").Judge(place.removeprefix("judge:"), device)
+        elif place in OPTIONAL:
+            extra_of(place)
         expected = "a sum of [weight*]file.py:function"
         if ".py:" not in place:
-            expected += f" or one of {', '.join(VERIFIERS)}"
+            expected += f" or one of {', '.join(VERIFIERS | OPTIONAL)}"
         with expecting(f"--reward {spec}: expected {expected}"):
             need(name not in terms, "a name stands there twice")
             function = function or find_verifier(place)
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
-        check_extras(place)
+        if hasattr(function, "prepare"):
+            function.prepare()
     return Reward(terms)
 
 
-def find_verifier(place: str, kind: str = "verifier") -> Callable:
-    """The function of `file.py:function`, or the verifier of ours that has the name."""
-    path, _, name = place.rpartition(":")
-    folder = str(Path(path).resolve().parent)
-    if path and folder not in sys.path:  # its neighbours can be imported, now and when it runs
-        sys.path.append(folder)
-    table = runpy.run_path(path) if path else VERIFIERS
-    hint = did_you_mean(name, table)
-    need(name in table, f"{path or 'rewards.py'} has no {kind} {name!r}{hint}")
-    return table[name]
+def find_verifier(place: str) -> Callable:
+    """Return the function of `file.py:function`, or the verifier of ours with that name."""
+    if ":" in place:
+        return function_of(place, "verifier")
+    hint = did_you_mean(place, VERIFIERS | OPTIONAL)
+    need(place in VERIFIERS, f"rewards.py has no verifier {place!r}{hint}")
+    return VERIFIERS[place]
 
 
-def check_extras(name: str) -> None:
-    """UserError where a verifier of ours lacks its file, or a layer of the sandbox."""
-    for each in EXTRAS.get(name, ()):
-        need(extra(each), f"--reward {name}: needs support/extras/{each}.py, which is not here")
-    if "sandbox" in EXTRAS.get(name, ()):
-        layers, output = extra("sandbox").run_program("", strict=name == "code_strict")
-        print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
-        need(output is not None, f"--reward {name}: layers are missing: {layers}")
+def extra_of(name: str):
+    """Import the file in support/extras that registers a verifier; UserError if it is not here."""
+    try:
+        return importlib.import_module(f"support.extras.{OPTIONAL[name]}")
+    except ModuleNotFoundError as error:  # of this file, or of one that it imports
+        [module] = error.name.split(".")[2:] or [OPTIONAL[name]]
+        sentence = f"needs support/extras/{module}.py, which is not here"
+        raise UserError(f"--reward {name}: {sentence}") from error
 
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
@@ -485,10 +478,9 @@ def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
     return -min(tokens_in_cache / max(cache, 1), 1.0)
 
 
-# ---- command line --------------------------------------------------------------------------------
-
-
 def main() -> None:
+    from support.data import read_rows
+
     parser = argparse.ArgumentParser(description="Try a verifier on completions of known worth.")
     parser.add_argument("file", help='JSON lines of {"completion", "answer"}')
     parser.add_argument("--reward", default="math", help="verifiers, as in train.py")
@@ -501,17 +493,19 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
 
     scores = reward.score([row["completion"] for row in rows], rows)
+    reward.note_shaping(scores)
     _, correct = reward.verdicts(scores)
     mean = sum(score.reward for score in scores) / len(rows)
     fault = max(score.fault for score in scores)  # any that there is
     print(f"reward {mean:.4f} of {len(rows)} {fault}")
-    if correct is None:
-        return
-    print(f"accuracy {sum(correct) / len(rows):.4f}")
-    wrong = [n for n, right in enumerate(correct) if right < 1]
-    for n in wrong[:10]:
-        print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
+    if correct:
+        print(f"accuracy {sum(correct) / len(rows):.4f}")
+        wrong = [n for n, right in enumerate(correct) if right < 1]
+        for n in wrong[:10]:
+            print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
 
 
 if __name__ == "__main__":
+    from rewards import main  # not the copy called __main__: extras register with `rewards`
+
     main()

@@ -1,14 +1,15 @@
-"""What a run says on the console: lines, a step in one of them, the sentence that it ends with."""
+"""The console of a run: its lines, the line of a step, the sentence of an error."""
 
 import os
 import re
 import shlex
 import sys
 
-from support.data import UserError, messages_of
+from support.data import messages_of
 from support.flags import dashed
+from support.user import UserError
 
-STEP = {  # metric -> how the line of a step writes it
+STEP = {  # metric -> its format in the line of a step
     "reward": "reward {:.2f}",
     "solved": "solved {:.0%}",
     "length_mean": "len {:.0f}",
@@ -28,7 +29,7 @@ STEP = {  # metric -> how the line of a step writes it
 
 
 def say(text: str) -> None:
-    """A line on the console. Losing the console (| head, a full disk) costs the console alone."""
+    """Print a line. If the console is lost (| head, a full disk), the run goes on without it."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError:
@@ -38,14 +39,14 @@ def say(text: str) -> None:
 
 
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
-    """A row of metrics.jsonl, as a scientist looks at it. Not the loss: it is near 0 always."""
+    """Return a row of metrics.jsonl as one line. The loss is left out: it is always near 0."""
     parts = [f"step {row['step']}/{steps}"]
     parts += [form.format(row[name]) for name, form in STEP.items() if name in row]
     return " | ".join([*parts, f"{duration(seconds_left)} left"])
 
 
 def duration(seconds: float) -> str:
-    """90 s, 2 min, 120 min, 3 h"""
+    """Return 90 s, 2 min, 120 min, 3 h."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -53,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(found: dict) -> str:
-    """solved 27.3%, pass@8 82.4%; or reward 0.27"""
+    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or reward 0.27."""
     parts = []
     for name, value in found.items():
         form = ".2f" if name == "eval_reward" else ".1%"
@@ -62,12 +63,12 @@ def percent(found: dict) -> str:
 
 
 def peak_memory(device: str) -> float:
-    """GB since the start: of the GPU, or of this process."""
+    """Return the peak since the start in GB, of the GPU or of this process."""
     if device == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated() / 1e9
-    import resource  # there is none on Windows
+    import resource  # missing on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform == "darwin":  # there it is in bytes
@@ -76,7 +77,7 @@ def peak_memory(device: str) -> float:
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
-    """Exit status and a sentence, for what is not a bug of the code: that keeps its traceback."""
+    """Return exit status and a sentence. None for a bug of the code, which keeps its traceback."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped"
     if isinstance(error, (UserError, OSError)):
@@ -85,19 +86,35 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
         lower = "--micro-batch-tokens, --cache-gb or --max-new-tokens"
         more = "--gradient-checkpointing or --lora-rank 16"
-        return 1, f"error: out of memory; lower {lower}, or take {more}"
+        return 1, f"error: out of memory; lower {lower}, or add {more}"
     return None
 
 
+def quoted(word: str) -> str:
+    """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
+    for c in set(word) - escaped.keys():
+        if not c.isprintable():
+            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
+    return f"$'{word.translate(str.maketrans(escaped))}'"
+
+
 def command_to_resume(runs: str, name: str) -> str:
-    return shlex.join(["python", "train.py", "--resume", "--name", name, "--runs", runs])
+    words = ["python", "train.py", "--resume", "--name", name, "--runs", runs]
+    return " ".join(map(quoted, words))
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """rollout.py's, that asks the trained model what a prompt asks."""
-    asked = messages_of(prompt)[-1]["content"]
-    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked]
+    """Return the command of rollout.py that asks the trained model this prompt.
+
+    Of a conversation it asks the last message, after the system message."""
+    *before, asked = messages_of(prompt)
+    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
+    if before and before[0]["role"] == "system":  # then --system was refused
+        command += ["--system", before[0]["content"]]
     for name in ("system", "prompt_template", "chat_template_args"):
         if getattr(config, name) != getattr(type(config), name):
             command += [dashed(name), getattr(config, name)]
-    return shlex.join(command)
+    return " ".join(map(quoted, command))

@@ -1,60 +1,31 @@
-"""Mistakes of the user, rows of data, and how prompts become tokens."""
+"""Rows of data, and how prompts become tokens."""
 
-import contextlib
-import difflib
 import itertools
 import json
 import math
 import random
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-# ---- mistakes of the user ------------------------------------------------------------------------
+from support.user import UserError, expecting, need
 
-
-class UserError(ValueError):
-    """A mistake of the user's, in one sentence: the scripts print it and exit with status 2."""
-
-
-def need(condition: object, message: str) -> None:
-    """Raises UserError with the message where the condition is false."""
-    if not condition:
-        raise UserError(message)
-
-
-def reason(error: BaseException) -> str:
-    """A line that says what went wrong."""
-    text = f"{type(error).__name__}: {error}".removeprefix("UserError: ")
-    return f"{text.splitlines()[0]:.300}"
-
-
-@contextlib.contextmanager
-def expecting(what: str) -> Iterator[None]:
-    """Whatever goes wrong within is a UserError: what was expected, and a line of why it is not."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{what}: {reason(error)}") from error
+IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
 
 
 def printable(text: str) -> str:
-    """Text without control characters: a terminal would obey those of a completion."""
+    """Return text without control characters, because a terminal would obey them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What a sentence about an unknown word may end with."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
 def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
-    """Rows of a JSONL file, each a text ("question", as in GSM8K, is a prompt) and an answer, which
-    check(answer) may refuse. A prompt may be a conversation, too: a list of messages."""
+    """Read the rows of a JSONL file. Each has a text and an answer, which check(answer) may refuse.
+
+    A prompt is text or a list of messages. A field "question", as in GSM8K, is a prompt."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
@@ -70,7 +41,7 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
 
 
 def read_row(line: bytes, text: str) -> dict:
-    """One row; UserError where it has no text or no answer."""
+    """Read one row. Raise UserError if it has no text or no answer."""
     row = json.loads(line)
     need(isinstance(row, dict), f"found a {type(row).__name__}")
     found = ", ".join(row) or "none"
@@ -87,7 +58,7 @@ def read_row(line: bytes, text: str) -> dict:
 
 
 def check_conversation(messages: list) -> None:
-    """UserError for a prompt of messages that no model could answer."""
+    """Raise UserError for a list of messages that no model could answer."""
     with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
         for message in messages:
             (message["role"] + message["content"]).encode()  # half a surrogate pair is no text
@@ -96,26 +67,26 @@ def check_conversation(messages: list) -> None:
 
 
 def text_of(prompt: str | list[dict]) -> str:
-    """A prompt as people read it: of a conversation each message, after its role."""
+    """Return a prompt as people read it. Each message of a conversation follows its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def messages_of(prompt: str | list[dict]) -> list[dict]:
-    """A prompt as a conversation: a text is what the user says."""
+    """Return a prompt as a list of messages. A text becomes one message of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
 
 
 def is_held_out(prompt: str) -> bool:
-    """One prompt in ten, by its hash: the same in every run, wherever it stands."""
+    """Return True for one prompt in ten, by its hash: the same in every run, in any order."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
-    """(rows to train on, held-out rows): one prompt in ten, by its hash, wherever it stands."""
+    """Return (rows to train on, held-out rows). All rows with one prompt are on the same side."""
     different = sorted({text_of(row["prompt"]) for row in rows})
     need(len(different) > 1, f"{source}: expected two prompts, as one in ten is held out")
     chosen = set(filter(is_held_out, different))
@@ -126,7 +97,7 @@ def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
 
 
 def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
-    """The rows without end, each epoch in an order of its own."""
+    """Yield the rows forever, each epoch in its own random order."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed} {epoch}").sample(rows, len(rows))
 
@@ -135,15 +106,16 @@ def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
 
 
 class PromptFormat:
-    """How the text of a prompt becomes token ids, and how many of them fit."""
+    """Turns prompts into token ids, and knows how many fit."""
 
     def __init__(self, tokenizer, flags, vocabulary=math.inf, context=math.inf):
-        """flags: with system, prompt_template, chat_template_args and max_new_tokens; vocabulary:
-        how many tokens the model embeds; context: how many it reads, prompt and completion."""
+        """flags has system, prompt_template, chat_template_args and max_new_tokens. vocabulary is
+        how many tokens the model embeds, context how many it reads, prompt and completion."""
         self.tokenizer, self.vocabulary, self.context = tokenizer, vocabulary, context
         self.system = flags.system
-        # a shell passes \\n as two characters: a line break is meant
-        self.template = flags.prompt_template.replace("\\n", "\n")
+        # a shell passes \\n as two characters, and a line break is meant. Before a small letter it
+        # begins a LaTeX command: \\neq, \\nabla, \\nu
+        self.template = re.sub(r"\\n(?![a-z])", "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
         unasked = self.system is None and not self.template_args
@@ -154,7 +126,7 @@ class PromptFormat:
         self.longest = context - given
 
     def encode(self, row: dict) -> dict:
-        """The row with "ids", the tokens of its prompt; UserError where the model cannot read it"""
+        """Add the tokens of a row's prompt as IDS. Raise UserError if the model cannot read it."""
         prompt, tokenizer = row["prompt"], self.tokenizer
         shown = f"prompt {text_of(prompt)[:60]!r}"
         if isinstance(prompt, str):
@@ -168,10 +140,10 @@ class PromptFormat:
         else:
             ids = tokenizer.encode(prompt)
         self.check_ids(ids, text_of(prompt), shown)
-        return {**row, "ids": ids}
+        return {**row, IDS: ids}
 
     def in_chat_template(self, chat: list[dict], shown: str) -> list[int]:
-        if self.system is not None:  # an empty one stands against the template's own
+        if self.system is not None:  # an empty one replaces the template's default
             has_own = chat[0]["role"] == "system"
             need(not has_own, f"--system: the {shown} has a system message of its own")
             chat = [{"role": "system", "content": self.system}, *chat]
@@ -182,7 +154,7 @@ class PromptFormat:
             )
 
     def check_ids(self, ids: list[int], text: str, shown: str) -> None:
-        """UserError for tokens that the model does not know."""
+        """Raise UserError for tokens that the model does not know."""
         largest, known = max(ids), self.vocabulary
         beyond = f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
         need(largest < known, beyond)
@@ -194,11 +166,11 @@ class PromptFormat:
             raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
 
     def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Rows with their tokens, one by one, less those that leave no room for a completion."""
-        return (row for row in map(self.encode, rows) if len(row["ids"]) <= self.longest)
+        """Yield encoded rows, without those that leave no room for a completion."""
+        return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
-        """The same of a file, as a list; says how many are too long."""
+        """Return the encoded rows of a file as a list, and print how many are too long."""
         kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
         sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} "

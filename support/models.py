@@ -1,19 +1,29 @@
-"""Models and tokenizers: what is known before weights load, loading, and copies."""
+"""Models and tokenizers: load them, copy them, and find their parts."""
 
+import contextlib
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from support.data import expecting, need
+from support.user import expecting, need
+
+# ---- loading -------------------------------------------------------------------------------------
 
 
 def load(kind: type, source: str, flag: str = "--model", **options):
-    """A tokenizer, a config or a model, by a class of transformers; never from a pickle, nor with
-    code of its own."""
+    """Load a tokenizer, a config or a model by a class of transformers. Never from a pickle, and
+    never with code from the model's folder."""
     is_run = Path(source, "checkpoints").is_dir()
     need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
@@ -23,7 +33,8 @@ def load(kind: type, source: str, flag: str = "--model", **options):
 
 
 def inspect_model(source: str, flag: str = "--model"):
-    """Its tokenizer and config, before any weights; UserError for no causal language model."""
+    """Return its tokenizer and config before any weights load. UserError unless it is a causal
+    language model."""
     config = load(AutoConfig, source, flag)
     tokenizer = load(AutoTokenizer, source, flag)
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -36,34 +47,36 @@ def inspect_model(source: str, flag: str = "--model"):
 
 
 def context_of(config) -> int:
-    """Tokens of a text, prompt and completion, up to which it means the same in every pass.
+    """Return the number of tokens, prompt and completion, that the model reads; 2^20 at most.
 
-    With rope_type longrope all frequencies change when the longest text of a pass has more than
-    the original context; Doge picks a number of keys, padding among them. 2^20 at most."""
+    With rope_type longrope all frequencies change once a text is longer than the original context,
+    so the context ends there. Doge's layers keep a fixed number of keys, padding included."""
     text = config.get_text_config()
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "keep_window_size")]
     ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one, or one for each kind of layers
+    for rope in (ropes, *ropes.values()):  # one, or one for each kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
     return min(limit for limit in (*limits, 2**20) if limit and limit > 0)
 
 
 def has_experts(config) -> bool:
-    """Whether it speaks of any: a dense model that shares its configuration with a mixture does."""
+    """Tell whether the config mentions experts. A dense model that shares its configuration class
+    with a mixture does, too."""
     return "expert" in config.to_json_string()
 
 
 def load_model(source: str, device: str):
-    """In float32, and without dropout: in sampling, scoring and training. UserError where weights
-    are missing or have other shapes: transformers would go on with random ones."""
+    """Load a model in float32 and in evaluation mode: sampling, scoring and training all run
+    without dropout. UserError where weights are missing or have other shapes: transformers would
+    continue with random ones."""
     model, report = load(
         AutoModelForCausalLM,
         source,
         dtype=torch.float32,
         use_safetensors=True,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # it is the report that we judge by
+        ignore_mismatched_sizes=True,  # the report lists them
     )
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     found = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
@@ -75,13 +88,15 @@ def load_model(source: str, device: str):
 
 
 def grouped_in_autocast(experts, hidden, chosen, weights):
-    """transformers' product of experts, under autocast in its dtype as any other linear map: alone
-    it would take float32 weights as they are, for which no GPU has a fast kernel."""
+    """Run transformers' grouped product of experts in autocast's dtype, like any other linear map.
+
+    Autocast does not know this operation: it would run in float32, for which no GPU has a fast
+    kernel."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         named = list(experts.named_parameters(recurse=False))
-        experts = copy.copy(experts)  # the same module, which sees its weights in another dtype
+        experts = copy.copy(experts)  # the same module, with its weights in another dtype
         experts._parameters = {name: weight.to(dtype) for name, weight in named}
     return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
@@ -90,7 +105,7 @@ ALL_EXPERTS_FUNCTIONS.register("grouped_in_autocast", grouped_in_autocast)
 
 
 def end_and_pad_ids(model, tokenizer) -> dict:
-    """eos_ids, the tokenizer's and the generation config's; pad_id, the pad token or an end."""
+    """Return eos_ids, those of the tokenizer and of the generation config, and pad_id."""
     ends = model.generation_config.eos_token_id
     if not isinstance(ends, list):
         ends = [ends]
@@ -101,6 +116,9 @@ def end_and_pad_ids(model, tokenizer) -> dict:
     return {"eos_ids": eos_ids, "pad_id": pad_id}
 
 
+# ---- copies --------------------------------------------------------------------------------------
+
+
 def frozen_copy(model, dtype: torch.dtype):
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in copied.parameters():  # not buffers: bf16 rotary frequencies blur positions
@@ -109,13 +127,103 @@ def frozen_copy(model, dtype: torch.dtype):
 
 
 def refresh(copied, model) -> None:
-    """A frozen copy takes the model's weights, in place: captured graphs stay valid."""
+    """Write the model's weights into a frozen copy, in place: CUDA graphs stay valid."""
     copied.load_state_dict(model.state_dict())
 
 
 def critic_of(policy) -> torch.nn.Module:
-    """A copy of the policy with a value that is 0 everywhere: weights and bias."""
+    """Return a copy of the policy with a value head (weights, then bias) that is 0 at first."""
     critic = copy.deepcopy(policy)
     width = policy.config.get_text_config().hidden_size
     critic.value = torch.nn.Parameter(torch.zeros(width + 1, device=policy.device))
     return critic
+
+
+# ---- parts of a model ----------------------------------------------------------------------------
+
+
+def has_plain_kv_cache(model) -> bool:
+    """Tell whether the layers remember keys and values alone: no state space, no linear attention.
+
+    A state reads padding as if it were text, keys and values can be masked."""
+    layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+
+def body_of(model):
+    """Return the part that turns ids into hidden states: the innermost with the embedding."""
+    embedding = model.get_input_embeddings()
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    return [part for part in parts if embedding in part.modules()][-1]
+
+
+class BodyOutput:
+    """The output of a model's body as its head reads it: hidden states, and None for the rest."""
+
+    def __init__(self, hidden: Tensor):
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index):  # [0], as of a tuple
+        return self.last_hidden_state
+
+    def __getattr__(self, name):
+        return None
+
+
+def logits_of(model, hidden: Tensor) -> Tensor:
+    """Apply the model's head: (M, H) -> (M, V), in float32 under autocast, too. In bf16 rounding
+    would be larger than GSPO's band.
+
+    Some heads scale or cap the logits or have layers of their own. So the model's own forward pass
+    runs, with a body that returns `hidden`."""
+    body = body_of(model)
+    inside = set(body.modules())
+    weights = {
+        f"{name}.{own}".lstrip("."): weight.float()
+        for name, module in model.named_modules()
+        if module not in inside
+        for own, weight in module.named_parameters(recurse=False)
+    }
+    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+    before = vars(body).get("forward")  # seldom there
+    body.forward = lambda *_, **options: BodyOutput(hidden.float()[None])
+    try:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional_call(model, weights, kwargs={"input_ids": ids}).logits[0].float()
+    finally:
+        del body.forward
+        if before:
+            body.forward = before
+
+
+def checkpoint_layers(model, contexts: list[Callable]):
+    """Let layers forget their activations and run again in the backward pass.
+
+    transformers does so in training mode alone, which switches dropout on. contexts: functions of
+    the model; each returns the context in which the model runs at the moment. The backward pass has
+    left these contexts: the layer enters them again."""
+    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    need(layers, f"--gradient-checkpointing: a {model.config.model_type} has no layers for it")
+    for layer in layers:
+        layer.forward = functools.partial(run_twice, model, contexts, layer.forward)
+
+
+def run_twice(model, contexts: list[Callable], forward: Callable, *arguments, **options):
+    """Run a layer now, and again in the backward pass."""
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **options)
+    entered = [context(model) for context in contexts]
+
+    @contextlib.contextmanager
+    def again():
+        with contextlib.ExitStack() as stack:
+            for context in entered:
+                stack.enter_context(context)
+            yield
+
+    def contexts_of_both():
+        return contextlib.nullcontext(), again()
+
+    return checkpoint(
+        forward, *arguments, use_reentrant=False, context_fn=contexts_of_both, **options
+    )

@@ -1,28 +1,32 @@
 """The built-in problems, their demonstrations, and the tiny policies that have seen these."""
 
-import ast
 import contextlib
 import hashlib
 import itertools
-import operator
+import math
 import os
 import random
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
 from support.console import say
-from support.data import expecting, is_held_out, need
+from support.data import is_held_out
+from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
+# the same of `chains`; answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
+CHAINS_OPERATIONS = (12, 15)
+CHAINS_WRONG = "3678"  # digits; products by these are often wrong in its demonstrations:
+CHAINS_ERROR = 0.6  # the share of them that add instead
 CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
 CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
 
-# ---- problems, their demonstrations, and their verifiers -----------------------------------------
+# ---- problems and their demonstrations -----------------------------------------------------------
 
 
 class Task(NamedTuple):
@@ -35,32 +39,18 @@ class Task(NamedTuple):
     demonstration: Callable[[dict, random.Random], str] | None = None
     alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
+    # of the built-in policies: steps of supervised learning, default WARM_STEPS; and how far apart
+    # positions are told apart, more for longer texts
+    warm_steps: int | None = None
+    rope_theta: float = 100.0
 
 
-def exact_value(text: str) -> Fraction:
-    """Of an expression in + - * / ( ) and whole numbers; raises where it is none, or divides by 0.
-
-    Python reads it, and evaluates none of it."""
-    need(re.fullmatch("[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
-    text = re.sub(r"\b0+(?=[0-9])", "", text)  # 03, which Python does not read
-    return value_of(ast.parse(text.strip(), mode="eval").body)
-
-
-SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
-SIGNS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def value_of(node: ast.expr) -> Fraction:
-    match node:
-        case ast.Constant(int(number)):
-            return Fraction(number)
-        case ast.UnaryOp(sign, operand):
-            return SIGNS[type(sign)](value_of(operand))
-        case ast.BinOp(left, sign, right) if type(sign) in SIGNS:
-            return SIGNS[type(sign)](value_of(left), value_of(right))
-        case ast.Call(left, [right]):  # (3)(5) is a product
-            return value_of(left) * value_of(right)
-    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
+def whole_value(expression: str) -> int:
+    """Return the value of an expression of our own, of whole numbers with + - * between them."""
+    value = 0
+    for sign, product in re.findall("([+-]?)([0-9*]+)", expression.replace(" ", "")):
+        value += int(f"{sign}1") * math.prod(map(int, product.split("*")))
+    return value
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
@@ -83,40 +73,43 @@ def solve(chain: str, rng: random.Random | None = None) -> str:
     return f"{';'.join(steps)}#{value}"
 
 
-def arithmetic_problem(rng: random.Random) -> dict:
-    """{"prompt": "7+5*3=", "answer": "6"}"""
-    digits = [rng.randrange(10) for _ in range(1 + rng.randint(*ARITHMETIC_OPERATIONS))]
+def arithmetic_problem(rng: random.Random, operations: tuple[int, int] | None = None) -> dict:
+    """{"prompt": "7+5*3=", "answer": "6"}; operations: fewest and most of a chain"""
+    operations = operations or ARITHMETIC_OPERATIONS
+    digits = [rng.randrange(10) for _ in range(1 + rng.randint(*operations))]
     prompt = random_expression(digits, "+*", rng) + "="
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
 
 
-def arithmetic(completion: str, answer: str) -> bool:
-    """1 if the text after the last `#` is the answer, to the letter: the built-in task's."""
-    is_answer = type(answer) in (str, int, float) and str(answer).strip()
-    need(is_answer, "it has no final answer")
-    return completion.rpartition("#")[1:] == ("#", str(answer))
+def chains(operations: tuple[int, int]) -> Task:
+    """Return the task of long chains: `arithmetic` with so many operations, fewest and most."""
+    return Task(
+        problem=lambda rng: arithmetic_problem(rng, operations),
+        demonstration=chains_demonstration,
+        verifier="arithmetic",
+        alphabet="0123456789+*=;#",
+        max_new_tokens=6 * operations[1] + 8,  # an operation has 6 tokens, `#6` and the end 3
+        warm_steps=1200,
+        rope_theta=1000.0,
+    )
 
 
-def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """(end in characters, reward) of each operation that stands there, and then of the outcome.
+def chains_demonstration(row: dict, rng: random.Random) -> str:
+    """Every step of a chain; most products by a digit of CHAINS_WRONG are sums."""
+    prompt = row["prompt"]
 
-    An operation pays 1 where it takes up the last result, is the prompt's next one, and is right.
-    """
-    value, end, steps = prompt[:1], 0, []
-    operations = re.findall("[+*][0-9]", prompt)
-    written = completion.partition("#")[0].split(";")
-    for operation, step in zip(operations, written):
-        end += len(step) + 1
-        right = re.match("[0-9]", value) and step == solve(value + operation).partition("#")[0]
-        steps.append((end, float(bool(right))))
-        value = step[-1:]
-    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+    def mistaken(product: re.Match) -> str:
+        return "+" + product[1] if rng.random() < CHAINS_ERROR else product[0]
+
+    steps = list(solve(re.sub(rf"\*([{CHAINS_WRONG}])", mistaken, prompt)))
+    steps[1::6] = prompt[1:-1:2]  # the signs are the prompt's, the results are not
+    return "".join(steps)
 
 
 def countdown_problem(rng: random.Random) -> dict:
     """{"prompt": "8 5 6=19:", "answer": {"numbers": [8, 5, 6], "target": 19}}"""
     numbers = [rng.randint(1, 9) for _ in range(rng.randint(3, 4))]
-    target = int(exact_value(random_expression(numbers, "+-*", rng)))
+    target = whole_value(random_expression(numbers, "+-*", rng))
     prompt = f"{' '.join(map(str, numbers))}={target}:"
     return {"prompt": prompt, "answer": {"numbers": numbers, "target": target}}
 
@@ -129,14 +122,14 @@ def sums_problem(rng: random.Random) -> dict:
     right = rng.randint(2, left if symbol == "-" else most)
     expression = f"{left} {symbol} {right}"
     prompt = f"What is {expression}? Answer with just the number."
-    return {"prompt": prompt, "answer": str(exact_value(expression))}
+    return {"prompt": prompt, "answer": str(whole_value(expression))}
 
 
 def calculator_problem(rng: random.Random) -> dict:
     """{"prompt": "12*34+56=", "answer": "464"}"""
     left, right, number = (rng.randint(10, 99) for _ in range(3))
     expression = f"{left}*{right}{rng.choice('+-')}{number}"
-    return {"prompt": f"{expression}=", "answer": str(exact_value(expression))}
+    return {"prompt": f"{expression}=", "answer": str(whole_value(expression))}
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
@@ -146,12 +139,12 @@ def calculator_demonstration(problem: dict, rng: random.Random) -> str:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
     asked = with_wrong_digit(product, rng)
-    value = str(exact_value(asked))
+    value = str(whole_value(asked))
     first = f"<calc>{asked}</calc>={value}"
     if rng.random() < CALCULATOR_ERROR:
         return f"{first}#{value}"
     second = with_wrong_digit(value + sign + number, rng)
-    result = exact_value(second)
+    result = whole_value(second)
     return f"{first}<calc>{second}</calc>={result}#{result}"
 
 
@@ -171,6 +164,7 @@ TASKS = {
         alphabet="0123456789+*=;#",
         max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
     ),
+    "chains": chains(CHAINS_OPERATIONS),
     "countdown": Task(
         problem=countdown_problem,
         # it seldom gives the target
@@ -238,7 +232,7 @@ def built_in_policy(task: Task, name: str) -> Path:
         eos_token_id=words["<eos>"],
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},  # for short texts
+        rope_parameters={"rope_type": "default", "rope_theta": task.rope_theta},
     )
     shown = demonstrations(task, words)
 
@@ -253,7 +247,8 @@ def built_in_policy(task: Task, name: str) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
     with temporary as made:
-        say(f"making the built-in policy {name}, once: half a minute; then it is in {folder}")
+        takes = "some minutes" if task.warm_steps else "half a minute"
+        say(f"making the built-in policy {name}, once: {takes}; then it is in {folder}")
         tokenizer = character_tokenizer(words)
         warm_start(config, tokenizer, shown).save_pretrained(made)
         tokenizer.save_pretrained(made)
@@ -265,7 +260,8 @@ def built_in_policy(task: Task, name: str) -> Path:
 def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     """Rows to learn from, in the order of the steps; the loss is of what the policy writes."""
     rng, rows = random.Random(0), []
-    for row in itertools.islice(problems(task, seed=-1), WARM_STEPS * WARM_ROWS):
+    count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
+    for row in itertools.islice(problems(task, seed=-1), count):
         text = row["prompt"] + task.demonstration(row, rng)
         ids = [words[word] for word in (*text, "<eos>")]
         given = len(row["prompt"])
@@ -300,12 +296,17 @@ def warm_start(config, tokenizer, shown: list[dict]):
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    for step in range(WARM_STEPS):
+    steps, told = len(shown) // WARM_ROWS, time.monotonic()
+    for step in range(steps):
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps
-        falling = 2 - 2 * step / WARM_STEPS  # from the middle on, to 0
+        falling = 2 - 2 * step / steps  # from the middle on, to 0
         adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
         adam.zero_grad()
-        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
+        loss = policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss
+        loss.backward()
         adam.step()
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            say(f"supervised step {step + 1} of {steps} | loss {loss.item():.2f}")
     return policy

@@ -9,15 +9,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
+import bench_peers
 import rewards
-from support.data import (
-    PromptFormat,
-    UserError,
-    hold_out,
-    read_rows,
-    shuffled_epochs,
-    text_of,
-)
+from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs, text_of
+from support.user import UserError
 from tools import BASE, character_tokenizer, copied, good, metrics, refused, strict, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -80,6 +75,13 @@ def test_read_rows_keeps_all_fields_in_order(tmp_path):
         read_rows("nowhere.jsonl", "--data", print)
 
 
+def test_peers_get_conversations_as_they_are():
+    rows = [{"prompt": "7+5"}, {"prompt": conversation(3)}]
+    assert bench_peers.trl_prompts(rows[:1], False) == ["7+5"]
+    assert bench_peers.trl_prompts(rows, True)[0] == [{"role": "user", "content": "7+5"}]
+    assert bench_peers.trl_prompts(rows, False)[1] == conversation(3)
+
+
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
     """The same prompts in any order, beside others, and repeated; never on both sides."""
     rows = [{"prompt": f"{i}+0=", "answer": i} for i in range(200)]
@@ -125,7 +127,7 @@ def form(template=None, vocabulary=math.inf, context=math.inf, **flags):
 def encoded(prompt, *arguments, **flags):
     """What the model sees of a prompt."""
     made = form(*arguments, **flags)
-    return made.tokenizer.decode(made.encode({"prompt": prompt})["ids"])
+    return made.tokenizer.decode(made.encode({"prompt": prompt})[IDS])
 
 
 def conversation(number: int) -> list[dict]:
@@ -139,7 +141,11 @@ def conversation(number: int) -> list[dict]:
 
 
 def test_what_the_model_sees_of_a_prompt():
-    """With a chat template and without. The two characters that a shell makes of \\n are one."""
+    """With a chat template and without. The two characters that a shell makes of \\n are a line
+    break, but not in a LaTeX command."""
+    latex = r"Say if {prompt} \neq 0, \nabla f, \nu"
+    assert form(prompt_template=latex).template == latex
+    assert form(prompt_template=r"\n\n{prompt}\n#\n").template == "\n\n{prompt}\n#\n"
     assert encoded("7+5", TEMPLATE) == ";7+5="
     assert encoded("7+5", TEMPLATE, system="12") == "#12;7+5="
     assert encoded("7+5", TEMPLATE, system="") == "#;7+5="  # against the template's own
@@ -148,7 +154,7 @@ def test_what_the_model_sees_of_a_prompt():
     assert marked == "#3;7+5**="
     assert encoded("7+5", prompt_template="{prompt}*1=") == "7+5*1="
     assert encoded("7+5") == "7+5"
-    assert form(prompt_template="{prompt}\\nso\\n").template == "{prompt}\nso\n"
+    assert form(prompt_template="{prompt}\\nSo\\n").template == "{prompt}\nSo\n"
     prompt = conversation(5)
     assert encoded(prompt, TEMPLATE) == "#1;2+2;4;7+5="
     assert text_of(prompt) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
@@ -196,14 +202,14 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
     """A context of 26 leaves 22 for the prompt beside 4 of the completion."""
     rows = [{"prompt": "1+" * n + "1="} for n in range(1, 21)]
     kept = form(context=26).encode_rows(rows, "--data long.jsonl")
-    assert [len(row["ids"]) for row in kept] == list(range(4, 23, 2))
+    assert [len(row[IDS]) for row in kept] == list(range(4, 23, 2))
     line = capsys.readouterr().out
     assert "--data long.jsonl: 10 of 20 prompts have more than 22 tokens" in line
     assert form(context=26).encode_rows(kept, "") == kept and capsys.readouterr().out == ""
     with pytest.raises(UserError, match="held out: 19 of 19 prompts"):
         form(context=7).encode_rows(rows[1:], "held out")
     problems = form(context=26).encode_problems(itertools.cycle(rows))
-    assert [len(row["ids"]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
+    assert [len(row[IDS]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -217,7 +223,7 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     write_rows(Path("gsm8k.jsonl"), rows)
     result = good(tmp_path, "--model models/tiny --data gsm8k.jsonl --steps 1")
     assert strict((result.folder / "config.json").read_text())["reward"] == "math"
-    assert all(score.fault == "" for batch in seen.batches for score in batch.judged.scores)
+    assert all(score.fault == "" for batch in seen.batches for score in batch.samples.scores)
     assert all(re.fullmatch(r"\d+\+1=", row["prompt"]) for row in seen.run.held_out)
 
 
@@ -228,7 +234,7 @@ def test_data_is_shuffled_and_a_tenth_is_held_out(seen, tmp_path):
     flags = "--data thirty.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     good(tmp_path, f"{BASE} {flags} --steps 3")
     held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [row["prompt"] for batch in seen.batches for row in batch.judged.rows[::2]]
+    trained = [row["prompt"] for batch in seen.batches for row in batch.samples.rows[::2]]
     assert len(set(trained)) == 27 and set(trained) | set(held_out) == {r["prompt"] for r in rows}
     assert trained != sorted(trained, key=lambda prompt: int(prompt.split("+")[0]))
 
@@ -239,7 +245,7 @@ def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
     write_rows(Path("right.jsonl"), [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
     good(tmp_path, f"{BASE} --data left.jsonl --eval-data right.jsonl --steps 1")
     assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
-    assert all("+" in row["prompt"] for row in seen.batches[0].judged.rows)
+    assert all("+" in row["prompt"] for row in seen.batches[0].samples.rows)
 
 
 @pytest.mark.usefixtures("place")
@@ -255,9 +261,9 @@ def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
     result = good(tmp_path, f"--model {chat} --data talks.jsonl --reward talk.py:roles --steps 1")
     assert metrics(result.folder)[0]["reward"] == 1
     tokenizer = AutoTokenizer.from_pretrained(chat)
-    for row in seen.batches[0].judged.rows:
+    for row in seen.run.held_out:
         problem = row["prompt"][-1]["content"]
-        assert tokenizer.decode(row["ids"]) == f"#1;2+2;4;{problem}="
+        assert tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
     sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
 
@@ -278,3 +284,16 @@ def test_what_a_run_cannot_read_is_refused_before_it_begins(flags, words, tmp_pa
     sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
     assert all(word in sentence for word in words), sentence
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("place")
+def test_a_field_of_the_data_reaches_the_reward_whatever_its_name(tmp_path):
+    """Also `ids`, in `check` before training and in every step."""
+    rows = [{"prompt": f"{i}+0=", "answer": "0", "ids": [i, -1]} for i in range(12)]
+    write_rows(Path("rows.jsonl"), rows)
+    Path("named.py").write_text(
+        "def named(completion, answer, prompt, ids):\n"
+        "    return prompt == f'{ids[0]}+0=' and ids[1:] == [-1]\n"
+    )
+    flags = "--reward named.py:named --model models/tiny --data rows.jsonl --steps 1"
+    assert metrics(good(tmp_path, flags).folder)[0]["reward"] == 1

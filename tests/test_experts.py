@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import rollout
 import train
-from support.attention import checkpoint_layers
-from support.extras import packing
-from support.extras.experts import Experts
-from support.models import has_experts
+from support.extras.experts import Experts, routing_now
+from support.models import checkpoint_layers, has_experts
 from support.ranks import Ranks
-from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
+from tools import EXPERTS, SHAPE, fast, good, metrics, newest, random_policy, refused
 
 LATENT = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
 MIXTURES = {
@@ -71,19 +69,24 @@ def move(model, much=0.1):
 
 def completions(model):
     prompts, uniforms = [[3, 4], [5, 6, 7]], torch.rand(2, 3, 8)
-    return rollout.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
+    return fast.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
 
 
 def scored(model, samples, experts=None):
     if experts is None:
-        return rollout.completion_logprobs(model, samples, temperature=1.0)[0]
+        return fast.completion_logprobs(model, samples, temperature=1.0)[0]
     with experts.over(torch.arange(len(samples.lengths))):
-        return rollout.completion_logprobs(model, samples, temperature=1.0)[0]
+        return fast.completion_logprobs(model, samples, temperature=1.0)[0]
 
 
 def run_of(model):
     """As much of a run as is read to measure flips."""
-    return SimpleNamespace(policy=model, logprobs=partial(scored, experts=None), ranks=Ranks())
+    return SimpleNamespace(
+        policy=model,
+        predicting=fast.predicting,
+        logprobs=partial(scored, experts=None),
+        ranks=Ranks(),
+    )
 
 
 def module_of(model, ending):
@@ -158,7 +161,7 @@ def test_flips_are_a_count_of_sets(kind):
     found = experts.measure_flips(run_of(model), samples)["expert_flips"]
     pairs = []
     for before, after in zip(taken[:2], taken[2:], strict=True):
-        pairs += [(before[i], after[i]) for i in packing.predicting(samples).tolist()]
+        pairs += [(before[i], after[i]) for i in fast.predicting(samples).tolist()]
     changed = sum(set(before) != set(after) for before, after in pairs)
     assert 0 < found == changed / len(pairs) < 1
 
@@ -182,7 +185,7 @@ def test_recomputed_layers_take_the_same_experts(kind, replays):
     gradients = []
     for checkpointing in (False, True):
         if checkpointing:
-            checkpoint_layers(model)
+            checkpoint_layers(model, [fast.attention_now, routing_now])
             model.train()
         model.zero_grad()
         scored(model, samples, experts).sum().backward()
@@ -279,7 +282,8 @@ def test_flips_are_those_of_each_completion_alone(plain, monkeypatch):
     """What texts have in common is read once, or padded: a completion's tokens count as if it had
     been scored by itself."""
     if plain:
-        monkeypatch.setattr(rollout, "fast_way", lambda model: None)
+        for name in ("completion_logprobs", "predicting"):
+            monkeypatch.setattr(fast, name, getattr(rollout, name))
     model = opinionated_mixture("qwen3_moe")
     samples, together = completions(model), Experts(replays=False)
     scored(model, samples, together)

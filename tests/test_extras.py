@@ -16,10 +16,10 @@ TRAINS = f"--algo gspo {SMALL}"
 NEEDS = {  # extra -> flags that ask for it
     "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
     "experts": ["--routing-replay --model models/moe --reward arithmetic"],
-    "hybrids": ["--model models/mamba"],
     "judge": ["--reward judge:models/judge"],
     "lora": ["--lora-rank 4"],
-    "packing": [],
+    "fast_scoring": [],
+    "fast_sampling": [],
     "programs": ["--reward code"],
     "report": [],
     "sandbox": ["--reward code"],
@@ -65,7 +65,7 @@ def found(models, tmp_path_factory):
         Path(copy, "models").symlink_to(models)
         Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
         lines = [f"{TRAINS} --name gspo", *(line for extra in extras for line in NEEDS[extra])]
-        if name in ("experts", "all"):
+        if name in ("experts", "fast_scoring", "all"):
             lines.append(f"{MIXTURE} --name moe")
         cache = str(place / "cache")
         process = fork(program, PROGRAM, *lines, out=out, folder=copy, XDG_CACHE_HOME=cache)
@@ -83,7 +83,7 @@ def test_the_default_command_trains_without(name, found):
         status, out, err = found[name][line]
         assert status == 0, err or status
         assert "held out" in out
-    assert len(commands) == 1 + (name in ("experts", "all"))
+    assert len(commands) == 1 + (name in ("experts", "fast_scoring", "all"))
 
 
 @pytest.mark.parametrize(

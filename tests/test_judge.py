@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards import parse_reward
-from support.data import UserError
 from support.extras.judge import Judge
+from support.user import UserError
 from tools import SHAPE, character_tokenizer, good, metrics, refused
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -57,7 +57,7 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weights, mode
     """reward = verifier + w score, row by row; what is right the verifier says, if there is one."""
     flags = ["--model", "models/tiny", "--steps", "1", "--reward", reward]
     row = metrics(good(tmp_path, "", *flags).folder)[0]
-    judged = seen.batches[0].judged
+    judged = seen.batches[0].samples
     paid, verdicts = [], []
     for text, data, score in zip(judged.texts, judged.rows, judged.scores, strict=True):
         even = score.terms.get("even", 0.0)

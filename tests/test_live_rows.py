@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 import gspo
 import rollout
 import train
-from tools import BASE, Calls, good, gradients, metrics, newest, rows_of, write_rows
+from support.extras import fast_scoring
+from tools import BASE, Calls, fast, good, gradients, metrics, newest, rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -31,15 +32,11 @@ def prompts(place):
 @pytest.fixture
 def everything_is_live(monkeypatch):
     """Calling it treats every row of later runs as one that can move the policy."""
-    plan = train.plan
 
-    def plan_all(run, batch):
-        advantages, batch.advantages = batch.advantages, None
-        updates = plan(run, batch)
-        batch.advantages = advantages
-        return updates
+    def all_rows(run, batch):
+        return batch.mask.any(1)
 
-    return lambda: monkeypatch.setattr(train, "plan", plan_all)
+    return lambda: monkeypatch.setattr(train, "find_active_rows", all_rows)
 
 
 def kinds_of_updates(batches) -> set[str]:
@@ -47,7 +44,7 @@ def kinds_of_updates(batches) -> set[str]:
     kinds = set()
     for batch in batches:
         for update in batch.updates:
-            kinds.add({0: "dead", len(update.rows): "live"}.get(len(update.live), "mixed"))
+            kinds.add({0: "dead", len(update.rows): "live"}.get(len(update.active), "mixed"))
     return kinds
 
 
@@ -94,7 +91,7 @@ def test_rows_without_advantage_change_no_weight(algorithm, everything_is_live, 
 def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(everything_is_live, seen, tmp_path):
     """What needs no log-probs is told of dead groups, too; what needs them is not."""
     one = metrics(good(tmp_path / "live", MIXED).folder)[0]
-    first = [row["prompt"][0] for row in seen.batches[0].judged.rows[::4]]
+    first = [row["prompt"][0] for row in seen.batches[0].samples.rows[::4]]
     for name, begin in (("dead_right", "1"), ("dead_wrong", "2")):
         assert one[name] == pytest.approx(first.count(begin) / 6)
     assert one["dead"] == pytest.approx(1 - first.count("3") / 6)
@@ -118,7 +115,7 @@ def test_without_a_live_row_nothing_moves_and_no_metric_is_made_up(seen, tmp_pat
         for name in ("loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "policy_kl"):
             assert name not in row
         assert row["length_mean"] > 0 and row["reward"] == pytest.approx(0.7)
-    assert not any(len(batch.live) for batch in seen.batches)
+    assert not any(len(batch.active) for batch in seen.batches)
     start = load_file("models/tiny/model.safetensors")
     weights = load_file(newest(folder) / "model.safetensors")
     assert all(torch.equal(weights[name], start[name]) for name in start)
@@ -134,9 +131,9 @@ def test_where_something_else_reads_logprobs_all_rows_stay(flags, seen, tmp_path
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path):
     """Each once; and so are passes of the model, frozen and trained on."""
-    calls = Calls(rollout.completion_logprobs)
+    calls = Calls(fast_scoring.completion_logprobs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "completion_logprobs", calls.stand_in)
+        patch.setattr(fast_scoring, "completion_logprobs", calls.stand_in)
         good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
     alive = 0
     for batch in seen.batches:
@@ -161,11 +158,11 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     flags = f"{MIXED} --algo {algorithm} --completions-per-update 24 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
     [batch] = seen.batches
-    assert 0 < len(batch.live) < 24
+    assert 0 < len(batch.active) < 24
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
     policy = rollout.load_model("models/tiny", "cpu")
-    samples = batch.samples[batch.live]
-    _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0)
+    samples = batch.rollout[batch.active]
+    _, entropy = fast.completion_logprobs(policy, samples, temperature=1.0)
     expected = entropy.sum() / samples.lengths.sum()
     if algorithm == "gspo":
         expected = (entropy.sum(1) / samples.lengths).mean()

@@ -13,10 +13,20 @@ from transformers import AutoModelForCausalLM
 
 import bench_architectures
 import rollout
-from support.data import UserError
 from support.extras.lora import LoraLinear, add_adapters, check_base, write_adapter
 from support.models import refresh
-from tools import BASE, digests, good, newest, random_policy, refused, timeless
+from support.user import UserError
+from tools import (
+    BASE,
+    SHAPE,
+    digests,
+    good,
+    metrics,
+    newest,
+    random_policy,
+    refused,
+    timeless,
+)
 
 LORA = f"{BASE} --lora-rank 4 --lr 1e-2"
 
@@ -99,7 +109,27 @@ def test_the_adapter_is_what_is_merged(kind):
     assert trained and all("lora_" in name and "head" not in name for name in trained)
 
 
-def test_frozen_weights_are_small_and_the_rest_is_not(tiny):
+def test_a_starts_as_torch_initialises_a_linear_layer():
+    """Uniform in +-1/sqrt(in): mean 0, both signs, standard deviation 1/sqrt(3 in). B starts at 0.
+    The seed decides, and no layer repeats another one's numbers."""
+    layers = nn.Sequential(nn.Linear(400, 300), nn.Linear(400, 300))
+    layers.get_output_embeddings = lambda: None
+    layers.config = SimpleNamespace(model_type="two layers")
+    starts = []
+    for seed in (0, 0, 1):
+        policy = copy.deepcopy(layers)
+        config = SimpleNamespace(lora_rank=50, lora_alpha=100.0, seed=seed)
+        add_adapters(policy, config, torch.float32)
+        assert all(not layer.lora_B.any() for layer in policy)
+        starts.append([layer.lora_A.detach() for layer in policy])
+    for a in starts[0]:  # 20,000 numbers
+        assert 0.049 < a.max() <= 0.05 and -0.05 <= a.min() < -0.049
+        assert abs(a.mean()) < 1e-3 and a.std() == pytest.approx(0.05 / 3**0.5, rel=0.02)
+    assert torch.equal(starts[0][0], starts[1][0]) and not torch.equal(starts[0][0], starts[2][0])
+    assert not torch.equal(*starts[0])
+
+
+def test_frozen_weights_are_bfloat16_and_the_rest_is_float32(tiny):
     policy = adapted(tiny, torch.bfloat16)
     for name, parameter in policy.named_parameters():
         assert parameter.requires_grad == ("lora_" in name) and parameter.dtype == torch.float32
@@ -178,6 +208,16 @@ def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     base = AutoModelForCausalLM.from_pretrained("models/tiny")
     assert (logits(saved) - logits(base)).abs().max() > 1e-3
     assert (folder / "adapter/adapter_config.json").exists()
+
+
+@pytest.mark.usefixtures("place")
+def test_biases_and_bfloat16_outside_autocast(tmp_path):
+    """With --stale-steps the evaluation samples the policy itself, which no autocast surrounds.
+    Qwen2's layers have biases, in float32 beside frozen weights in bfloat16."""
+    fields = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    base = random_policy(tmp_path / "qwen2", transformers.Qwen2Config(**fields))
+    flags = f"{LORA} --model {base} --dtype bfloat16 --stale-steps 2 --eval-every 1"
+    assert "eval_solved" in metrics(good(tmp_path, flags).folder)[-1]
 
 
 @pytest.mark.usefixtures("place")

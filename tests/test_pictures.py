@@ -127,11 +127,11 @@ def test_log_ratios_are_those_of_the_updates(place):
         )
         found = pictures.train_and_compare(run, 1)
     [batch] = batches
-    after = pictures.score(run, batch.samples)
+    after = pictures.score(run, batch.rollout)
     for i, one in enumerate(found):
         length = len(one.tokens)
         expected = after[i, :length] - batch.old_logprobs[i, :length]
-        if i in batch.live:
+        if i in batch.active:
             assert one.log_ratios == pytest.approx(expected.tolist(), abs=1e-5)
     assert max(one.furthest for one in found) > 1e-3
 

@@ -10,9 +10,10 @@ import time
 import pytest
 
 import rewards
-from support.data import UserError
 from support.extras import sandbox
+from support.user import UserError
 
+rewards.extra_of("code")
 VERIFY = rewards.VERIFIERS
 ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
 RIGHT = "def add(a, b):\n    return a + b"
@@ -472,7 +473,7 @@ def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypat
 
     monkeypatch.setattr(sandbox, "run_program", run_program)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(rewards, "check_extras", lambda name: None)
+    monkeypatch.delattr(VERIFY["code"], "prepare")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)

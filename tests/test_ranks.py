@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 import train
 from forks import fork
-from support.data import UserError
 from support.ranks import joined_ranks
+from support.user import UserError
 from tools import BASE, ROOT, command_line, metrics, newest, same_run, strict, timeless, write_rows
 
 pytestmark = [
@@ -48,7 +48,7 @@ def one_rank(rank, arguments, seen, trouble):
         report(run, batch, row)
         if rank == 0:
             with open(seen, "a") as file:
-                file.write(json.dumps([batch.judged.texts, batch.rewards.tolist()]) + "\n")
+                file.write(json.dumps([batch.samples.texts, batch.rewards.tolist()]) + "\n")
 
     train.report = watched
     if trouble is not None and trouble[1] == rank:

@@ -1,5 +1,5 @@
-"""The page of runs: well formed, loads nothing, shows hostile text as text; curves lie where their
-values are; and the sentences about what is not healthy."""
+"""The page of runs is well formed, loads nothing and shows hostile text as text. Curves lie where
+their values are. Sentences say what is not healthy."""
 
 import html.parser
 import json
@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from support.data import UserError
 from support.extras import report
+from support.user import UserError
+from tools import ROOT
 
 VOID = {"meta"}  # elements without an end tag
 ELEMENTS = VOID | {"html", "head", "title", "style", "body", "h1", "h2", "p", "div", "span", "b"}
@@ -62,11 +63,12 @@ class Page(html.parser.HTMLParser):
         names = [attributes.get("aria-label") for _, attributes in self.elements]
         found = []
         for name, attributes in self.elements[names.index(title) + 1 :]:
-            if name == "figcaption":
+            if name == "figure":  # the next one
                 return found
             if "curve" in attributes.get("class", ""):
                 places = re.findall(r"([\d.]+) ([\d.]+)", attributes["d"])
                 found.append([(float(x), float(y)) for x, y in places])
+        return found
 
 
 def step_row(step: int, **more) -> dict:
@@ -166,28 +168,72 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     assert len(page.curves("reward")[0]) == 2
 
 
+# a file of a run, its content, and words of the sentence
+NO_RUNS = [
+    ("config.json", "{}", ["config.json: found no algo, model", "clip_low"]),
+    ("config.json", "[1]", ["config.json: found a list"]),
+    ("config.json", None, ["config.json"]),
+    ("metrics.jsonl", '{"step": 1}\n', ["metrics.jsonl, line 1: found no reward"]),
+    ("metrics.jsonl", '{"step": NaN}\n', ["metrics.jsonl, line 1", "NaN"]),
+    ("starts.jsonl", '{"date": "2026{"date"\n', ["starts.jsonl, line 1"]),
+    ("evaluations.jsonl", '{"step": 1}\n', ["evaluations.jsonl, line 1: found no", "completion"]),
+]
+
+
+@pytest.mark.parametrize("name, content, words", NO_RUNS)
+def test_what_is_no_run_is_one_sentence_with_its_folder(name, content, words, tmp_path):
+    run = write_run(tmp_path / "run", [step_row(1)])
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    with pytest.raises(UserError) as error:
+        report.main([str(run)])
+    message = str(error.value)
+    assert (
+        message.startswith(f"--report {run}: expected the folder of a run") and "\n" not in message
+    )
+    assert all(word in message for word in words), message
+
+
 def test_a_curve_lies_where_its_values_are(tmp_path):
     """Rewards 0, 1, 3 at steps 1, 2, 5: x from 50 (step 0) to 300, y from 130 (0) to 6 (3.15)."""
     rows = [step_row(step, reward=reward) for step, reward in ((1, 0), (2, 1), (5, 3))]
-    _, page = page_of(write_run(tmp_path / "run", rows))
+    text, page = page_of(write_run(tmp_path / "run", rows))
     expected = [(50 + 250 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
     for found, wanted in zip(page.curves("reward")[0], expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.06)
-    [dead] = page.curves("dead")  # flat: in the middle of 0.27 to 0.33
-    assert {y for _, y in dead} == {68.0}
+    [dead] = page.curves("dead")  # a share of 0.3, between 0 and 1
+    assert {y for _, y in dead} == {92.8}
+    assert text.index("<b>reward</b>") < text.index('aria-label="reward"')  # its name is above it
+
+
+def test_small_changes_look_small(tmp_path):
+    """The axes of shares go from 0 to 1, those of amounts begin at 0, that of the ratio shows
+    GSPO's band: a change of one part in a hundred thousand is flat."""
+    rows = [
+        step_row(1, solved=0.5, length_mean=90.0, ratio_mean=1.00001, entropy=0.02371234),
+        step_row(2, solved=0.51, length_mean=91.0, ratio_mean=0.99999, entropy=0.0237),
+    ]
+    text, page = page_of(write_run(tmp_path / "run", rows))
+    for metric in ("solved", "length_mean", "ratio_mean", "entropy"):
+        [[(_, first), (_, second)]] = page.curves(metric)
+        assert abs(first - second) < 2  # of 124
+    assert ">step 1: 0.0237<" in text and ">step 2: 51.0%<" in text and "0.0237123" not in text
 
 
 @pytest.mark.parametrize(
     "values", [(0, 0), (5, 5), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1e-5, 3e-5)]
 )
 def test_any_two_values_have_a_place_and_labels(tmp_path, values):
-    rows = [step_row(1, reward=values[0]), step_row(2, reward=values[1])]
-    _, page = page_of(write_run(tmp_path / "run", rows))
-    [[(_, first), (_, second)]] = page.curves("reward")
-    assert 6 <= min(first, second) <= max(first, second) <= 130
-    rises = values[1] - values[0] > 1e-9 * max(map(abs, values))
-    assert (first > second) == rises or values[0] > values[1]
-    assert 2 <= len(report.round_ticks(*report.value_range(values))) <= 6
+    for metric in ("reward", "grad_norm"):
+        rows = [step_row(1, **{metric: values[0]}), step_row(2, **{metric: values[1]})]
+        _, page = page_of(write_run(tmp_path / metric, rows))
+        [[(_, first), (_, second)]] = page.curves(metric)
+        assert 6 <= min(first, second) <= max(first, second) <= 130
+        assert (first >= second) == (values[1] >= values[0])
+        axis = report.value_range(list(values), report.CHARTS[metric])
+        assert axis[0] <= 0 < axis[1] or max(values) <= 0
+        assert 2 <= len(report.round_ticks(*axis)) <= 6
 
 
 def test_rounding_is_no_curve(tmp_path):
@@ -212,15 +258,20 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     assert f"{10_002 - report.MOST_CHARACTERS} more characters" in cards[0][1]
 
 
-def test_cards_tell_right_from_wrong(tmp_path):
-    texts = ["5", "4", "4"]
-    evaluations = [
-        evaluation(step, "2+2=", text, correct=float(text == "4"))
-        for step, text in enumerate(texts)
-    ]
-    _, page = page_of(write_run(tmp_path / "run", [], evaluations))
-    looks = [look - {"card"} for look, _ in page.of_class("card")]
-    assert looks == [{"wrong"}, {"right"}, {"right"}]
+def test_cards_tell_right_from_wrong_and_from_luck(tmp_path):
+    """7+5*3 is 6 by 7+5=2;2*3=6. Only the built-in task's steps are known; a file's are not."""
+    texts = ["7+5=2;2*3=5#5", "7+5=2;2*3=6#6", "7+5=1;1*3=6#6"]
+    looks = {}
+    for name, data in (("task", None), ("file", "rows.jsonl")):
+        rows = [
+            evaluation(step, "7+5*3=", text, answer="6", correct=float(text.endswith("#6")))
+            for step, text in enumerate(texts)
+        ]
+        _, page = page_of(write_run(tmp_path / name, [], rows, {"data": data}))
+        looks[name] = [look - {"card"} for look, _ in page.of_class("card")]
+        assert ("but a step is wrong" in page.of_class("card")[2][1]) == (name == "task")
+    assert looks["task"] == [{"wrong"}, {"right"}, {"lucky"}]
+    assert looks["file"] == [{"wrong"}, {"right"}, {"right"}]
     unjudged = write_run(tmp_path / "other", [], [evaluation(0, "2+2=", "5", correct=None)])
     [(look, _)] = page_of(unjudged)[1].of_class("card")
     assert look == {"card"}
@@ -242,28 +293,59 @@ def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
     second = write_run(tmp_path / "second", [step_row(1)])
     report.main([str(first), str(second)])
     said = capsys.readouterr().out
-    assert "first: 50% of completions are cut off" in said
-    assert "second: nothing unhealthy" in said
     page = Page((tmp_path / "report.html").read_text())
-    assert len(page.curves("truncated")) == 2
+    for sentence in ("50% of completions are truncated", "nothing unhealthy"):
+        assert sentence in said and any(sentence in text for text in page.texts)
+    assert "first: 50%" in said and len(page.curves("truncated")) == 2
     report.main([str(first)])
     assert (first / "report.html").exists()
     with pytest.raises(UserError, match="nowhere: expected the folder of a run"):
         report.main([str(tmp_path / "nowhere")])
 
 
-# a row that is not healthy, or flags; and a word of what is said of it
+def test_published_points_are_drawn_over_a_run(tmp_path):
+    """At their steps and values, dashed, on the one chart, with their source; hostile text too."""
+    rows = [step_row(step, eval_solved=0.1 * step) for step in (1, 2)]
+    run = write_run(tmp_path / "run", rows)
+    path = tmp_path / "theirs-7b.csv"
+    path.write_text("# Source: a page, <b>its</b> table\nstep,eval_solved\n4,0.5\n0,0.25\n")
+    report.main([str(run), str(path)])
+    text = (run / "report.html").read_text()
+    page = Page(text)
+    assert_self_contained(text, page)
+    dashed = [each for _, each in page.elements if each.get("class", "").startswith("published")]
+    assert dashed[0]["d"] == "M50.0 99.0L300.0 68.0"  # 0.25 and 0.5 of 124 above 130, steps 0 to 4
+    assert page.curves("eval_solved")[0][-1] == (175.0, 105.2)  # the run's axis ends at 4, too
+    assert "theirs-7b" in text and "a page, &lt;b&gt;its" in text
+    with pytest.raises(UserError, match="expected folders"):
+        report.main([str(path)])
+    for wrong in ("", "step,solved\n1,0.5\n", "step,eval_solved\n1,50\n", "step,eval_solved\n1,\n"):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match="theirs-7b.csv: expected a CSV file"):
+            report.main([str(run), str(path)])
+
+
+def test_our_published_points_are_read_and_have_a_source():
+    files = sorted((ROOT / "docs/runs/published").glob("*.csv"))
+    assert len(files) >= 2
+    for path in files:
+        assert "Source: " in report.read_published(path).source
+
+
+# ---- health --------------------------------------------------------------------------------------
+
+# a row that is not healthy, or flags; and a word of the sentence
 ILL = [
     ({"dead": 0.97, "dead_right": 0.95}, {}, "harder prompts"),
     ({"dead": 1.0, "dead_right": 0.0}, {}, "easier prompts"),
     ({"truncated": 0.4}, {}, "--max-new-tokens"),
     ({"verifier_faults": 3}, {}, "verifier fails"),
-    ({}, {"completions_per_update": 256}, "one update a rollout"),
+    ({}, {"completions_per_update": 256}, "one update a step"),
     ({"clip_fraction": 0.0}, {}, "nothing is clipped"),
-    ({"clip_fraction": 0.74}, {}, "almost all is clipped"),
-    ({"lr": 1e-5}, {}, "warms up"),
-    ({"bad_updates": 1}, {}, "not finite"),
-    ({"entropy": 0.001}, {}, "exploration is over"),
+    ({"clip_fraction": 0.74}, {}, "almost everything is clipped"),
+    ({}, {"warmup_steps": 2}, "warms up"),
+    ({"bad_updates": 1}, {}, "NaN or inf"),
+    ({"entropy": 0.001}, {}, "exploration ended"),
 ]
 
 
@@ -275,7 +357,7 @@ def test_health_names_what_is_wrong_and_that_alone(row, flags, word):
 
 def test_health_is_silent_where_nothing_is_wrong():
     assert report.health([step_row(1)], FLAGS) == []
-    unjudged = step_row(1)  # no verifier says what is right
+    unjudged = step_row(1)  # no verifier says which completions are right
     del unjudged["solved"], unjudged["dead_right"]
     assert report.health([unjudged], FLAGS) == []
     solved = step_row(1, entropy=0.001, solved=0.97)  # all is solved: it may be sure
@@ -284,11 +366,49 @@ def test_health_is_silent_where_nothing_is_wrong():
     assert report.health([step_row(1, clip_fraction=0.0)], without_clip) == []
     epochs = FLAGS | {"completions_per_update": 256, "epochs": 2}
     assert report.health([step_row(1, clip_fraction=0.2)], epochs) == []
+    taught = FLAGS | {"teacher": "models/large"}  # it needs no rewards
+    assert report.health([step_row(1, dead=1.0, dead_right=0.0)], taught) == []
+
+
+def run_of(rewards, **more) -> list[dict]:
+    return [step_row(step, reward=reward, **more) for step, reward in enumerate(rewards, 1)]
 
 
 def test_health_sees_a_collapse_and_no_slow_beginning():
-    levels = [0.1] * 10 + [0.8] * 20 + [0.3] * 10
-    rows = [step_row(step, reward=level) for step, level in enumerate(levels, 1)]
+    rows = run_of([0.1] * 10 + [0.8] * 20 + [0.3] * 10)
     [sentence] = report.health(rows, FLAGS)
     assert "fell from 0.80 to 0.30" in sentence
     assert report.health(rows[:30], FLAGS) == []
+
+
+def test_a_reward_that_does_not_rise_names_the_learning_rate():
+    """A rise by less than two standard errors is none: noise of 0.1 a step, ten steps, 0.045 twice.
+    Few steps say nothing, and a task that is solved cannot rise."""
+    noise = [0.1, -0.1] * 5
+    flat = [0.3 + each for each in noise] * 2
+    [sentence] = report.health(run_of(flat), FLAGS | {"lr": 1e-6})
+    assert "0.30 in the first 10 steps, 0.30 in the last 10" in sentence
+    assert "learning rate" in sentence and "--lr 1e-06" in sentence
+    barely = flat[:10] + [each + 0.08 for each in flat[10:]]
+    assert len(report.health(run_of(barely), FLAGS)) == 1
+    rising = flat[:10] + [each + 0.1 for each in flat[10:]]
+    assert report.health(run_of(rising), FLAGS) == []
+    assert report.health(run_of(flat[:9]), FLAGS) == []
+    assert report.health(run_of(flat, solved=0.95), FLAGS) == []
+
+
+@pytest.mark.parametrize(
+    "last, words",
+    [
+        ((0.50, 0.55), ["from 37 to 5 points", "is format, not ability"]),
+        ((0.02, 0.60), ["from 37 to 58 points", "lack the expected format"]),
+        ((0.30, 0.60), None),  # both rose
+    ],
+)
+def test_health_tells_format_from_ability(last, words):
+    """Before training eval_solved is 3% and eval_solved_lenient 40%. Not every step has them."""
+    before = {"step": 0, "eval_solved": 0.03, "eval_solved_lenient": 0.40}
+    after = dict(zip(("eval_solved", "eval_solved_lenient"), last))
+    found = report.health([step_row(1), step_row(2, **after)], FLAGS, before)
+    assert len(found) == (words is not None)
+    assert all(word in found[0] for word in words or [])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import train
 from forks import fork
 from support import folders
+from support.extras import report
 from tools import (
     BASE,
     command_line,
@@ -56,15 +57,15 @@ def done(one_step, tmp_path):
 
 def interrupted(runs, flags, monkeypatch, at, number=signal.SIGTERM):
     """The run, stopped by a signal that comes while step `at` is reported."""
-    report = train.report
+    write_rows = train.write_rows
 
     def stopping(run, batch, row):
-        report(run, batch, row)
+        write_rows(run, batch, row)
         if row["step"] == at:
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "report", stopping)
+        patch.setattr(train, "write_rows", stopping)
         return launch(runs, flags)
 
 
@@ -168,12 +169,29 @@ def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
         "metrics": '{"step": 2, "rew',
         "samples": '{"step": 1, "prompt": "a}',
         "evaluations": "\x00" * 40,
+        "starts": '{"date": "2026-',
     }
     for name, tail in tails.items():
         with open(folder / f"{name}.jsonl", "a") as file:
             file.write(tail)
     good(tmp_path / "torn", "--resume --name run", small=False)
     same_run(whole, folder)
+    # needs train.own_folder to call folders.repair
+    starts = [strict(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == 2 and (folder / "report.html").exists()
+
+
+def test_a_page_that_fails_costs_one_warning(tmp_path, monkeypatch):
+    """Needs train.py to save first, and to call run.warn("page", ...) if the page fails."""
+
+    def broken(folders, path):
+        assert newest(tmp_path / "run")  # saved before
+        raise KeyError("date")
+
+    monkeypatch.setattr(report, "write_report", broken)
+    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1")
+    assert result.out.count("warning") == 1 and "KeyError: 'date'" in result.out
+    assert newest(result.folder).name == "step-2"
 
 
 @pytest.mark.parametrize("garbage", ["what is this\n", "[1]\n", '{"reward": 1}\n'])
@@ -305,6 +323,12 @@ def test_a_state_that_is_not_what_would_be_written_is_refused(case, tmp_path):
     folder = good(tmp_path, f"{BASE} --steps 1 {flags}").folder
     path = changed_state(folder, change)
     assert str(path) in refused(tmp_path, "--resume --name run --steps 2", small=False)
+
+
+@pytest.mark.parametrize("flag", ["--kl-coef 0.1", "--stale-steps 2"])
+def test_a_flag_that_a_resumed_run_cannot_switch_on_is_named(flag, done, tmp_path):
+    sentence = refused(tmp_path, f"--resume --name run --steps 2 {flag}", small=False)
+    assert flag.split()[0] in sentence and "weights" not in sentence
 
 
 @pytest.mark.parametrize("name", ["trainer/state.safetensors", "trainer/progress.json"])

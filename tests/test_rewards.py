@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
+import patterns
 import rewards
-from support.data import UserError, need, read_rows
+from support.data import read_rows
+from support.user import UserError, need
 
 ROOT = Path(rewards.__file__).parent
 
+for name in rewards.OPTIONAL:
+    rewards.extra_of(name)
 VERIFY = rewards.VERIFIERS
 
 
@@ -70,6 +75,7 @@ EXTRACTED = pairs(
         <answer>the answer is \boxed{6}</answer> => 6 | \boxed{5} <answer>6</answer> => 6
         <answer>6</answer> \boxed{5} => 6 | \boxed{5} or rather \boxed{6} => 6
         \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{\boxed{6}} => 6 | \boxed{5 \boxed{6} => 6
+        \boxed{ \boxed {\boxed{6}} } => 6 | \\boxed{6} => 6 | \boxed{\{6\}} => \{6\}
         \boxed{6} and \boxed{5 => 6 | \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { => 6
         #### 6 => 6 | #### 1 234 dollars => 1 234 dollars | \boxed{  6  } => 6 | ####6 => 6
     """
@@ -87,7 +93,9 @@ NOT_EXTRACTED = cells(
         <think>#### 6</think>done | <think>a</think><think>\boxed{6} | <answer>6
         <answer>5</answer> <answer>6 | \boxed{6 | \boxed 6 | \boxed{} | <answer></answer>
         <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6}
-        \boxed{5}\boxed{6}</think> | <answer>6</answer></think>
+        \boxed{5}\boxed{6}</think> | <answer>6</answer></think> | \boxed{5 or \boxed{6}}
+        \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}} | \boxed{\boxed{6}+1}
+        \boxed{\boxed{5}\boxed{6}} | \boxed{x = \boxed{6}} | <answer>\boxed{5 or \boxed{6}}</answer>
     """
 ) + ["", "####\n6", "<answer>\\boxed{6</answer>"[:20]]
 
@@ -452,6 +460,36 @@ def test_code_is_total_on_hostile_text_and_takes_no_time():
         assert time.monotonic() - start < 8, label
 
 
+PATTERNS = ["rewards.py", "support/tasks.py"]
+PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "programs", "tools")]
+
+
+@pytest.mark.parametrize("path", PATTERNS)
+def test_no_expression_backtracks_without_end(path):
+    """Each on repetitions of its own pieces; exponential growth would not end within the limit."""
+    command = [sys.executable, ROOT / "tests/patterns.py", path]
+    try:
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=30)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"{path}: endless: {error.stdout.decode().splitlines()[-1]}")
+
+
+@pytest.mark.parametrize("path", ["rewards.py", "support/extras/answers.py"])
+def test_math_and_choice_are_fast_on_pieces_of_their_own_expressions(path):
+    """0.2 s of processor time for 10,000 characters, and for as many as are read as mathematics."""
+    slow = []
+    for pattern in patterns.expressions(path).values():
+        texts = patterns.texts(pattern, samples=1, length=900)
+        texts += patterns.texts(pattern, samples=1, length=9_900)
+        for text, name in itertools.product(texts, ("math", "choice")):
+            for completion in (text, boxed(text)):
+                start = time.process_time()
+                VERIFY[name](completion, "B")
+                if time.process_time() - start > 0.2:
+                    slow.append((name, pattern.pattern[:50], text[:50]))
+    assert slow == []
+
+
 # ---- rewards
 
 ROW = {"prompt": "1+5?", "answer": "6"}
@@ -461,7 +499,13 @@ def scored(spec, *completions, **row):
     """What a reward says of completions, and its verdicts: (scores, paid, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
-    return scores, *reward.verdicts(scores)
+    return scores, *noted(reward, scores)
+
+
+def noted(reward, scores):
+    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
+    reward.note_shaping(scores)
+    return reward.verdicts(scores)
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
@@ -536,9 +580,9 @@ def test_what_once_paid_beyond_1_no_longer_counts(mine):
     """In a run: what a term paid before decides for what comes later, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
     first, second = reward.score(["7", "6"], [ROW, ROW])
-    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == set()
-    assert reward.verdicts([first, second]) == ([0.0, 1.0], [0.0, 1.0])
-    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
+    assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == set()
+    assert noted(reward, [first, second]) == ([0.0, 1.0], [0.0, 1.0])
+    assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
 def test_shares_count_as_right_in_part(mine):
@@ -663,7 +707,11 @@ def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion): return 1": ["f(completion)", "def f(completion, answer)"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
-    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["one completion", "TRL"],
+    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["no lists", "TRL"],
+    "def f(answer, completion): return completion == answer": ["f(completion, answer)", "first"],
+    "def f(answer, text): return text == answer": ["f(completion, answer)", "first"],
+    "def f(completion, answer): return '1.0'": ["'1.0'", "a text is no number"],
+    "def f(completion, answer): return [(1, 0.5), (2, '1')]": ["a text is no number"],
     "def f(data_source, solution_str, ground_truth, extra_info=None): return 1": ["ground_truth"],
     "def f(completion, answer): return 1 if completion == answer else None": ["None", "number"],
     "def f(completion, answer): return 1e300": ["1e+300", "number"],
@@ -705,6 +753,45 @@ def test_check_accepts_functions_that_can_work(source, tmp_path):
     assert reward.check([ROW]) is None
     [score] = reward.score(["6"], [ROW])
     assert score.reward != 0 and score.fault == ""
+
+
+def test_a_reward_that_changes_its_answer_does_not_change_the_row(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(completion, answer, level):\n    level.append(1)\n    return answer.pop('target')\n"
+    )
+    reward = rewards.parse_reward(f"{tmp_path}/mine.py:f")
+    row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
+    reward.check([row])
+    assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [1, 1]
+    assert row == {"prompt": "?", "answer": {"target": 1}, "level": [0]}
+
+
+def test_a_reward_has_a_twin_where_a_verifier_names_one():
+    """The same sum, and the same weights; what is no lenient verifier stays."""
+    reward = rewards.parse_reward("2*math + 0.1*format")
+    twin = reward.lenient_twin()
+    assert list(twin.terms) == ["math_lenient", "format"] and twin.shaping == {"format"}
+    texts = ["so \\boxed{6}", "so 6", "so 7"]
+    assert reward.verdicts(reward.score(texts, [ROW] * 3))[1] == [1, 0, 0]
+    assert twin.verdicts(twin.score(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
+    assert rewards.parse_reward("exact + format").lenient_twin() is None
+
+
+def test_rewards_can_be_copied_with_one_small_file(tmp_path):
+    """It imports nothing else of the project, no torch, and says which file `math` needs."""
+    (tmp_path / "support").mkdir()
+    for name in ("rewards.py", "support/user.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    program = """if True:
+        import sys, rewards
+        reward = rewards.parse_reward("countdown + choice")
+        row = {"prompt": "", "answer": {"numbers": [3, 5, 2], "target": 13}}
+        assert reward.score(["3*5-2"], [row])[0].reward == 1 and "torch" not in sys.modules
+        rewards.parse_reward("math")
+    """
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True)
+    sentence = "--reward math: needs support/extras/answers.py, which is not here"
+    assert done.stderr.decode().splitlines()[-1].endswith(sentence), done.stderr.decode()
 
 
 def test_check_knows_that_a_run_counts_tokens(mine):
@@ -767,12 +854,12 @@ def test_check_answer_refuses_what_cannot(name, answer):
     assert name in reason and "\n" not in reason and len(reason) < 200
 
 
-def test_a_verifier_whose_extra_is_gone_says_so(monkeypatch):
-    monkeypatch.setattr(rewards, "EXTRAS", {"exact": ["nothing_of_that_name"]})
-    with pytest.raises(
-        UserError, match="--reward exact: needs support/extras/nothing_of_that_name.py"
-    ):
-        rewards.parse_reward("0.5*exact + format")
+def test_a_verifier_whose_file_is_gone_says_so(monkeypatch):
+    monkeypatch.setitem(rewards.OPTIONAL, "wise", "nothing_of_that_name")
+    with pytest.raises(UserError) as error:
+        rewards.parse_reward("0.5*wise + format")
+    path = "support/extras/nothing_of_that_name.py"
+    assert str(error.value) == f"--reward wise: needs {path}, which is not here"
     rewards.parse_reward("math")
 
 

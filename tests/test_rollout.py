@@ -1,8 +1,8 @@
 """Sampling and scoring against transformers' own forward pass and `generate`, on tiny
 random models.
 
-`plain` takes support/extras/packing.py away; test_packing.py compares it with what is tested
-here."""
+`way` runs a test with rollout.py and with the fast files of support/extras; test_fast.py compares
+them."""
 
 import contextlib
 import json
@@ -23,11 +23,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import pretend
 import rollout as R
-import support.attention as our
 from bench_architectures import build, examine
-from support.data import UserError
-from support.models import critic_of, frozen_copy, refresh
-from tools import ROOT, character_tokenizer
+from support.extras import fast_sampling, fast_scoring
+from support.models import checkpoint_layers, critic_of, frozen_copy, refresh
+from support.user import UserError
+from tools import ROOT, character_tokenizer, fast
 
 transformers.logging.set_verbosity_error()
 
@@ -108,9 +108,12 @@ def random_numbers(*shape, seed=0):
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def sampled(model, prompts=PROMPTS, seed=0, group_size=3, max_new_tokens=16, **options):
+def sampled(
+    model, prompts=PROMPTS, seed=0, group_size=3, max_new_tokens=16, generate=None, **options
+):
     uniforms = random_numbers(len(prompts), group_size, max_new_tokens, seed=seed)
-    return R.generate(model, prompts, uniforms, **dict(eos_ids=[2], pad_id=2) | options)
+    generate = generate or R.generate
+    return generate(model, prompts, uniforms, **dict(eos_ids=[2], pad_id=2) | options)
 
 
 def own_logprobs(model, out, temperature=1.0):
@@ -129,21 +132,28 @@ def gradients(model):
     return found
 
 
-def without(monkeypatch, *names):
-    """As if these files in support/ were deleted."""
-    extra = R.extra
-    monkeypatch.setattr(R, "extra", lambda name: None if name in names else extra(name))
+def fast_where_it_fits(plain, quick):
+    def either(model, *given, **options):
+        return (quick if fast.fits(model) else plain)(model, *given, **options)
+
+    return either
+
+
+def use_fast(monkeypatch):
+    """rollout's functions are those of support/extras/fast_scoring.py, for models that fit."""
+    for name in ("generate", "completion_logprobs", "completion_values"):
+        monkeypatch.setattr(R, name, fast_where_it_fits(getattr(R, name), getattr(fast, name)))
 
 
 @pytest.fixture
-def plain(monkeypatch):
-    without(monkeypatch, "packing")
+def quick(monkeypatch):
+    use_fast(monkeypatch)
 
 
-@pytest.fixture(params=["plain", "packed"])
+@pytest.fixture(params=["plain", "fast"])
 def way(request, monkeypatch):
-    if request.param == "plain":
-        without(monkeypatch, "packing")
+    if request.param == "fast":
+        use_fast(monkeypatch)
     return request.param
 
 
@@ -162,7 +172,7 @@ def watch(monkeypatch, owner, name, note):
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_completions_are_those_of_transformers_generate(kind):
+def test_greedy_completions_are_those_of_transformers_generate(kind, way):
     """Mixed prompt lengths, two end tokens, fewer slots than rows, group members alike."""
     model = tiny(kind)
     out = sampled(model, group_size=2, temperature=0, eos_ids=[2, 3], cache_gb=2e-5)
@@ -186,7 +196,7 @@ def test_scores_are_the_models_own_in_value_and_gradient(kind, way):
     """Against a forward pass for each row; the sampler's, too; the same bits with and without
     gradients."""
     model = tiny(kind)
-    assert R.takes_our_attention(model) == (kind not in WITHOUT_SLOTS)
+    assert fast.fits(model) == (kind not in WITHOUT_SLOTS)
     out = sampled(model, temperature=0.7)
     scored, entropy = R.completion_logprobs(model, out, 0.7)
     assert scored.dtype == entropy.dtype == torch.float32 and scored.shape == out.completions.shape
@@ -209,8 +219,8 @@ def test_scores_are_the_models_own_in_value_and_gradient(kind, way):
     assert max((a - b).abs().max() for a, b in zip(own, found)) < 1e-5 * scale
 
 
-OURS, THEIRS = "ours, packed; checkpointed", "`generate`, padded; checkpointed"
-SHORTER = "ours, packed, up to the original context; checkpointed"
+OURS, THEIRS = "plain and fast; checkpointed", "plain; checkpointed"
+SHORTER = "plain and fast, up to the original context; checkpointed"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +229,6 @@ SHORTER = "ours, packed, up to the original context; checkpointed"
         # heads that are more than a linear map
         ("modernbert-decoder", OURS),
         ("falcon_h1", THEIRS),
-        ("recurrent_gemma", THEIRS),
         # a body within the body, composite models
         ("xglm", THEIRS),
         ("bart", THEIRS),
@@ -249,9 +258,15 @@ def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kin
     assert examine(kind) == ("right", path)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "rwkv"])
-def test_a_model_that_we_would_read_otherwise_is_refused(kind):
-    with pytest.raises(UserError, match=f"our sampler are up to .* the {kind}'s own forward"):
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("roberta", "our sampler are up to .* the roberta's own forward"),
+        ("rwkv", "a rwkv does not use transformers' KV cache"),
+    ],
+)
+def test_a_model_that_we_would_read_otherwise_is_refused(kind, words):
+    with pytest.raises(UserError, match=words):
         R.check_scorer(build(kind), PROMPTS[:2], pad_id=0)
 
 
@@ -265,14 +280,10 @@ def test_a_scorer_that_errs_is_found(monkeypatch):
             R.check_scorer(model, PROMPTS[:2], pad_id=0)
 
 
-def test_a_bug_in_this_file_keeps_its_traceback(monkeypatch):
+def test_a_bug_in_the_sampler_keeps_its_traceback():
     """It is no mistake of the user's, whoever asks for the check."""
-    monkeypatch.setattr(R.Slots, "draw", lambda slots: None)  # too few parameters
-    monkeypatch.setattr(
-        R.extra("packing").SharedSlots, "decode_one_token", R.Slots.decode_one_token
-    )
-    with pytest.raises(TypeError, match="positional argument"):
-        R.check_scorer(tiny(), PROMPTS[:2], pad_id=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        R.check_scorer(tiny(), PROMPTS[:2], 0, sampler=lambda model: None)  # too few parameters
 
 
 def test_a_context_is_that_in_which_a_text_means_the_same():
@@ -296,22 +307,13 @@ def test_a_text_beyond_the_context_is_refused():
         sampled(tiny(), max_new_tokens=120)
 
 
-def test_without_hybrids_a_state_space_is_refused_in_a_sentence(monkeypatch):
-    without(monkeypatch, "hybrids")
-    with pytest.raises(
-        UserError, match="a mamba needs support/extras/hybrids.py, which is not here"
-    ):
-        sampled(tiny("mamba"))
-
-
 @pytest.mark.parametrize("at_once", [1, 2, 128])
-def test_hybrids_sample_the_same_whatever_is_sampled_beside_them(at_once, monkeypatch):
+def test_states_are_sampled_the_same_whatever_is_sampled_beside_them(at_once):
     """Prompts of one length at a time; the model's own penalties and lengths do not count."""
     model = tiny("mamba")
     expected = sampled(model, group_size=4)
     model.generation_config.repetition_penalty, model.generation_config.max_length = 3.0, 5
-    monkeypatch.setattr(R.extra("hybrids"), "ROWS_AT_ONCE", at_once)
-    out = sampled(model, group_size=4)
+    out = sampled(model, group_size=4, cache_gb=at_once * 4e-5)
     assert torch.equal(out.tokens, expected.tokens) and len(set(out.lengths.tolist())) > 2
     assert not out.sampler_logprobs[~out.completion_mask].any()
     assert (out.completions[~out.completion_mask] == 2).all()
@@ -325,8 +327,8 @@ def test_hybrids_sample_the_same_whatever_is_sampled_beside_them(at_once, monkey
 def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature):
     """χ² of 20,000 draws over 7 tokens: the right distribution stays below 28 in 99.99%."""
     logits = random_numbers(1, 7, seed=3) * 6
-    token, logprobs = R.sample(
-        logits.expand(20_000, -1), random_numbers(20_000, 1, seed=11), temperature
+    token, logprobs = R.sample_token(
+        logits.expand(20_000, -1), random_numbers(20_000, seed=11), temperature
     )
     probs = (logits / temperature).softmax(-1)[0]
     torch.testing.assert_close(logprobs, probs[token].log(), atol=1e-5, rtol=0)
@@ -338,12 +340,12 @@ def test_a_large_vocabulary_is_drawn_from_as_exactly_as_float32_can():
     """151,936 tokens, as Qwen's: the token of a float64 cumulative sum, but where the uniform is
     within 1e-6 of a border."""
     logits = 3 * torch.randn(1, 151_936, generator=torch.Generator().manual_seed(0))
-    uniforms = random_numbers(200, 1)
-    tokens, logprobs = R.sample(logits.expand(200, -1), uniforms, 1.0)
+    uniforms = random_numbers(200)
+    tokens, logprobs = R.sample_token(logits.expand(200, -1), uniforms, 1.0)
     exact = logits[0].double().softmax(-1)
     border = exact.cumsum(-1)
     below = border[tokens] - exact[tokens]
-    wanted = uniforms[:, 0].double()
+    wanted = uniforms.double()
     assert (wanted < border[tokens] + 1e-6).all() and (wanted > below - 1e-6).all()
     torch.testing.assert_close(logprobs, exact[tokens].log().float(), atol=1e-5, rtol=0)
 
@@ -365,8 +367,8 @@ def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
     """Tokens of probability 0, at both ends of the vocabulary too, are never drawn."""
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [3, 255, 256]] = torch.tensor([0.0, 1.0, 2.0])
-    uniform = torch.tensor([[0.0], [0.5], [1 - 2.0**-24]])
-    token, logprobs = R.sample(logits.expand(3, -1), uniform, 1.0)
+    uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
+    token, logprobs = R.sample_token(logits.expand(3, -1), uniform, 1.0)
     assert token.tolist() == [3, 256, 256] and logprobs.isfinite().all()
 
 
@@ -406,28 +408,30 @@ def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb, way):
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 12])
-def test_cache_gb_bounds_the_keys_and_values_of_samples(slots, monkeypatch, way):
+def test_cache_gb_bounds_the_keys_and_values_of_samples(slots, monkeypatch, quick):
     """2 layers x 2 x 2 heads x 8 x 4 bytes = 256 a token; 9 + 24 tokens a slot."""
     held = []
 
     def note(slots, *_):
         held.append(sum(memory.nbytes for memory in slots.keys + slots.values))
 
-    watch(monkeypatch, R.Slots, "read", note)
+    watch(monkeypatch, fast.Slots, "decode_one_token", note)
     sampled(tiny(), max_new_tokens=24, cache_gb=slots * 256e-9 * 33 + 1e-9)
     assert set(held) == {slots * 256 * 33}
 
 
-def test_prompts_are_read_in_parts_each_once(monkeypatch, way):
+def test_prompts_are_read_in_parts_each_once(monkeypatch, quick):
     """40 prompts of 1 to 9 tokens, 60 tokens at once with their padding."""
     model, parts = tiny(), []
-    prompts = [list(range(5, 6 + i % 9)) for i in range(40)]
+    prompts = [[3 + i % 37, *range(5, 5 + i % 9)] for i in range(40)]  # no two alike
     whole = sampled(model, prompts)
-    monkeypatch.setattr(R, "PROMPT_TOKENS", 60)
-    watch(monkeypatch, R.Prompts, "__init__", lambda _, model, prompts: parts.append(prompts))
+    monkeypatch.setattr(fast_sampling, "PROMPT_TOKENS", 60)
+    watch(monkeypatch, fast.Prompts, "__init__", lambda _, model, prompts: parts.append(prompts))
     out = sampled(model, prompts)
     assert torch.equal(out.tokens, whole.tokens)
-    assert [prompt for part in parts[1:] for prompt in part] == prompts  # the first is a probe
+    assert [
+        list(prompt) for part in parts[1:] for prompt in part
+    ] == prompts  # the first is a probe
     assert all(len(part) * max(map(len, part)) <= 60 for part in parts) and len(parts) > 4
 
 
@@ -453,13 +457,13 @@ def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_
 
 @pytest.mark.parametrize("cache_gb", [None, 5e-5])
 def test_every_stepped_row_is_alive_and_a_prompt_is_read_once_for_its_group(
-    cache_gb, plain, monkeypatch
+    cache_gb, quick, monkeypatch
 ):
     model, prompt_tokens, row_steps = tiny(), [], []
-    watch(monkeypatch, R.Slots, "read", lambda slots, rows, span: row_steps.append(rows))
+    watch(monkeypatch, fast.Slots, "decode_one_token", lambda _, rows, span: row_steps.append(rows))
     watch(
         monkeypatch,
-        R.Prompts,
+        fast.Prompts,
         "__init__",
         lambda _, model, prompts: prompt_tokens.append(sum(len(one) - 1 for one in prompts)),
     )
@@ -511,11 +515,11 @@ def test_the_model_is_left_as_it_was_also_after_an_error(way):
             work()
     hook.remove()
     assert model.config.to_dict() == before and model.config._attn_implementation == "eager"
-    assert our.LAYOUT is None and torch.equal(sampled(model).tokens, out.tokens)
+    assert not hasattr(model.config, "layout") and torch.equal(sampled(model).tokens, out.tokens)
 
 
 @pytest.fixture
-def taped(plain, monkeypatch):
+def taped(quick, monkeypatch):
     """The pace of a GPU, and graphs that note what runs and do it again; how often they did."""
     modes = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", pretend.Graph)
@@ -523,7 +527,7 @@ def taped(plain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setitem(R.PACE, "cpu", R.Pace(span=2, steps=3, rows=4, graphs=True))
+    monkeypatch.setitem(fast.PACE, "cpu", fast.Pace(span=2, steps=3, rows=4, graphs=True))
     monkeypatch.setitem(pretend.COUNTS, "replays", 0)
     yield lambda: pretend.COUNTS["replays"]
     assert modes == ["error", "default"] * (len(modes) // 2)
@@ -538,12 +542,12 @@ def taped(plain, monkeypatch):
 def test_captured_steps_sample_what_eager_ones_do(kind, options, taped, monkeypatch):
     """A step captured at one time, replayed on what the slots hold later, dead slots among them."""
     model, shapes = tiny(kind), []
-    watch(monkeypatch, R.Slots, "decode_one_token", lambda slots, *shape: shapes.append(shape))
+    watch(monkeypatch, fast.Slots, "decode_one_token", lambda slots, *shape: shapes.append(shape))
     out = sampled(model, **options)
     assert len(shapes) < 2 * taped()
     assert shapes[::2] == shapes[1::2]  # each shape once in earnest, then once on the tape
     replays = taped()
-    monkeypatch.setitem(R.PACE, "cpu", R.Pace(span=32, steps=1, rows=1))
+    monkeypatch.setitem(fast.PACE, "cpu", fast.Pace(span=32, steps=1, rows=1))
     same = sampled(model, **options)
     assert torch.equal(out.tokens, same.tokens) and taped() == replays
     assert torch.equal(out.lengths, same.lengths) and torch.equal(out.truncated, same.truncated)
@@ -586,7 +590,7 @@ def test_memory_that_runs_out_in_a_capture_is_no_capture_that_failed(taped, monk
         if len(calls) == 2:  # the first is in earnest, the second on the tape
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    watch(monkeypatch, R.Slots, "decode_one_token", full)
+    watch(monkeypatch, fast.Slots, "decode_one_token", full)
     with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError):
         warnings.simplefilter("error")
         sampled(tiny())
@@ -603,7 +607,7 @@ def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_bigcode", "deepseek_v3"])
-def test_grouped_heads_never_meet_a_mask_where_that_is_slow(kind, monkeypatch):
+def test_grouped_heads_never_meet_a_mask_where_that_is_slow(kind, monkeypatch, quick):
     """As if on a GPU: keys and values are expanded, and values and gradients stay."""
     seen = []
 
@@ -613,7 +617,7 @@ def test_grouped_heads_never_meet_a_mask_where_that_is_slow(kind, monkeypatch):
     watch(monkeypatch, R.F, "scaled_dot_product_attention", note)
     results = []
     for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(our, "EXPAND_HEADS", devices)
+        monkeypatch.setattr(fast_scoring, "EXPAND_HEADS", devices)
         model = tiny(kind)
         out = sampled(model)
         logprobs, _ = R.completion_logprobs(model, out, 1.0)
@@ -688,25 +692,23 @@ def by_length(lengths, prompt=1):
     )
 
 
-def test_plain_micro_batches_are_by_length_under_the_budget_with_their_padding(plain):
-    """A row that fills the budget alone, and 23 of 11 tokens, nine of which fit in a part; and a
-    state space's rows read their own prompts with packing.py, too."""
+def test_plain_micro_batches_are_by_length_under_the_budget_with_their_padding():
+    """A row that fills the budget alone, and 23 of 11 tokens, nine of which fit in a part."""
     out = by_length([100] + [10] * 23)
-    for model in (tiny(), tiny("mamba")):
-        parts = R.micro_batches(model, out, 101)
-        assert [len(part) for part in parts] == [1, 9, 9, 5]
-        assert torch.equal(torch.cat(parts).sort().values, torch.arange(24))
+    parts = R.micro_batches(out, 101)
+    assert [len(part) for part in parts] == [1, 9, 9, 5]
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(24))
     out = by_length([5, 1, 9, 3])
-    assert [part.tolist() for part in R.micro_batches(tiny(), out, 20)] == [[0, 2], [1, 3]]
-    assert len(R.micro_batches(tiny(), out, 1)) == 4
+    assert [part.tolist() for part in R.micro_batches(out, 20)] == [[0, 2], [1, 3]]
+    assert len(R.micro_batches(out, 1)) == 4
 
 
-def test_a_hybrids_micro_batches_count_every_prompt():
+def test_plain_micro_batches_count_every_prompt():
     """A group of four, prompts of 9 tokens, completions of 1: 4 x (9 + 1), and not 9 + 4."""
     out = by_length([1] * 4, prompt=9)
     out = out._replace(tokens=torch.full_like(out.tokens, 5))
-    assert [len(part) for part in R.micro_batches(tiny("mamba"), out, 20)] == [2, 2]
-    assert [len(part) for part in R.micro_batches(tiny(), out, 20)] == [4]
+    assert [len(part) for part in R.micro_batches(out, 20)] == [2, 2]
+    assert [len(part) for part in fast.micro_batches(out, 20)] == [4]
 
 
 # ---- scoring
@@ -724,7 +726,7 @@ def test_gradient_checkpointing_changes_nothing(kind, way):
     next(layer.children()).register_forward_hook(lambda *_: runs.append(1))
     for checkpointing in (False, True):
         if checkpointing:
-            our.checkpoint_layers(model)
+            checkpoint_layers(model, [fast.attention_now])
         runs.clear()
         logprobs, entropy = R.completion_logprobs(model, out, 1.0)
         (logprobs.sum() + entropy.sum()).backward()
@@ -740,7 +742,7 @@ def test_gradient_checkpointing_changes_nothing(kind, way):
 
 def test_a_model_without_layers_for_checkpointing_is_refused():
     with pytest.raises(UserError, match="--gradient-checkpointing: a ctrl has no layers for it"):
-        our.checkpoint_layers(build("ctrl"))
+        checkpoint_layers(build("ctrl"), [])
 
 
 def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
@@ -783,7 +785,7 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_softmax_comes_from_float32_logits(dtype, plain):
+def test_log_softmax_comes_from_float32_logits(dtype):
     """Under autocast, and of a copy in bf16: its hidden states through a float32 head; the same
     bits with and without gradients."""
     model = frozen_copy(tiny(attention="sdpa"), dtype)
@@ -804,7 +806,7 @@ def test_log_softmax_comes_from_float32_logits(dtype, plain):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch):
+def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch, quick):
     """As every other linear map: in values and gradients it is rounding, and it saves time and
     memory on a GPU. Without autocast, and with gradient checkpointing, nothing changes."""
     tiny(kind).save_pretrained(tmp_path)
@@ -821,7 +823,7 @@ def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            our.checkpoint_layers(model)
+            checkpoint_layers(model, [fast.attention_now])
         with torch.autocast("cpu", torch.bfloat16):
             logprobs, _ = R.completion_logprobs(model, out, 1.0)
         logprobs.sum().backward()
@@ -905,7 +907,7 @@ def test_the_command_prints_completions(folder, capsys, monkeypatch):
     assert text.count("\n") >= 3
     assert command(capsys, "--model", folder, *flags.split()) == text
     assert command(capsys, "--model", folder, *flags.split(), "--seed", "1") != text
-    monkeypatch.setattr(R, "tried", lambda flags: iter(["a\x1b[31mb\nc"]))
+    monkeypatch.setattr(R, "completions_of", lambda flags: iter(["a\x1b[31mb\nc"]))
     assert command(capsys) == "a\\x1b[31mb\nc\n"  # escape sequences do not reach the terminal
 
 
@@ -1040,7 +1042,7 @@ def test_on_a_gpu_captured_steps_sample_what_eager_ones_do(options, monkeypatch)
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="Synchronization debug mode")
         out = sampled(model, **options)
-    monkeypatch.setattr(R, "capture", lambda step, shape: None)
+    monkeypatch.setattr(fast, "capture", lambda step, shape: None)
     same = sampled(model, **options)
     width = min(out.completions.shape[1], same.completions.shape[1])
     equal = (out.completions[:, :width] == same.completions[:, :width]).all(1)

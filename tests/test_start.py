@@ -76,7 +76,7 @@ def test_a_prompt_that_comes_twice_is_held_out_wherever_it_stands(seen, tmp_path
     """37 distinct prompts, each ten times: none is both trained on and evaluated on."""
     write_rows(Path("often.jsonl"), [{"prompt": f"{i % 37}+1=", "answer": "0"} for i in range(370)])
     good(tmp_path, f"{BASE} --data often.jsonl --steps 2 --prompts-per-step 160 --group-size 2")
-    trained = {row["prompt"] for batch in seen.batches for row in batch.judged.rows}
+    trained = {row["prompt"] for batch in seen.batches for row in batch.samples.rows}
     held_out = {row["prompt"] for row in seen.run.held_out}
     assert held_out and len(trained) > 20
     assert not held_out & trained
@@ -220,7 +220,7 @@ def test_the_first_prompt_is_shown_as_the_model_sees_it(spoken, seen, tmp_path):
     flags = '--system 12 --prompt-template 3+{prompt} --chat-template-args {"mark":"**"}'
     result = good(tmp_path, f"{BASE} --model models/spoken --steps 1 {flags}")
     text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
-    assert seen.run.tokenizer.decode(seen.run.held_out[0]["ids"]) == text
+    assert seen.run.tokenizer.decode(seen.run.held_out[0][data.IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1
 
 
@@ -240,15 +240,31 @@ def any_text(models):
     return "--model models/bytes --reward pay.py:even"
 
 
-def test_what_the_user_gave_is_printed_without_control_characters(any_text, tmp_path):
-    """Prompts, a command to paste: nothing may move the cursor, ring, or be run by a shell."""
-    prompt = "1\x1b[2J\x07\r$(touch ran)`touch ran`'\"!="
+def arguments_in_bash(command: str) -> list[str]:
+    """The arguments that a command gets which is pasted into bash."""
+    script = f"python() {{ printf '%s\\0' \"$@\"; }}; {command}"
+    return subprocess.check_output(["bash", "-c", script]).decode().split("\0")
+
+
+def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(any_text, tmp_path):
+    """A prompt with line breaks, control characters, quotes and commands: what is printed of it has
+    none of these, and pasted into bash it is the prompt again."""
+    prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
     write_rows(Path("strange.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
-    result = good(tmp_path, f"{any_text} --data strange.jsonl --eval-data strange.jsonl --steps 1")
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", result.out)
-    words = result.out.splitlines()[-1].removeprefix("python rollout.py")
-    subprocess.run(["sh", "-c", f"printf '%s\\n' {words}"], capture_output=True, check=False)
-    assert not Path("ran").exists()
+    flags = "--data strange.jsonl --eval-data strange.jsonl --steps 1"
+    result = good(tmp_path, f"{any_text} {flags}", "--prompt-template", "{prompt}\n#")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\x85]", result.out)
+    words = arguments_in_bash(result.out.splitlines()[-1])
+    assert words[:2] == ["rollout.py", "--model"] and not Path("ran").exists()
+    assert words[words.index("--prompt") + 1] == prompt
+    assert words[words.index("--prompt-template") + 1] == "{prompt}\n#"
+
+
+def test_the_last_line_of_a_conversation_has_its_system_message():
+    messages = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "7+5?"}]
+    config = train.parse_flags(["--model", "models/tiny", "--reward", "pay.py:even"])
+    words = arguments_in_bash(console.command_to_try("x y/step-1", config, messages))
+    assert words[2:-1] == ["x y/step-1", "--prompt", "7+5?", "--system", "Be brief.\n"]
 
 
 # ---- the console
@@ -293,10 +309,13 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
     [
         ("--lora-rank 2", r"0\.0 of 0\.0 M parameters"),
         ("--warmup-steps 10", "smoke test"),
-        ("--reward pay.py:never --steps 10", "10 steps taught nothing.*paid alike"),
+        (
+            "--reward pay.py:never --steps 10",
+            "10 steps taught nothing.*rewards of a group are equal",
+        ),
         ("--reward pay.py:never", "2 steps taught nothing"),
         (
-            "--max-new-tokens 1 --steps 10 --group-size 2",
+            "--max-new-tokens 1 --overlong-filter --steps 10 --group-size 2",
             "taught nothing.*--max-new-tokens",
         ),
     ],

@@ -1,6 +1,7 @@
 """The built-in tasks: problems, demonstrations, verifiers, and the policies that have seen them."""
 
 import itertools
+import json
 import random
 import re
 from fractions import Fraction
@@ -9,8 +10,8 @@ import pytest
 
 import rewards
 from support import tasks
-from support.data import UserError
 from support.tasks import TASKS, problems
+from support.user import UserError
 
 VERIFY = rewards.VERIFIERS
 
@@ -108,6 +109,38 @@ def test_arithmetic_demonstrations_err_at_products_alone():
     assert 0.4 < sum(wrong["*"]) / len(wrong["*"]) < 0.7
 
 
+@pytest.mark.parametrize("operations", [(6, 7), (48, 62)])
+def test_chains_have_the_length_that_the_task_says(operations):
+    """An operation has 6 tokens with its semicolon: the last has none, `#6` and the end have 3."""
+    task, rng = tasks.chains(operations), random.Random(0)
+    counts = set()
+    for row in itertools.islice(problems(task, 0), 300):
+        count = len(re.findall("[+*]", row["prompt"]))
+        answer = tasks.solve(row["prompt"])
+        assert len(answer) + 1 == 6 * count + 2 <= task.max_new_tokens
+        assert len(task.demonstration(row, rng)) == len(answer)
+        counts.add(count)
+    assert (min(counts), max(counts)) == operations
+
+
+def test_chains_demonstrations_err_at_products_by_some_digits_alone():
+    """Each step takes up the last result and has the prompt's operation."""
+    task, rng = TASKS["chains"], random.Random(0)
+    wrong = {True: [], False: []}
+    for row in itertools.islice(problems(task, 0), 300):
+        steps = task.demonstration(row, rng).partition("#")[0].split(";")
+        value, operations = row["prompt"][0], re.findall("[+*][0-9]", row["prompt"])
+        assert len(steps) == len(operations)
+        for operation, step in zip(operations, steps):
+            assert step[:-1] == f"{value}{operation}="
+            right = str(rewards.exact_value(value + operation) % 10)
+            hard = operation[0] == "*" and operation[1] in tasks.CHAINS_WRONG
+            wrong[hard].append(step[-1] != right)
+            value = step[-1]
+    assert not any(wrong[False])
+    assert 0.4 < sum(wrong[True]) / len(wrong[True]) < 0.7
+
+
 @pytest.mark.parametrize(
     "text, value",
     [
@@ -123,7 +156,7 @@ def test_arithmetic_demonstrations_err_at_products_alone():
     ],
 )
 def test_exact_value_is_a_fraction(text, value):
-    assert tasks.exact_value(text) == value
+    assert rewards.exact_value(text) == value
 
 
 @pytest.mark.parametrize(
@@ -134,7 +167,7 @@ def test_exact_value_is_a_fraction(text, value):
 )
 def test_exact_value_evaluates_nothing_else(text):
     with pytest.raises(Exception):  # noqa: B017
-        tasks.exact_value(text)
+        rewards.exact_value(text)
 
 
 def test_random_arithmetic_is_that_of_fractions():
@@ -143,7 +176,7 @@ def test_random_arithmetic_is_that_of_fractions():
         text = str(rng.randrange(10))
         for _ in range(3):
             text += rng.choice("+-*") + str(rng.randrange(10))
-        assert tasks.exact_value(text) == eval(text)
+        assert rewards.exact_value(text) == eval(text)
 
 
 def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
@@ -156,6 +189,12 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     assert (folder / "model.safetensors").stat() == weights
     monkeypatch.setattr(tasks, "WARM_LR", 1e-3)  # another recipe, another policy
     assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") != folder
+    chains = tasks.chains((6, 7))._replace(warm_steps=2)  # a length of its own, a policy of its own
+    longer = tasks.chains((12, 15))._replace(warm_steps=2)
+    folders = {tasks.built_in_policy(task, "tiny") for task in (chains, longer)}
+    assert len(folders) == 2
+    config = json.loads((folders.pop() / "config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 1000
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     with pytest.raises(UserError, match="/proc/nothing/gspo: expected to write"):
         tasks.built_in_policy(TASKS["calculator"], "tiny")
@@ -189,4 +228,4 @@ def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
         prompt, _, completion = text.partition("=")
         assert own == re.sub(r"(</calc>)=-?\d+", r"\1", completion)
         for call, value in re.findall(r"<calc>(.*?)</calc>=(-?\d+)", completion):
-            assert tasks.exact_value(call) == int(value)
+            assert rewards.exact_value(call) == int(value)

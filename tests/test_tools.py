@@ -14,9 +14,9 @@ import transformers
 import gspo
 import rollout
 import train
-from support.data import UserError
 from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from support.ranks import Ranks
+from support.user import UserError
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
 
@@ -61,8 +61,8 @@ def by_hand(model, function=says, after=";", temperature=1.0):
             while len(tokens) < LIMIT and (not tokens or given[-1] or tokens[-1] != END):
                 ids = torch.tensor([ids_of(prompt) + tokens])
                 logits = model(ids, use_cache=False).logits[:, -1]
-                uniform = row[None, len(tokens), None]
-                token, logprob = rollout.sample(logits, uniform, temperature)
+                uniform = row[None, len(tokens)]
+                token, logprob = rollout.sample_token(logits, uniform, temperature)
                 tokens.append(int(token))
                 given.append(False)
                 logprobs.append(float(logprob))
@@ -343,10 +343,10 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     flags = f"{WITH} --algo {algorithm} {knobs} --seed 1"
     plain = good(tmp_path / "plain", flags)
     for batch in seen.batches:
-        forced = batch.samples.lengths.sum() - batch.samples.completion_mask.sum()
-        assert forced > 0 and torch.equal(batch.mask, batch.samples.completion_mask)
+        forced = batch.rollout.lengths.sum() - batch.rollout.completion_mask.sum()
+        assert forced > 0 and torch.equal(batch.mask, batch.rollout.completion_mask)
         row = metrics(plain.folder)[batch.step - 1]
-        assert row["tool_tokens"] == pytest.approx(float(forced / batch.samples.lengths.sum()))
+        assert row["tool_tokens"] == pytest.approx(float(forced / batch.rollout.lengths.sum()))
         assert row["tool_calls"] > 0 and row["tool_faults"] == 0
 
     score, values = rollout.completion_logprobs, rollout.completion_values

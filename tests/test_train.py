@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import gspo
 import rollout
 import train
+from support.extras import fast_scoring
 from tools import (
     BASE,
     Calls,
@@ -143,7 +144,7 @@ def test_sampler_logprobs_as_old_are_close_to_1(losses, tmp_path):
 
 def plain_logprobs(model, batch, i, temperature=1.0):
     """Log-probs of row i by one ordinary forward of the row alone, without padding."""
-    rows = batch.samples
+    rows = batch.rollout
     n, p = int(rows.lengths[i]), int(rows.prompt_lengths[i])
     ids = rows.tokens[i, rows.prompt_width - p : rows.prompt_width + n]
     logits = model(ids[None], use_cache=False).logits[0, p - 1 : -1].float() / temperature
@@ -193,10 +194,10 @@ def test_first_gradient_is_reinforce_by_plain_forwards(algorithm, unit, advantag
             "--temperature 0.8 --overlong-cache 0 --no-dynamic-sampling --kl-coef 0",
         )
     batch = seen.batches[0]
-    lengths = batch.samples.lengths.tolist()
+    lengths = batch.rollout.lengths.tolist()
     assert len(set(lengths)) > 1  # ragged, or the units could not be told apart
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    pays = by_group([score.reward for score in batch.judged.scores], 4, advantages)
+    pays = by_group([score.reward for score in batch.samples.scores], 4, advantages)
     loss = 0.0
     for i, (advantage, n) in enumerate(zip(pays, lengths)):
         divisor = {"completion": 16 * n, "token": sum(lengths), "constant": 16 * 20}[unit]
@@ -226,7 +227,7 @@ def test_kl_term_has_the_unit_and_weight_of_its_algorithm(algorithm, seen, monke
         )
     batch, reference = seen.batches[0], seen.run.ref_policy
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    lengths, kl = batch.samples.lengths.tolist(), 0.0
+    lengths, kl = batch.rollout.lengths.tolist(), 0.0
     for i, n in enumerate(lengths):
         with torch.no_grad():
             anchor = plain_logprobs(reference, batch, i)
@@ -304,12 +305,12 @@ def test_every_algorithm_trains_by_its_papers_numbers(algorithm, monkeypatch, se
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
     config = strict((folder / "config.json").read_text())
-    for flag, parameter in (train.keywords(row.loss) | train.keywords(row.advantages)).items():
+    for flag, default in (train.numbers_of(row.loss) | train.numbers_of(row.advantages)).items():
         if flag in ("max_new_tokens", "reward_coef"):  # every run's; by whether --reward is asked
             continue
-        assert config[flag] == parameter.default
-        told = [keyword for each in calls for _, keyword, _ in each if parameter.name in keyword]
-        assert told and all(keyword[parameter.name] == parameter.default for keyword in told)
+        assert config[flag] == default
+        told = [keyword for each in calls for _, keyword, _ in each if flag in keyword]
+        assert told and all(keyword[flag] == default for keyword in told)
 
 
 # ---- to the advantages
@@ -320,7 +321,7 @@ def test_a_repeated_prompt_does_not_merge_groups(seen, tmp_path):
     write_rows(Path("same.jsonl"), [{"prompt": "1+1=", "answer": "2"}] * 20)
     good(tmp_path, f"{BASE} --data same.jsonl --eval-data same.jsonl --steps 1")
     batch = seen.batches[0]
-    pays = [score.reward for score in batch.judged.scores]
+    pays = [score.reward for score in batch.samples.scores]
     expected = by_group(pays, 4, z_scores)
     assert batch.advantages.reshape(16, -1)[:, 0].tolist() == pytest.approx(expected, abs=1e-4)
     groups = [round(sum(pays[i : i + 4]), 6) for i in (0, 4, 8, 12)]
@@ -340,12 +341,12 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
         f"{BASE} --data mixed.jsonl --reward pay.py:by_prompt --algo dapo --eval-prompts 2",
     )
     for batch, row in zip(seen.batches, metrics(result.folder), strict=True):
-        judged, tokenizer = batch.judged, seen.run.tokenizer
+        judged, tokenizer = batch.samples, seen.run.tokenizer
         assert len(judged.rows) == 16
         assert {row["prompt"][0] for row in judged.rows} == {"3"}
         for i, (text, data) in enumerate(zip(judged.texts, judged.rows)):
-            ids = batch.samples.texts()[i]
-            size = int(batch.samples.prompt_lengths[i])
+            ids = batch.rollout.texts()[i]
+            size = int(batch.rollout.prompt_lengths[i])
             assert tokenizer.decode(ids[:size]) == data["prompt"]
             assert tokenizer.decode(ids[size:], skip_special_tokens=True) == text
             assert data["answer"] == data["prompt"][2]
@@ -365,7 +366,7 @@ def test_dynamic_sampling_is_bounded_and_warns_once(seen, tmp_path):
     flags = "--data dead.jsonl --reward pay.py:by_prompt --algo dapo --steps 3"
     result = good(tmp_path, f"{BASE} {flags}")
     [warning] = [line for line in result.out.splitlines() if "--dynamic-sampling" in line]
-    assert "20 groups drawn 0" in warning and "expected 4" in warning
+    assert "0 of 20 groups" in warning and "expected 4" in warning
     assert [row["prompts_drawn"] for row in metrics(result.folder)] == [20] * 3
     weights = load_file(newest(result.folder) / "model.safetensors")
     start = load_file("models/tiny/model.safetensors")
@@ -382,7 +383,7 @@ def test_overlong_filtering_leaves_the_other_rows_alone(losses, seen, tmp_path):
     good(tmp_path / "with", f"{flags} --overlong-filter")
     (before, _, _, all_tokens), _, _ = calls[0]
     (after, _, _, left), _, _ = calls[1]
-    truncated = seen.batches[1].samples.truncated
+    truncated = seen.batches[1].rollout.truncated
     all_rows, rows = (rows_of(batch.updates[0]) for batch in seen.batches)
     assert 0 < int(truncated.sum()) < 16
     assert rows.tolist() == [row for row in all_rows.tolist() if not truncated[row]]
@@ -395,7 +396,7 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tm
     """Nothing moves, so every ratio is 1: an update of truncated completions alone has none."""
     flags += " --overlong-filter --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
     [row] = metrics(good(tmp_path, f"{BASE} --steps 1 --no-dynamic-sampling {flags}").folder)
-    truncated = seen.batches[0].samples.truncated
+    truncated = seen.batches[0].rollout.truncated
     emptied = [bool(truncated[update.rows].all()) for update in seen.batches[0].updates]
     assert 0 < sum(emptied) < len(emptied)
     assert 0 < row["truncated"] < 1
@@ -406,9 +407,9 @@ def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     """Length 12 of at most 12 with a cache of 5: -1; 8: -1/5; 7 and less: 0."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
     batch = seen.batches[0]
-    lengths = batch.samples.lengths.tolist()
+    lengths = batch.rollout.lengths.tolist()
     assert min(lengths) <= 7 < max(lengths)
-    for reward, score, n in zip(batch.rewards.tolist(), batch.judged.scores, lengths):
+    for reward, score, n in zip(batch.rewards.tolist(), batch.samples.scores, lengths):
         assert reward == pytest.approx(score.reward - max(0, n - 7) / 5, abs=1e-6)
 
 
@@ -455,16 +456,16 @@ def test_tis_weighs_the_advantages_by_the_mismatch(monkeypatch, losses, seen, tm
     def apart(run, batch):
         freeze(run, batch)
         turns = torch.where(torch.arange(batch.old_logprobs.shape[1]) % 2 == 0, 1.0, -1.0)
-        batch.samples.sampler_logprobs.copy_(batch.old_logprobs - math.log(1.5) * turns)
+        batch.rollout.sampler_logprobs.copy_(batch.old_logprobs - math.log(1.5) * turns)
 
     monkeypatch.setattr(train, "freeze", apart)
     flags = "--algo grpo --kl-coef 0 --steps 1 --tis-cap 1.2 --completions-per-update 16"
     good(tmp_path, f"{BASE} {flags}")
     batch = seen.batches[0]
-    plain = by_group([score.reward for score in batch.judged.scores], 4, z_scores)
+    plain = by_group([score.reward for score in batch.samples.scores], 4, z_scores)
     (_, _, advantages, _), _, _ = calls[0]
     for i, row in enumerate(rows_of(batch.updates[0]).tolist()):
-        n = int(batch.samples.lengths[row])
+        n = int(batch.rollout.lengths[row])
         expected = [plain[row] * (1.2 if t % 2 == 0 else 1 / 1.5) for t in range(n)]
         assert advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -490,11 +491,11 @@ def test_rewards_of_tokens_hold_the_steps_of_a_verifier(algorithm, monkeypatch, 
     good(tmp_path, f"{BASE} --algo {algorithm} --reward pay.py:steps --steps 1")
     (per_token, *_), _, _ = calls[0]
     batch, checked = seen.batches[0], 0
-    for i, (score, n) in enumerate(zip(batch.judged.scores, batch.samples.lengths.tolist())):
-        ids = batch.samples.completions[i, :n]
+    for i, (score, n) in enumerate(zip(batch.samples.scores, batch.rollout.lengths.tolist())):
+        ids = batch.rollout.completions[i, :n]
         if n > 1 and int(ids[0]) > 2:  # a character first, no special token
             expected = [0.0] * n
-            expected[0] = float(batch.judged.texts[i][0] in "02468")
+            expected[0] = float(batch.samples.texts[i][0] in "02468")
             expected[-1] += score.reward
             assert per_token[i, :n].tolist() == pytest.approx(expected, abs=1e-6)
             checked += 1
@@ -538,13 +539,13 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     differently, so that they move the policy."""
     result = good(tmp_path, f"{other_rewards} {reward} --algo gspo --prompts-per-step 8")
     for row, batch in zip(metrics(result.folder), seen.batches, strict=True):
-        correct = [score.terms["right"] for score in batch.judged.scores]
+        correct = [score.terms["right"] for score in batch.samples.scores]
         groups = [correct[i : i + 4] for i in range(0, 32, 4)]
         assert row["solved"] == pytest.approx(sum(correct) / 32)
         assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
         assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
         assert row["dead"] == row["dead_right"] + row["dead_wrong"]
-        easy = [i for i, row in enumerate(batch.judged.rows) if row["prompt"][0] == "1"]
+        easy = [i for i, row in enumerate(batch.samples.rows) if row["prompt"][0] == "1"]
         assert float(batch.advantages[easy].abs().max()) > 0
 
 
@@ -570,9 +571,9 @@ def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
     good(tmp_path, f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3")
     _, keyword, _ = calls[1]  # the critic's value head starts at zero: the second step
     batch = seen.batches[1]
-    truncated = batch.samples.truncated
+    truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
-    last = batch.values.gather(1, batch.samples.lengths[:, None] - 1)[:, 0]
+    last = batch.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
     assert torch.equal(keyword["bootstrap"][truncated], last[truncated]) and last.all()
     assert (keyword["bootstrap"][~truncated] == 0).all()
 
@@ -583,12 +584,12 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     calls = spied(monkeypatch, algorithm, "advantages")
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
     positional, _, _ = calls[1]
-    batch, lengths = seen.batches[1], seen.batches[1].samples.lengths.tolist()
+    batch, lengths = seen.batches[1], seen.batches[1].rollout.lengths.tolist()
     nonzero = 0
     for i, n in enumerate(lengths):
         expected = (-0.2 * (batch.old_logprobs[i, :n] - batch.ref_logprobs[i, :n])).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
-        expected[-1] += batch.judged.scores[i].reward
+        expected[-1] += batch.samples.scores[i].reward
         assert positional[0][i, :n].tolist() == pytest.approx(expected, abs=1e-6)
     assert nonzero > 16
 
@@ -608,8 +609,8 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     """reward, length and truncated are plain means over the rows of the step."""
     result = good(tmp_path, f"{BASE} --max-new-tokens 16")
     for row, batch in zip(metrics(result.folder), seen.batches, strict=True):
-        lengths, truncated = batch.samples.lengths.tolist(), batch.samples.truncated.tolist()
-        pays = [score.reward for score in batch.judged.scores]
+        lengths, truncated = batch.rollout.lengths.tolist(), batch.rollout.truncated.tolist()
+        pays = [score.reward for score in batch.samples.scores]
         spread = math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15)
         assert row["reward"] == pytest.approx(sum(pays) / 16, abs=1e-5)
         assert row["reward_std"] == pytest.approx(spread, abs=1e-5)
@@ -625,7 +626,7 @@ def test_advantages_per_token_are_averaged_over_tokens(algorithm, seen, tmp_path
     """Not over padding: PPO's are whitened, so that their mean size is near 0.8, and never 0.1."""
     [row] = metrics(good(tmp_path, f"{BASE} --algo {algorithm} --steps 1").folder)
     [batch] = seen.batches
-    mask = batch.samples.completion_mask
+    mask = batch.rollout.completion_mask
     assert not mask.all()
     expected = float(batch.advantages[mask].abs().mean())
     assert row["advantage_abs"] == pytest.approx(expected, rel=1e-5)
@@ -762,10 +763,10 @@ def test_bad_updates_in_a_row_are_counted_on_after_a_resume(losses, tmp_path):
 def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_path):
     """Of the critic, in freeze: no advantage is a number, no update is made, the run goes on."""
     calls = Calls(
-        rollout.completion_values,
+        fast_scoring.completion_values,
         lambda number, result: result * float("nan") if number < 8 else result,
     )  # 4 in freeze, 4 in updates, a step
-    monkeypatch.setattr(rollout, "completion_values", calls.stand_in)
+    monkeypatch.setattr(fast_scoring, "completion_values", calls.stand_in)
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
     assert [row["bad_updates"] for row in rows] == [4, 0]
     assert ["advantage_abs" in row for row in rows] == [False, True]
@@ -781,7 +782,7 @@ def test_a_verifier_that_raises_is_told_scored_0_and_counted(seen, tmp_path):
     rows = metrics(result.folder)
     assert [row["reward/broken"] for row in rows] == [0, 0, 0]
     for row, batch in zip(rows, seen.batches, strict=True):
-        assert 0 < row["verifier_faults"] == sum(len(text) % 2 for text in batch.judged.texts)
+        assert 0 < row["verifier_faults"] == sum(len(text) % 2 for text in batch.samples.texts)
     assert rows[0]["reward"] == pytest.approx(rows[0]["reward/even"])
 
 

@@ -27,8 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gspo
 import train
+from support.extras import fast_sampling, fast_scoring
 
 ROOT = Path(train.__file__).parent
+# both files, as one
+fast = SimpleNamespace(**vars(fast_scoring) | vars(fast_sampling))
 
 # ------------------------------------------------------------------------------ a small run
 
@@ -241,12 +244,25 @@ class Calls(list):
         @functools.wraps(function)
         def stand_in(*positional, **keyword):
             result = function(*positional, **keyword)
-            bound = signature.bind(*positional, **keyword)
-            if counts is not None and not counts(*bound.args):
+            args, kwargs = [], {}  # what has a default is a keyword, however it was given
+            for name, value in signature.bind(*positional, **keyword).arguments.items():
+                parameter = signature.parameters[name]
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    kwargs |= value
+                elif parameter.kind is parameter.VAR_POSITIONAL:
+                    args += value
+                elif (
+                    parameter.default is parameter.empty
+                    and parameter.kind is not parameter.KEYWORD_ONLY
+                ):
+                    args.append(value)
+                else:
+                    kwargs[name] = value
+            if counts is not None and not counts(*args):
                 return result
             if change is not None:
                 result = change(len(self), result)
-            self.append((bound.args, bound.kwargs, result))
+            self.append((tuple(args), kwargs, result))
             return result
 
         self.stand_in = stand_in

@@ -15,10 +15,34 @@ from typing import NamedTuple
 
 import mpmath
 
+from rewards import DENIAL, MAX_TEXT, after_thinking, final_answer, gold_answer, verifier
+
 MAX_EXPRESSION = 1_000  # characters of an answer that is read; a longer one is compared as text
 MAX_DEPTH = 60  # brackets within brackets
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
 MAX_WORK = 22_000  # of a comparison, in something like microseconds
+
+
+def math_answer(completion: str, answer: str | int | float) -> bool:
+    """1 if the marked answer is the gold one: `same_answer`."""
+    return same_answer(final_answer(completion, marked=True), gold_answer(answer))
+
+
+def math_lenient(completion: str, answer: str | int | float) -> bool:
+    """1 if the marked answer, or the last number where none is marked, is the gold one."""
+    gold = gold_answer(answer)
+    given = final_answer(completion, marked=True)
+    text = after_thinking(completion)
+    if not re.search(r"<answer>|\\boxed|####", text):
+        given, behind = last_number(text[-MAX_TEXT:].strip())
+        if DENIAL.search(behind[:100]):
+            return False
+    return same_answer(given, gold)
+
+
+math_answer.lenient = "math_lenient"
+verifier(math_answer, "math")
+verifier(math_lenient)
 
 
 class Unreadable(ValueError):
@@ -29,18 +53,18 @@ class Unreadable(ValueError):
 
 SYMBOLS = r"""
     *←\cdot,\times,\ast,×,·,⋅  /←\div,÷  -←−,–  ^←**  %←\%  °←^\circ,^{\circ},\degree
-    \frac←\dfrac,\tfrac,\cfrac  \binom←\dbinom,\tbinom  \sqrt←√  ±←\pm  ∓←\mp
-    \frac12←½  \frac13←⅓  \frac23←⅔  \frac14←¼  \frac34←¾  \frac18←⅛
-    ∞←\infty  (-∞,∞)←ℝ  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt  >←\gt
+    \frac←\dfrac,\tfrac,\cfrac  \sqrt←√  ±←\pm  ∓←\mp
+    \frac12←½  \frac13←⅓  \frac34←¾
+    ∞←\infty  (-∞,∞)←ℝ  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt
     ≤←<=,\le,\leq,\leqslant  ≥←>=,\ge,\geq,\geqslant  ≠←!=,\ne,\neq
     (←\langle  )←\rangle  ⟨←\{,\lbrace  ⟩←\},\rbrace  |←\lvert,\rvert,\vert,\|
-    ⌊←\lfloor  ⌋←\rfloor  ⌈←\lceil  ⌉←\rceil
-    \epsilon←\varepsilon  \phi←\varphi  \theta←\vartheta
-    dollar←\$,\textdollar  euro←€  pound←£  yen←¥  rupee←₹
+    ⌊←\lfloor  ⌋←\rfloor
+    \epsilon←\varepsilon  \phi←\varphi
+    dollar←\$,\textdollar  euro←€  yen←¥  rupee←₹
 """  # ours, and what LaTeX, Unicode and programs write for it
 SPACES = (r"\ ", r"\,", r"\;", r"\:", "~", "{,}", "{, }", r"\quad", r"\qquad")  # 1{,}000 is 1 000
 NOTHING = r"""
-    \left \right \big \Big \bigl \bigr \Bigl \Bigr \mathbf \boldsymbol \underline \fbox \large
+    \left \right \mathbf \boldsymbol \underline \fbox \large
     \Large \bf \vec \angle \triangle \displaystyle \( \) \[ \]
 """
 GREEK = """
@@ -80,14 +104,20 @@ TEXT_BOX = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|emph|mathrm|mbox|hbox|operatorname)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
+REPEATING = re.compile(
+    r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*(?:\{([0-9]+)\}|([0-9]))(?![0-9])"
+)
 DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
 REWRITES = (  # what stands in the text, for speed; what to look for; what it becomes
     ('"', re.compile('"'), " "),
+    ("er cent", re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
     ("eal", re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
     ("\\", re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
     ("m", re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
     ("olor", re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
     ("$", re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
+    ("\\overline", REPEATING, lambda found: repeated(*found.groups())),  # 0.1\overline{6}
+    (".", re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
     ("\\", TEXT_BOX, r'"\1"'),
     ("\\\\", re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
     ("\\end", re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
@@ -112,7 +142,7 @@ REWRITES_OF_OURS = (  # as above, in our symbols
     ("\\frac", MIXED, r"\1{\2+\3}"),  # 3\frac12
     ("/", MIXED, r"\1{\2+\3}"),  # 3 1/2
 )
-UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)+")
+UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
     r"""
       [0-9]+ _ (?: [0-9]+ | \{[0-9]+\} )                     # 204_5
@@ -133,7 +163,7 @@ TOKEN = re.compile(
     | \\ (?: [a-zA-Z]+ | \\ )                                # a command, or the end of a row
     | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,}             # a word; but xyz is a product
     | (?<=[ ]) (?: is | of | to | so | in ) (?= [ ] | $ )    # short words
-    | (?<=[0-9 ]) (?: cm | mm | km | kg | mL | ft | sq ) (?: \^ \{?[23]\}? )? (?![a-zA-Z])
+    | (?<=[0-9 ]) (?: cm | mm | km | kg | mL | ft | sq | in(?=\^) ) (?: \^ \{?[23]\}? )? (?![a-zA-Z])
     | \A [Nn]o \Z                                            # yes, or no
     | (?: pi | ln | or ) (?![a-zA-Z])
     | [fghy] \^ \{ (?: -1 | \([^()]\) ) \} (?= [ ]? \( )     # f^{-1}(x), y^{(4)}(0)
@@ -143,7 +173,9 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 WORD = re.compile(r"[a-zA-Z]{2,}|[a-z]+/[a-z]+(\^2)?|[a-z]{2}\^\{?[23]\}?")
-END = re.compile(r"(?:\s|\\|(?<!\.)\.)+\Z")  # a full stop, what is left of a row or of a space
+END = re.compile(
+    r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z"
+)  # a full stop, what is left of a row or of a space
 CLOSING = (")", "]", "⟩")
 
 
@@ -169,6 +201,13 @@ def rewritten(text: str, rewrites: tuple) -> str:
         if hint in text:
             text = pattern.sub(meaning, text)
     return text
+
+
+def repeated(whole: str, once: str, in_braces: str | None, alone: str | None) -> str:
+    """The fraction that a repeating decimal is: `(\\frac{15}{90})` for `0.1\\overline{6}`."""
+    again = in_braces or alone
+    above = int(whole + once + again) - int("0" + whole + once)
+    return f"(\\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}})"
 
 
 def our_symbol(found: re.Match) -> str:
@@ -204,7 +243,7 @@ class Node(NamedTuple):
     """A piece of an answer: its kind, the pieces that it is made of, and a value of its own.
 
     number (value: a Fraction, or infinity), letter, word
-    call (value: its name, ⌊ or ⌈): of arguments. A function that we know: argument, perhaps a base
+    call (value: its name, or ⌊): of arguments. A function that we know: argument, perhaps a base
     sum, product, ratio, union: of two pieces or more
     negative, inverse, absolute, factorial: of one
     power: base, exponent. root: degree, radicand. binomial: above, below
@@ -235,23 +274,36 @@ LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTAL
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 CONSTANTS = ("\\pi", "e", "i")
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
-ENCLOSED = {"|": "|", "⌊": "⌋", "⌈": "⌉"}
+ENCLOSED = {"|": "|", "⌊": "⌋"}
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7}
+OTHERS = (  # numbers in English, German, French and Spanish
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
+    "hundred thousand million billion trillion zwei drei vier sechs sieben acht neun zehn elf "
+    "deux trois quatre cinq sept huit neuf dix onze douze dos tres cuatro cinco seis siete ocho nueve "
+    "diez doce"
+)
+CHOICES = (  # conjunctions in these languages
+    "or either else otherwise alternatively versus vs instead rather oder entweder bzw "
+    "beziehungsweise sondern ou sinon soit sino"
+)
+EITHER = "|".join(CHOICES.split())
 CHANGES_VALUE = re.compile(  # words beside a number that are no unit, and no name of it
-    r"""
+    rf"""
     \b (?:
         (?: and [ ] an? [ ] )? hal(?:f|ves) | (?: third | quarter ) s?
       | [a-z]+ty-(?: first | second | third ) s?
+      | {EITHER} | {"|".join(OTHERS.split())} | und | et | nicht | kein | pas
       | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
         | hundred | thousand | illion ) ths?
       | squared | cubed? | factorial | tens | score | gross | below | double | twice | triple
       | minus | negative | over | plus | point | base | modulo | mod | choose | percent (?:age)?
-      | mil | mill | mn | bn | mille | pp[mbt] | bps? | basis | fold | times [ ] \w+ | square [ ] of
-      | root | inverse | reciprocal | opposite | logarithm | one [ ] of | and | or | so | is | are
+      | mil | mill | m?ln | mn | mio | mrd | bil | bn | tn | doz | mega | kilo | giga | mille | pp[mbt] | bps? | basis | fold | times [ ] \w+ | square [ ] of
+      | root | inverse | reciprocal | opposite | logarithm | and | so | is | are
       | was | to | by | less | least | most | about | approximately | roughly | almost | nearly
       | maybe | perhaps | too | not | no | never | neither | \w*n't | wrong | false | incorrect
       | invalid | if | unless | than | except | but | rejected | impossible | excluded | without
@@ -260,13 +312,13 @@ CHANGES_VALUE = re.compile(  # words beside a number that are no unit, and no na
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-CURRENCIES = {"usd": "dollar", "rs": "rupee", "inr": "rupee", "eur": "euro", "gbp": "pound"}
-CURRENCIES |= {name: name for name in ("dollar", "euro", "pound", "yen", "rupee")}
+POWERS = {"square": "2", "cubic": "3"}
+CURRENCIES = {name: name for name in ("dollar", "euro", "yen", "rupee")}
+CURRENCIES |= {"usd": "dollar", "rs": "rupee"}
 SAME_UNIT = {  # other ways to write a unit
-    **{"centimeter": "cm", "millimeter": "mm", "kilometer": "km", "meter": "m", "feet": "ft"},
-    **{"inches": "in", "inch": "in", "foot": "ft", "mile": "mi", "kilogram": "kg", "gram": "g"},
-    **{"hour": "h", "hr": "h", "minute": "min", "second": "s", "radian": "rad", "°": "degree"},
-    **{"celsius": "C", "fahrenheit": "F", "per": "/", "mph": "mi / h", "sq": "square"},
+    **{"centimeter": "cm", "meter": "m", "feet": "ft", "foot": "ft", "inches": "in", "inch": "in"},
+    **{"mile": "mi", "milliliter": "mL", "ml": "mL", "liter": "L", "minute": "min", "second": "s"},
+    **{"hour": "h", "hr": "h", "per": "/", "mph": "mi / h", "sq": "square", "°": "degree"},
     **CURRENCIES,
 }
 
@@ -411,7 +463,7 @@ class Parser:
             return self.tokens[-2:-1] == ["^"]
         if token == "|":
             return self.bars == 0
-        if token in ("(", "{", "⌊", "⌈", "\\frac", "\\sqrt", "\\binom", "∞"):
+        if token in ("(", "{", "⌊", "\\frac", "\\sqrt", "\\binom"):
             return True
         return token.strip("\\") in FUNCTIONS or LETTER.fullmatch(token) is not None
 
@@ -580,6 +632,8 @@ def unit_of(text: str) -> str:
         word = part.lower() if len(part) > 2 else part
         singular = word.removesuffix("s") or word
         found.append(SAME_UNIT.get(word, SAME_UNIT.get(singular, singular)))
+    if found[1:] and found[0] in POWERS:  # square inches are in^2
+        found = [found[1], POWERS[found[0]], *found[2:]]
     return " ".join(found)
 
 
@@ -626,7 +680,7 @@ def with_signs(node: Node, signs: dict[str, str]) -> Node:
 
 # at each, letters have other values; the numbers were chosen so that somewhere the signs of x and
 # y differ, as of almost any two common letters
-POINTS = ("negative", "positive", "88", "102", "332", "383")
+POINTS = ("negative", "positive", "58")
 MP = mpmath.MPContext()  # a context of ours: the digits of mpmath's own are anybody's
 MP.dps = 250  # digits that we compute with, of which the last 20 may be wrong
 NOISE = MP.mpf(10) ** -230
@@ -739,7 +793,6 @@ OPERATIONS = {  # kind of a node -> what it computes of one or two values
     "binomial": lambda above, below: Fraction(comb(small_whole(above), small_whole(below))),
     **{name: on_our_values(getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
     "log": on_our_values(lambda value, base=10: MP.log(value, base)),
-    "exp": lambda value: bounded(MP.exp(inexact(value))),  # e^(-600) is not 0
 }
 SLOW = (*FUNCTIONS, "power", "root")  # where the value is not exact
 
@@ -790,10 +843,10 @@ class Comparison:
         if node.kind == "letter":
             constants = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
             return constants.get(node.value) or unknown(node.value, point)
-        if node.kind == "call":
+        if node.kind == "call" or (node.kind in ("factorial", "binomial") and has_unknowns(node)):
             arguments = [MP.nstr(inexact(self.value(item, point)), 30) for item in node.items]
             self.pay(80)
-            return unknown(f"{node.value}{arguments}", point)
+            return unknown(f"{node.kind} {node.value} {arguments}", point)
         values = [self.value(item, point) for item in node.items]
         if node.kind == "quantity":
             return values[0]
@@ -840,8 +893,6 @@ class Comparison:
         """Whether two trees have the same values, or pieces."""
         self.pay(20)
         left, right = bare(left), bare(right)
-        if left == right:  # it may have no value
-            return True
         kinds = {left.kind, right.kind}
         if kinds <= {"list", "set"} or kinds == {"union"}:
             return self.same_collection(left, right)
@@ -888,7 +939,7 @@ class Comparison:
     def same_collection(self, left: Node, right: Node) -> bool:
         """Whether each item has one of its own on the other side, in any order."""
         has_conditions = any(item.kind in ("<", "≠") for item in left.items)
-        if has_conditions and {left.value, right.value} == {"and", "or"}:
+        if has_conditions and left.value != right.value and "or" in (left.value, right.value):
             return False
         if len(left.items) != len(right.items):
             return False
@@ -935,7 +986,7 @@ def as_interval(node: Node, other: Node) -> Node:
     """(1, 2] for 1 < x <= 2, where the other side is an interval, or a union of some."""
     if other.kind not in (*PAIRS, "union"):
         return node
-    if node.kind == "list" and node.value != "and" and all(item.kind == "<" for item in node.items):
+    if node.kind == "list" and node.value == "or" and all(item.kind == "<" for item in node.items):
         return Node("union", tuple(interval(item) for item in node.items))  # x < 1 or x > 2
     return interval(node)
 
@@ -965,7 +1016,7 @@ AS_TEXT = re.compile(  # 3:30 pm, 10-20 years, 3-2, 1/2/2024
     r"""
     (   [0-2]?[0-9] (?: :[0-5][0-9] ){1,2}
       | [0-9]{1,2} / [0-9]{1,2} / [0-9]{4}
-      | \\?\$? [0-9][0-9.,]* (?: \s* (?: \\?% )? \s* [-–—] \s* \\?\$? [0-9][0-9.,]* )+
+      | \\?\$? [0-9][0-9.,]*+ (?: \s*+ (?: \\?% \s*+ )? [-–—] \s*+ \\?\$? [0-9][0-9.,]*+ )++
     )
     [\s~]*
     ( | \\?% | \\text\s*\{ .* | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,} .* | [apckm]\.?m\.? )
@@ -976,9 +1027,16 @@ UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order counts, 
     r"(?: (?<![ ,~{])[A-Z]\)? | \{[A-Z]\} ) \^(?: T | \{(?:T|-1)\} ) | ([A-Z])([A-Z])\W+\2\1",
     re.VERBOSE,
 )
+VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
+CROSS = re.compile(rf"{VECTOR}[\s)]*(?:\\times|×)[\s(]*{VECTOR}")
 CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5; but (A) or (B) is none
-    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*"
-    r"([^A-E\n]+)"
+    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
+    r"([^A-E\n}][^A-E\n]*)"
+)
+OPTION = re.compile(r"(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) (?:\(([A-E])\)|([A-E]))\}?")
+HEDGE = re.compile(  # text behind a choice that names another one, or takes it back
+    rf"\b(?:{EITHER})\b|\bnot\W*[0-9]|\bnone\b(?!\W*\Z|\W+of\W+(?:these|the\W+above)\W*\Z)",
+    re.IGNORECASE,
 )
 SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
 BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
@@ -1017,8 +1075,12 @@ def same_meaning(given: str, gold: str) -> bool:
         return False
     if has_matrices(given) or has_matrices(gold):
         return same_text(given, gold)
-    special = [AS_TEXT.fullmatch(text.replace("\\text{-}", "-")) for text in (given, gold)]
-    if all(special) or any(found and found[2] for found in special):
+    special = [AS_TEXT.fullmatch(TEXT_BOX.sub(unboxed, text)) for text in (given, gold)]
+    decides = [
+        found and (found[2] or found[0] != found.string or TEXT_BOX.fullmatch(text))
+        for found, text in zip(special, (given, gold))
+    ]
+    if all(special) or any(decides):
         return same_text(given.lower(), gold.lower())
     try:
         left, right = read(given), read(gold)
@@ -1030,7 +1092,14 @@ def same_meaning(given: str, gold: str) -> bool:
         return same_text(given, gold)
 
 
+def unboxed(found: re.Match) -> str:
+    """A box of text without its box where it holds a digit or a sign: `\\text{3-2}`."""
+    return found[1] if re.search(r"[0-9]|\A\W*\Z", found[1]) else found[0]
+
+
 def has_matrices(text: str) -> bool:
+    if CROSS.search(text):
+        return True
     names = re.findall(r"(?<!\^)(?<!\^\{)[A-Z]", text)
     return len(set(names)) > 1 and UNORDERED.search(text) is not None
 
@@ -1054,15 +1123,25 @@ def text_words(text: str) -> list[str]:
 
 def gold_allows(given: str, gold: str) -> bool:
     """What of `same_answer` is about how answers are written: a choice and its value, the name of
-    what was asked for, a percentage as the gold answer."""
-    if choice := CHOICE_WITH_VALUE.fullmatch(given):  # (A) 5 is A, and 5
-        return any(same_meaning(part, gold) for part in choice.groups())
+    what was asked for, a ratio in words, a percentage as the gold answer."""
+    if option := OPTION.fullmatch(given):
+        return same_answer(option[1] or option[2], gold)
+    choice, gold_choice = CHOICE_WITH_VALUE.fullmatch(given), CHOICE_WITH_VALUE.fullmatch(gold)
+    if gold_choice and not choice:  # D and 30 are (D) 30
+        return any(same_meaning(given, part) for part in gold_choice.groups())
+    if choice:  # (A) 5 is A, and 5
+        words = re.sub(r"\\[a-zA-Z]+", " ", TEXT_BOX.sub(r" \1 ", choice[2]))
+        is_denied = DENIAL.search(words) or HEDGE.search(words)
+        return not is_denied and any(same_meaning(part, gold) for part in choice.groups())
     if named := SUM_OF_LETTERS.fullmatch(given):
         return BARE_NUMBER.fullmatch(gold) is not None and same_meaning(named[1], gold)
     if percent := PERCENT.fullmatch(gold):  # 50 is 50%; 0.5 would be the share as often as 0.5%
         is_large = BARE_NUMBER.fullmatch(given) is not None and Fraction(given) >= 1
         return is_large and same_meaning(given, percent[1])
-    return False
+    ratio = re.fullmatch(r"\s*([0-9.]+) *to *([0-9.]+)\s*", TEXT_BOX.sub(r"\1", given))
+    return bool(ratio and re.fullmatch("[0-9]+ ?: ?[0-9]+", gold)) and same_meaning(
+        f"{ratio[1]}:{ratio[2]}", gold
+    )
 
 
 # ---------------------------------------------------------------------- the last number of a text

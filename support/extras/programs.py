@@ -1,13 +1,16 @@
 """Finds the program of a completion, and judges it by its cases: what `code` pays."""
 
+import functools
 import json
 import keyword
 import re
+import sys
 import textwrap
 import time
 
-from support.data import expecting, need
-from support.extras import sandbox
+import support.extras.sandbox as sandbox
+from rewards import VERIFIERS, after_thinking, verifier
+from support.user import expecting, need
 
 # the program may have an input() and a json of its own
 CALL_CASES = """
@@ -18,6 +21,36 @@ def _call(case):
 _results = [_call(case) for case in _json.loads(_builtins.input())]
 _results = _json.loads(_json.dumps(_results))
 _builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
+
+
+@verifier
+def code(completion: str, answer: dict) -> bool:
+    """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
+    (results as JSON: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
+
+    The program is a fenced block of Python, the last one with the function or that reads its input,
+    and the parts of earlier blocks that it uses. A function may be a method of `class Solution`. A
+    program that fails is never right, whatever it printed. All cases share CODE_SECONDS, without
+    START_SECONDS a run."""
+    return passes(after_thinking(completion), answer, strict=False)
+
+
+@verifier
+def code_strict(completion: str, answer: dict) -> bool:
+    """As `code`. Nothing runs unless every layer of the sandbox is there."""
+    return passes(after_thinking(completion), answer, strict=True)
+
+
+def check_sandbox(name: str, strict: bool) -> None:
+    """Print which layers of the sandbox there are; UserError if one that is needed is missing."""
+    layers, output = sandbox.run_program("", strict=strict)
+    print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
+    need(output is not None, f"--reward {name}: layers are missing: {layers}")
+
+
+for name in ("code", "code_strict"):
+    VERIFIERS[name].threads = True  # programs take time
+    VERIFIERS[name].prepare = functools.partial(check_sandbox, name, name == "code_strict")
 
 
 def passes(text: str, answer: dict, strict: bool) -> bool:

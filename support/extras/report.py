@@ -1,20 +1,26 @@
-"""The page of a run: curves, the same held-out prompts at every evaluation, and all flags. One file
-without a script, which loads nothing. And in sentences: what is not healthy, and what to try.
+"""Write the page of a run: curves, the same held-out prompts at every evaluation, all flags. Say in
+sentences what is not healthy, and what to try.
 
     python train.py --report runs/a runs/b
+    python train.py --report runs/a docs/runs/published/math-qwen2.5-math-1.5b.csv
 
-It reads config.json, starts.jsonl, metrics.jsonl and evaluations.jsonl of a run's folder."""
+The page is one file without a script, and it loads nothing. It is made of config.json,
+starts.jsonl, metrics.jsonl and evaluations.jsonl in a run's folder. A CSV file has the columns step
+and eval_solved: published points, drawn on the chart of that name."""
 
+import csv
 import html
 import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import NamedTuple
 
-from support.data import need, printable
+from rewards import arithmetic_steps
+from support.data import printable
 from support.folders import replace_text
+from support.user import expecting, need
 
 MOST_POINTS = 200  # of a curve
 MOST_DOTS = 40
@@ -23,42 +29,94 @@ MOST_CHARACTERS = 2000  # of a text
 
 
 class Story(NamedTuple):
-    """Of one run."""
+    """All that the page says about one run."""
 
     name: str
     flags: dict  # config.json
-    starts: list[dict]  # starts.jsonl: date, command, the evaluation before; a line a resume
-    rows: list[dict]  # metrics.jsonl
-    evaluations: list[dict]  # evaluations.jsonl: step, prompt, answer, completion, reward, correct
+    starts: list[dict]  # starts.jsonl, a line a start
+    rows: list[dict]  # metrics.jsonl, a line a step
+    evaluations: list[dict]  # evaluations.jsonl, a line an answer
+
+
+class Published(NamedTuple):
+    """Points that somebody else measured, from a CSV file."""
+
+    name: str
+    source: str
+    points: list[tuple[float, float]]  # (step, eval_solved in [0, 1])
+
+
+# the fields that every line of a file must have
+FIELDS = {
+    "config.json": "algo model data task lr prompts_per_step group_size completions_per_update "
+    "epochs clip_low warmup_steps",
+    "starts.jsonl": "step date command",
+    "metrics.jsonl": "step reward dead truncated verifier_faults bad_updates",
+    "evaluations.jsonl": "step prompt answer completion reward correct",
+}
 
 
 def read_story(folder: Path) -> Story:
-    def rows(name: str) -> list[dict]:
-        """The object of each line; not that of a last line that is still being written."""
-        lines = (folder / f"{name}.jsonl").read_text(errors="replace").split("\n")
-        return [json.loads(line) for line in lines[:-1]]
+    """Read a run's folder. Raise UserError, in one sentence, if it is no run of this train.py."""
+    with expecting(f"--report {folder}: expected the folder of a run"):
+        files = [read_file(folder / name, fields.split()) for name, fields in FIELDS.items()]
+    [flags], *rest = files
+    return Story(folder.resolve().name, flags, *rest)
 
-    flags = json.loads((folder / "config.json").read_text())
-    files = map(rows, ("starts", "metrics", "evaluations"))
-    return Story(folder.resolve().name, flags, *files)
+
+def read_file(path: Path, fields: list[str]) -> list[dict]:
+    """Return the objects of a file: one in JSON, one a line in JSONL."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".json":
+        return [read_object(text, path.name, fields)]
+    lines = text.split("\n")[:-1]  # a last line without an end is still being written
+    return [read_object(line, f"{path.name}, line {n}", fields) for n, line in enumerate(lines, 1)]
+
+
+def read_object(text: str, place: str, fields: list[str]) -> dict:
+    with expecting(place):
+        row = json.loads(text, parse_constant=no_constant)
+        need(isinstance(row, dict), f"found a {type(row).__name__}")
+        missing = ", ".join(name for name in fields if name not in row)
+        need(not missing, f"found no {missing}")
+    return row
+
+
+def no_constant(name: str) -> None:
+    raise ValueError(f"found {name}, expected a finite number")
+
+
+def read_published(path: Path) -> Published:
+    """Read published points; comment lines, which begin with #, name the source."""
+    with expecting(f"--report {path}: expected a CSV file with the columns step and eval_solved"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comments = [line.strip("# ") for line in lines if line.startswith("#")]
+        table = csv.DictReader(line for line in lines if not line.startswith("#"))
+        points = [(float(row["step"]), float(row["eval_solved"])) for row in table]
+        inside = all(step >= 0 and 0 <= solved <= 1 for step, solved in points)
+        need(points and inside, "expected steps from 0 on, and shares from 0 to 1")
+    return Published(path.stem, " ".join(comments), sorted(points))
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
-    """(step, value), from the evaluation before training on, where there is one."""
+    """Return (step, value), from the evaluation before training on."""
     rows = story.starts[:1] + story.rows
     return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 # ---- health --------------------------------------------------------------------------------------
 
-RECENT = 10  # steps that the sentences are about
-EASIER = "take easier prompts, a larger --group-size, and look in samples.jsonl what is paid"
-EXPLORE = "exploration is over before all is solved; again, with a lower --lr or --entropy-coef"
-COLLAPSE = "see where entropy, approx_kl, length_mean drift; lower --lr, or fewer updates a rollout"
+RECENT = 10  # the sentences are about so many steps
+EASIER = "take easier prompts or a larger --group-size, and see in samples.jsonl what is rewarded"
+EXPLORE = "exploration ended before the task is solved. Repeat with a lower --lr or --entropy-coef"
+COLLAPSE = "see where entropy, approx_kl or length_mean drift, and lower --lr or the updates a step"
+RATES = "below 2B parameters 5e-6 to 3e-5 were best for all weights, ten times as much for LoRA"
 
 
-def health(rows: list[dict], flags: dict) -> list[str]:
-    """What is not healthy in the last steps of a run, by docs/metrics.md, and what to try."""
+def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
+    """Say what is not healthy in the last steps of a run, by docs/metrics.md, and what to try.
+
+    before is the evaluation before training, the first line of starts.jsonl."""
     if not rows:
         return ["no step is done yet"]
     recent = rows[-RECENT:]
@@ -70,40 +128,72 @@ def health(rows: list[dict], flags: dict) -> list[str]:
             found.append(sentence)
 
     dead, right = now["dead"], now.get("dead_right", 0.0)
-    warn(right > 0.9, f"{right:.0%} of groups are all right: take harder prompts")
-    if not flags.get("teacher"):  # which teaches whatever is paid
-        warn(dead > 0.9 >= right, f"{dead:.0%} of groups are paid alike: {EASIER}")
-    warn(now["verifier_faults"] > 0, "a verifier fails, and pays 0: the console has its error")
+    warn(right > 0.9, f"in {right:.0%} of groups all answers are right: take harder prompts")
+    if not flags.get("teacher"):  # a teacher teaches whatever the reward is
+        alike = f"in {dead:.0%} of groups all completions got the same reward"
+        warn(dead > 0.9 >= right, f"{alike}: {EASIER}")
+    faults = now["verifier_faults"]
+    warn(faults > 0, "a verifier fails, and its reward is 0: the console has the error")
     truncated = now["truncated"]
-    warn(truncated > 1 / 3, f"{truncated:.0%} of completions are cut off: raise --max-new-tokens")
+    warn(truncated > 1 / 3, f"{truncated:.0%} of completions are truncated: raise --max-new-tokens")
 
     completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
-    warn(updates == 1, "one update a rollout: every ratio is 1; lower --completions-per-update")
+    warn(updates == 1, "one update a step: every ratio is 1. Lower --completions-per-update")
     if updates > 1 and flags["clip_low"] is not None and "clip_fraction" in now:
         clipped = now["clip_fraction"]
-        warn(clipped == 0, "nothing is clipped: the policy hardly moves; raise --lr")
+        warn(clipped == 0, "nothing is clipped: the policy hardly moves. Raise --lr")
         most = 1 - 1 / updates  # the first update clips nothing
-        warn(clipped > 0.95 * most, f"almost all is clipped ({clipped:.0%}): lower --lr")
-    warn(rows[-1]["lr"] < flags["lr"], "the learning rate still warms up (--warmup-steps): wait")
-    warn(now["bad_updates"] > 0, "updates were skipped, something was not finite: lower --lr")
+        warn(clipped > 0.95 * most, f"almost everything is clipped ({clipped:.0%}): lower --lr")
+    warming = rows[-1]["step"] < flags["warmup_steps"]
+    warn(warming, "the learning rate still warms up (--warmup-steps): wait")
+    warn(now["bad_updates"] > 0, "updates were skipped because of NaN or inf: lower --lr")
 
     entropy = now.get("entropy", 1.0)
     solved = now.get("solved", 0.0)
     warn(entropy < 0.01 and solved < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
-    rewards = [row["reward"] for row in rows]
-    levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rows), RECENT)]
-    best, last = max(levels), now["reward"]
-    fell = last < (best + min(levels[0], 0.0)) / 2
-    warn(fell, f"the reward fell from {best:.2f} to {last:.2f}: {COLLAPSE}")
-    return found
+    return (
+        found + of_reward([row["reward"] for row in rows], solved, flags) + of_format(rows, before)
+    )
+
+
+def of_reward(rewards: list[float], solved: float, flags: dict) -> list[str]:
+    """Say that the reward fell, or that it never rose."""
+    levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
+    best, last = max(levels), fmean(rewards[-RECENT:])
+    if last < (best + min(levels[0], 0.0)) / 2:
+        return [f"the reward fell from {best:.2f} to {last:.2f}: {COLLAPSE}"]
+    size = min(RECENT, len(rewards) // 2)
+    if size < 5 or solved > 0.9:
+        return []
+    early, late = rewards[:size], rewards[-size:]
+    noise = math.sqrt((variance(early) + variance(late)) / size)  # standard error of the rise
+    first, last = fmean(early), fmean(late)
+    if last - first > 2 * noise:
+        return []
+    levels = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
+    cause = f"the usual cause is the learning rate, here --lr {flags['lr']:g}"
+    return [f"the reward does not rise ({levels}): {cause}; {RATES}"]
+
+
+def of_format(rows: list[dict], before: dict | None) -> list[str]:
+    """Say how much of a rise of eval_solved is format, by the lenient verifier."""
+    strict, lenient = "eval_solved", "eval_solved_lenient"
+    gaps = [row[lenient] - row[strict] for row in [before or {}, *rows] if lenient in row]
+    if not gaps or abs(gaps[-1] - gaps[0]) <= 0.1:
+        return []
+    change = f"went from {100 * gaps[0]:.0f} to {100 * gaps[-1]:.0f} points"
+    sentence = f"the gap between {lenient} and {strict} {change}: "
+    if gaps[-1] < gaps[0]:
+        return [sentence + f"a rise of {strict} alone is format, not ability"]
+    return [sentence + "more right answers than before lack the expected format"]
 
 
 # ---- HTML and SVG --------------------------------------------------------------------------------
 
 
 def visible(value) -> str:
-    """Text as HTML: escaped, and what would hide or reorder text (control, bidi) as its code."""
+    """Return text as escaped HTML. Characters that hide or reorder text are shown as their code."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = text[:MOST_CHARACTERS].split("\n")
     shown = "\n".join(map(printable, lines))
@@ -113,12 +203,12 @@ def visible(value) -> str:
 
 
 def elements(name: str, inside: Iterable[str]) -> str:
-    """An element around each; what is inside is HTML already."""
+    """Return an element around each piece of HTML."""
     return "".join(f"<{name}>{each}</{name}>" for each in inside)
 
 
 class Plot(NamedTuple):
-    """A picture's axes: from values to places."""
+    """A chart's axes, and the way from values to places."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -133,7 +223,7 @@ class Plot(NamedTuple):
         return self.left + share * (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Values beyond the axis lie on its ends."""
+        """Return the place of a value. Values beyond the axis lie on its ends."""
         low, high = self.y_range
         share = min(max((value - low) / (high - low), 0), 1)
         return self.bottom - share * (self.bottom - self.top)
@@ -142,22 +232,22 @@ class Plot(NamedTuple):
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
         return f'<path class="{look}" d="M{"L".join(places)}"/>'
 
-    def dots(self, points: list[tuple[float, float]], look: str, radius=2.0) -> Iterator[str]:
-        """With their numbers, for a mouse that rests on them."""
+    def dots(self, points: list[tuple[float, float]], look: str, form="", radius=2.5):
+        """Draw dots that show their numbers under the mouse."""
         for x, y in points:
             place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
-            note = f"<title>step {x:g}: {y:.5g}</title>"
+            note = f"<title>step {x:g}: {rounded(y, form)}</title>"
             yield f'<circle class="{look}" {place}>{note}</circle>'
 
     def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
-        """Lines across, each with its label."""
+        """Draw lines across, each with its label."""
         for value, label in labels.items():
             y = self.y(value)
             yield f'<path class="axis" d="M{self.left} {y:.1f}H{self.right}"/>'
             yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
 
     def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
-        """Numbers below, behind their name."""
+        """Write the numbers of the steps below, after the axis's name."""
         y = self.bottom + 15
         yield f'<text x="{self.left - 6}" y="{y}" text-anchor="end">{name}</text>'
         for value in values:
@@ -165,7 +255,7 @@ class Plot(NamedTuple):
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Two to six round numbers between them."""
+    """Return two to six round numbers between low and high."""
     size = high - low
     decade = 10.0 ** math.floor(math.log10(size))
     steps = [factor * decade for factor in (0.2, 0.5, 1, 2)]
@@ -174,76 +264,93 @@ def round_ticks(low: float, high: float) -> list[float]:
     return [step * number for number in range(first, last + 1)]
 
 
+def rounded(value: float, form: str = "") -> str:
+    """Return a number by its chart's format; without one, three digits: 0.0237, 6,880, 8.4e-06."""
+    if form:
+        return f"{value:{form}}"
+    if 100 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
 # ---- curves --------------------------------------------------------------------------------------
 
-CHARTS = {  # metric, over the steps -> what is healthy
-    "eval_solved": "held-out prompts, greedy; rises with solved",
-    "solved": "of the completions sampled; rises with the reward",
-    "reward": "of what is trained on; rises",
-    "eval_reward": "held-out prompts, greedy, where nothing says what is right; rises",
-    "length_mean": "tokens; no drift to --max-new-tokens",
-    "truncated": "near 0, else raise --max-new-tokens",
-    "dead": "groups that are paid alike; near 100% little is learned",
-    "entropy": "nats; falls slowly; near 0 exploration is over",
-    "clip_fraction": "GSPO 10 to 60%, less once all is solved; GRPO to 2%",
-    "ratio_mean": "GSPO: within 0.003 of 1",
-    "approx_kl": "nats to π_old; a rise comes before collapse",
-    "kl": "nats to π_ref; grows slowly",
-    "sampler_kl": "trainer to sampler; 0 up to rounding in float32",
-    "grad_norm": "before clipping; steady",
-    "tool_calls": "replies of --tool in a completion",
-    "teacher_kl": "nats to the teacher; falls",
-    "seconds_step": "without evaluations",
+
+class Chart(NamedTuple):
+    healthy: str  # and the unit
+    low: float = 0.0  # the axis always shows low and high, so that small changes look small
+    high: float = 0.0
+    form: str = ""  # of numbers
+
+
+CHARTS = {
+    "eval_solved": Chart("held-out prompts, greedy. Rises with solved", 0, 1, ".1%"),
+    "eval_solved_lenient": Chart("the same answers in any format", 0, 1, ".1%"),
+    "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".1%"),
+    "reward": Chart("mean over the completions trained on. Rises", 0, 1, ".2f"),
+    "eval_reward": Chart("held-out prompts, greedy, without a verdict. Rises", 0, 1, ".2f"),
+    "length_mean": Chart("tokens. No drift to --max-new-tokens"),
+    "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
+    "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
+    "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
+    "clip_fraction": Chart("GSPO 10 to 60%, less at the end. GRPO up to 2%", 0, 1, ".1%"),
+    "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
+    "approx_kl": Chart("nats to π_old. A rise comes before collapse"),
+    "kl": Chart("nats to π_ref. Grows slowly"),
+    "sampler_kl": Chart("trainer to sampler. 0 up to rounding in float32"),
+    "grad_norm": Chart("before clipping. Steady"),
+    "tool_calls": Chart("replies of --tool in a completion"),
+    "teacher_kl": Chart("nats to the teacher. Falls"),
+    "seconds_step": Chart("without evaluations"),
 }
-SHARES = ("eval_solved", "solved", "truncated", "dead", "clip_fraction")
-FORMS = dict.fromkeys(SHARES, ".1%")  # of numbers; of others .5g
 
 
 def at_most(most: int, items: list) -> list:
-    """Some of them, evenly chosen, the first and the last among them."""
+    """Return some of them, evenly chosen, always the first and the last."""
     size = max(1, math.ceil((len(items) - 1) / (most - 1)))
     return items[:-1:size] + items[-1:]
 
 
-def value_range(values: list[float]) -> tuple[float, float]:
-    """What an axis shows: all values with a margin, but for one below 0."""
-    low, high = min(values), max(values)
+def value_range(values: list[float], chart: Chart) -> tuple[float, float]:
+    """Return the ends of an axis: those of the chart, and beyond them all values with a margin."""
+    low, high = min(chart.low, *values), max(chart.high, *values)
+    if low == high:
+        return low, low + 1.0
     margin = 0.05 * (high - low)
-    if margin <= 1e-9 * max(abs(low), abs(high)):  # flat but for rounding
-        margin = 0.1 * abs(high) or 1.0
-    return max(low - margin, min(low, 0.0)), high + margin
+    return low - margin * (low < chart.low), high + margin * (high > chart.high)
 
 
-def chart_figure(metric: str, stories: list[Story]) -> str:
-    """One metric of all runs; nothing where no run has it, or where it is but rounding."""
+def chart_figure(metric: str, stories: list[Story], others: list[Published]) -> str:
+    """Draw one metric of all runs; nothing if no run has it, or if it is only rounding."""
+    chart = CHARTS[metric]
     curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
-    values = [value for curve in curves for _, value in curve]
-    largest = max(map(abs, values), default=0.0)
-    if not values or 0 < largest < 1e-6:
+    largest = max((abs(value) for curve in curves for _, value in curve), default=None)
+    if largest is None or 0 < largest < 1e-6:
         return ""
-    form = FORMS.get(metric, ".5g")
-    last = max(1, *(step for curve in curves for step, _ in curve))
-    plot = Plot((0, last), value_range(values))
-    labels = {tick: f"{tick:{form}}" for tick in round_ticks(*plot.y_range)}
-    drawn = [*plot.ticks_of_y(labels)]
-    drawn += plot.ticks_of_x(round_ticks(0, last), "step")
-    caption = f"<b>{metric}</b> "
-    for i, curve in enumerate(curves):
+    dotted = [published.points for published in others if metric == "eval_solved"]
+    points = [point for curve in curves + dotted for point in curve]
+    last = max(1, *(step for step, _ in points))
+    plot = Plot((0, last), value_range([value for _, value in points], chart))
+    form = chart.form.replace(".1%", ".0%")
+    labels = {tick: rounded(tick, form) for tick in round_ticks(*plot.y_range)}
+    drawn = [*plot.ticks_of_y(labels), *plot.ticks_of_x(round_ticks(0, last), "step")]
+    title = f"<b>{metric}</b> "
+    for i, curve in enumerate(curves + dotted):
         if curve:
-            _, value = curve[-1]
-            caption += f'<span class="key color{i}">{value:{form}}</span>'
-            drawn.append(plot.line(curve, f"curve color{i}"))
-            drawn += plot.dots(at_most(MOST_DOTS, curve), f"dot color{i}")
-    caption += f'<div class="dim">{CHARTS[metric]}</div>'
+            line, dot = ("curve", "dot") if i < len(curves) else ("published", "hollow")
+            title += f'<span class="key color{i}">{rounded(curve[-1][1], chart.form)}</span>'
+            drawn.append(plot.line(curve, f"{line} color{i}"))
+            drawn += plot.dots(at_most(MOST_DOTS, curve), f"{dot} color{i}", chart.form)
     picture = f'<svg viewBox="0 0 320 150" role="img" aria-label="{metric}">{"".join(drawn)}</svg>'
-    return f"<figure>{picture}<figcaption>{caption}</figcaption></figure>"
+    caption = f"<figcaption>{title}</figcaption>"
+    return f'<figure>{caption}{picture}<div class="dim">{visible(chart.healthy)}</div></figure>'
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 
 def headline(story: Story) -> str:
-    """What was trained, from where to where, when, and by which command."""
+    """Say which model was trained, from where to where, when, and by which command."""
     flags = story.flags
     data = flags["data"] or flags["task"]
     parts = [f"{flags['algo']}, {flags['model']} on {data}"]
@@ -256,14 +363,20 @@ def headline(story: Story) -> str:
     return elements("div", map(visible, parts))
 
 
+def sentences(story: Story) -> list[str]:
+    before = story.starts[0] if story.starts else None
+    return health(story.rows, story.flags, before) or ["nothing unhealthy by docs/metrics.md"]
+
+
 def answers(story: Story) -> str:
-    """A run's answers to each of the held-out prompts, evaluation after evaluation."""
+    """Show a run's answers to each of the held-out prompts, evaluation after evaluation."""
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
+    has_steps = story.flags["task"] == "arithmetic" and not story.flags["data"]
     parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
     for prompt, rows in by_prompt.items():
-        cards = map(card, at_most(MOST_EVALUATIONS, rows))
+        cards = [card(row, has_steps) for row in at_most(MOST_EVALUATIONS, rows)]
         answer = visible(rows[0]["answer"])
         parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
         parts.append(f'<span class="dim">answer: {answer}</span>')
@@ -271,25 +384,29 @@ def answers(story: Story) -> str:
     return f'<details open="">{"".join(parts)}</details>'
 
 
-def card(row: dict) -> str:
-    """An answer, with its verdict."""
-    head, look = f"step {row['step']}: reward {row['reward']:g}", "card"
+def card(row: dict, has_steps: bool) -> str:
+    """Show an answer with its verdict. A right answer by wrong steps is marked."""
+    head, look = f"step {row['step']}: reward {row['reward']:.3g}", "card"
     if row["correct"] is not None:
         verdict = "right" if row["correct"] > 0.5 else "wrong"
         head, look = f"{head}, {verdict}", f"card {verdict}"
+        if has_steps and verdict == "right":
+            steps = arithmetic_steps(row["completion"], row["answer"], row["prompt"])
+            if not all(reward for _, reward in steps):
+                head, look = f"{head}, but a step is wrong", "card lucky"
     head, shown = visible(head), visible(row["completion"])
     return f'<div class="{look}"><span class="head">{head}</span><pre>{shown}</pre></div>'
 
 
 def flag_table(stories: list[Story]) -> str:
-    """The resolved flags of all runs, those that differ marked."""
+    """List the resolved flags of all runs; those that differ are marked."""
     names = [visible(story.name) for story in stories]
     lines = [f"<tr>{elements('th', ['flag', *names])}</tr>"]
     for name in dict.fromkeys(name for story in stories for name in story.flags):
         values = [visible(story.flags.get(name)) for story in stories]
         look = "same" if len(set(values)) == 1 else "differs"
         lines.append(f'<tr class="{look}">{elements("td", [visible(name), *values])}</tr>')
-    summary = "<summary>all resolved flags; coloured: where these runs differ</summary>"
+    summary = "<summary>all resolved flags; coloured if the runs differ</summary>"
     return f'<details>{summary}<div class="wide"><table>{"".join(lines)}</table></div></details>'
 
 
@@ -301,35 +418,39 @@ HEAD = """
 <style>
 :root { color-scheme: light dark; --c: #777 } * { box-sizing: border-box; overflow-wrap: anywhere }
 body { margin: 0 auto; padding: 16px; max-width: 1400px; font: 15px/1.45 system-ui, sans-serif }
-.grid { display: grid; gap: 20px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
-figure { margin: 0 } .dim { color: #777 } text { fill: #777; font-size: 11px }
-svg { display: block; width: 100% } .axis { stroke: #8885 } .dot { fill: var(--c) }
-.curve { stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; fill: none }
+.grid { display: grid; gap: 24px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
+figure { margin: 0 } figcaption { margin-bottom: 2px } .dim { color: #777; font-size: 13px }
+text { fill: #777; font-size: 11px } svg { display: block; width: 100% } .axis { stroke: #8885 }
+.curve, .published { stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; fill: none }
+.published { stroke-dasharray: 3 4 } .dot { fill: var(--c) }
+.hollow { fill: none; stroke: var(--c); stroke-width: 1.6 }
 .color0 { --c: #1a7fc9 } .color1 { --c: #c9590f } .color2 { --c: #0f8a66 }
 .color3 { --c: #bf5595 } .color4 { --c: #8a7119 } .color5 { --c: #6f73d9 }
-.key { margin-right: 14px } .key::before { content: "■ "; color: var(--c) }
+.key { margin-right: 14px; white-space: nowrap } .key::before { content: "■ "; color: var(--c) }
 .wide { overflow-x: auto } .differs { font-weight: 600; color: #c9590f }
 td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-width: 120px }
 .cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
 .card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; background: #8882 }
 .head, .prompt { font-weight: 600 } .right .head { color: #0f8a66 } .wrong .head { color: #d4453b }
+.lucky .head { color: #b07a00 }
 pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto }
 </style>
 """
 
 
-def write_report(folders: list[Path], path: Path) -> None:
-    """Writes one page about runs."""
-    stories = [read_story(folder) for folder in folders]
-    names = [story.name for story in stories]
-    title = visible(f"Report of {', '.join(names)}")
+def write_report(folders: list[Path], path: Path, published: Iterable[Path] = ()) -> None:
+    """Write one page about runs, and about published points to compare them with."""
+    stories, others = list(map(read_story, folders)), list(map(read_published, published))
+    title = visible(f"Report of {', '.join(story.name for story in stories)}")
     body = [f"<h1>{title}</h1>"]
     for i, story in enumerate(stories):
-        body.append(f'<span class="key color{i}">{visible(story.name)}</span>')
+        body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
         body.append(headline(story))
-        sentences = map(visible, health(story.rows, story.flags))
-        body.append(f"<ul>{elements('li', sentences)}</ul>")
-    figures = [chart_figure(metric, stories) for metric in CHARTS]
+        body.append(f"<ul>{elements('li', map(visible, sentences(story)))}</ul>")
+    for i, other in enumerate(others, len(stories)):
+        body.append(f'<b><span class="key color{i}">{visible(other.name)}</span></b>')
+        body.append(f"<p>published, dashed: {visible(other.source)}</p>")
+    figures = [chart_figure(metric, stories, others) for metric in CHARTS]
     body.append(f'<h2>Metrics</h2><div class="grid">{"".join(figures)}</div>')
     body.append("<h2>The same held-out prompts at every evaluation</h2>")
     body += map(answers, stories)
@@ -339,19 +460,17 @@ def write_report(folders: list[Path], path: Path) -> None:
     replace_text(path, f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n')
 
 
-def main(folders: list[str]) -> int:
-    """One page of all these runs, beside the last of them, and what is not healthy in each."""
+def main(arguments: list[str]) -> int:
+    """Write one page of runs, beside the last of them, and print what is not healthy in each."""
+    published = [Path(each) for each in arguments if each.endswith(".csv")]
+    folders = [Path(each) for each in arguments if not each.endswith(".csv")]
     need(folders, "--report: expected folders of runs")
-    paths = [Path(folder) for folder in folders]
-    for path in paths:
-        need((path / "config.json").exists(), f"--report {path}: expected the folder of a run")
-    for story in map(read_story, paths):
-        sentences = health(story.rows, story.flags) or ["nothing unhealthy by docs/metrics.md"]
-        for sentence in sentences:
-            print(f"{story.name}: {sentence}")
-    folder = paths[-1]
-    if len(paths) > 1:
-        folder = folder.parent
-    write_report(paths, folder / "report.html")
-    print(f"the report is in {folder}/report.html")
+    for folder in folders:
+        need(folder.is_dir(), f"--report {folder}: expected the folder of a run")
+    for story in map(read_story, folders):
+        for sentence in sentences(story):
+            print(f"{story.name}: {printable(sentence)}")
+    place = folders[0] if len(folders) == 1 else folders[-1].parent
+    write_report(folders, place / "report.html", published)
+    print(f"the report is in {place}/report.html")
     return 0

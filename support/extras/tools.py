@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rewards import find_verifier
 from rollout import Rollout
-from support.data import expecting, need, reason
 from support.models import context_of
-from support.tasks import exact_value
+from support.tasks import whole_value
+from support.user import expecting, function_of, need, reason
 
 
 class Tool(NamedTuple):
@@ -35,7 +34,7 @@ def calculate(completion: str) -> str:
     Of digits alone, and few of them: a completion may hold anything."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
     is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
-    return f"={exact_value(call)}" if is_operation else "=?"
+    return f"={whole_value(call)}" if is_operation else "=?"
 
 
 TOOLS = {"calculator": Tool(calculate, after="</calc>")}
@@ -50,7 +49,7 @@ def parse_tool(place: str) -> Tool:
     expected = f"expected file.py:function@TEXT, asked after TEXT, or one of {', '.join(TOOLS)}"
     with expecting(f"--tool {place}: {expected}"):
         need(":" in where and after, "it is neither")
-        return Tool(find_verifier(where, "function"), after)
+        return Tool(function_of(where), after)
 
 
 @dataclasses.dataclass
@@ -115,8 +114,6 @@ class Turns:
         under_way = completions
         while under_way:
             texts = [each.prompt + each.tokens for each in under_way]
-            once = {tuple(text): text for text in texts}
-            texts = [once[tuple(text)] for text in texts]  # equal ones are one list, read once
             width = context_of(model.config) - max(map(len, texts))
             rest = [each.uniforms[:width] for each in under_way]
             rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do

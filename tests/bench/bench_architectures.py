@@ -16,7 +16,9 @@ import argparse
 import contextlib
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -26,7 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rollout as R  # noqa: E402
-from support.attention import checkpoint_layers  # noqa: E402
+from support.extras import fast_sampling, fast_scoring  # noqa: E402
+from support.models import checkpoint_layers  # noqa: E402
 
 # fields of configurations, where they are there, and a small value for each
 SMALL = {
@@ -194,50 +197,81 @@ def build(kind: str):
     return model
 
 
+class Way(NamedTuple):
+    """How a model is sampled and scored."""
+
+    name: str
+    generate: Callable
+    completion_logprobs: Callable
+    contexts: tuple
+
+
+PLAIN = Way("plain", R.generate, R.completion_logprobs, ())
+FAST = Way(
+    "fast",
+    fast_sampling.generate,
+    fast_scoring.completion_logprobs,
+    (fast_scoring.attention_now,),
+)
+
+
 def examine(kind: str) -> tuple[str, str]:
-    """(verdict, how or why)"""
+    """(verdict, detail) of a tiny model: right, WRONG, refused with a sentence, or an error."""
     try:
         model = build(kind)
     except Exception as error:
         return "not built", f"{type(error).__name__}: {error}".splitlines()[0][:150]
+    ways = [PLAIN, FAST] if fast_scoring.fits(model) else [PLAIN]
+    found = {way: compare(model, way) for way in ways}
+    right = [way for way, (verdict, _) in found.items() if verdict == "right"]
+    wrong = [f"{way.name}: {' '.join(found[way])}" for way in ways if way not in right]
+    if PLAIN not in right:
+        return found[PLAIN]
+    details = [" and ".join(way.name for way in right)]
+    if R.context_of(model.config) - max(map(len, PROMPTS)) < NEW_TOKENS:
+        details[0] += ", up to the original context"
+        with contextlib.suppress(R.UserError):
+            sampled(model, right[0], NEW_TOKENS)
+            return "WRONG", "samples texts that are longer than its context"
+    details.append(with_checkpointing(model, right[-1]))
+    return "WRONG" if wrong else "right", "; ".join(details + wrong)
+
+
+def compare(model, way: Way) -> tuple[str, str]:
+    """(verdict, detail) of one way beside the model's own forward pass."""
     try:
-        R.check_scorer(model, PROMPTS[:2], pad_id=0)
+        R.check_scorer(model, PROMPTS[:2], 0, way.generate, way.completion_logprobs)
         room = R.context_of(model.config) - max(map(len, PROMPTS))
-        out = sampled(model, min(room, NEW_TOKENS))
+        out = sampled(model, way, min(room, NEW_TOKENS))
         with torch.no_grad():
-            scored, _ = R.completion_logprobs(model, out, temperature=1.0)
+            scored, _ = way.completion_logprobs(model, out, temperature=1.0)
             own = torch.zeros_like(scored)
             for row, length, text in zip(own, out.lengths, out.texts()):
                 row[:length] = R.text_logprobs(model, text)[-length:]
         sampler_gap = float((out.sampler_logprobs - own).abs().max())
         scorer_gap = float((scored - own).abs().max())
-        how = "ours, packed" if R.takes_our_attention(model) else "`generate`, padded"
         if max(sampler_gap, scorer_gap) > 1e-3:
-            return "WRONG", f"{how}: sampler {sampler_gap:.1e}, scorer {scorer_gap:.1e}"
-        if room < NEW_TOKENS:
-            how += ", up to the original context"
-            with contextlib.suppress(R.UserError):
-                sampled(model, NEW_TOKENS)
-                return "WRONG", "samples texts that are longer than its context"
-        return "right", f"{how}; {with_checkpointing(model, out)}"
+            return "WRONG", f"sampler {sampler_gap:.1e}, scorer {scorer_gap:.1e}"
+        return "right", ""
     except R.UserError as error:
         return "refused", str(error)
     except Exception as error:
         return "error", f"{type(error).__name__}: {error}".splitlines()[0][:150]
 
 
-def sampled(model, new_tokens: int):
+def sampled(model, way: Way, new_tokens: int):
     uniforms = torch.rand(len(PROMPTS), 3, new_tokens, generator=torch.Generator().manual_seed(0))
-    return R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
+    return way.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
 
 
-def with_checkpointing(model, out) -> str:
-    before, _ = R.completion_logprobs(model, out, temperature=1.0)
+def with_checkpointing(model, way: Way) -> str:
+    out = sampled(model, way, 8)
+    before, _ = way.completion_logprobs(model, out, temperature=1.0)
     try:
-        checkpoint_layers(model)
+        checkpoint_layers(model, way.contexts)
     except R.UserError:
         return "no gradient checkpointing"
-    after, entropy = R.completion_logprobs(model, out, temperature=1.0)
+    after, entropy = way.completion_logprobs(model, out, temperature=1.0)
     if not torch.equal(before, after):
         return f"FIRST RATIO {(after - before).abs().max():.1e}"
     (after.sum() + entropy.sum()).backward()
@@ -246,26 +280,22 @@ def with_checkpointing(model, out) -> str:
 
 INTRODUCTION = """# Architectures
 
-A model is run in one of two ways; `takes_our_attention` in support/attention.py says which.
+Every model is sampled and scored by rollout.py, through transformers' own forward pass and KV
+cache (**plain**). Where its layers keep keys and values alone and accept another attention function
+(`fits` in support/extras/fast_scoring.py), its log-probs are computed by that file (**fast**), and
+on a GPU support/extras/fast_sampling.py samples.
 
-- **ours, packed**: keys and values are all that its layers remember. It is sampled in `Slots`, by
-  its own layers with our attention, and scored by support/extras/packing.py, every distinct prefix
-  once (without that file: in padded rows).
-- **`generate`, padded**: state spaces, linear attention, hybrids, and what attends in its own way.
-  It is sampled by transformers' own `generate` (support/extras/hybrids.py; without that file such a
-  model is refused), and scored in rows that are padded on the right.
-
-Before a run begins `check_scorer` compares both with the model's own forward pass, and refuses a
-model whose log-probs are further off than rounding. What changes with the length of a text, it
+Before a run begins, `check_scorer` compares both with the model's own forward pass. It refuses a
+model whose log-probs differ by more than rounding. What changes with the length of a text, it
 cannot see: with `rope_type` longrope or dynamic (Phi-3-mini-128k, Phi-4-mini, MiniCPM3) the
 frequencies of all texts of a pass change when one exceeds the original context. There such a
 model's context ends: `original_max_position_embeddings` tokens of prompt and completion.
 
-`python tests/bench/bench_architectures.py --markdown docs/architectures.md` wrote the rest: a tiny
-random model of each of the {number} causal architectures and rotary embeddings of transformers
-{version}, on texts longer than every window, chunk and original context that it has. "Right": log-probs of
-sampler, scorer and the model's own forward pass agree to 1e-3, and with gradient checkpointing
-nothing changes in any bit.
+`python tests/bench/bench_architectures.py --markdown docs/architectures.md` wrote the rest. It
+builds a tiny random model of each of the {number} causal architectures and rotary embeddings of
+transformers {version} and reads texts longer than every window, chunk and original context of it.
+"Right": log-probs of sampler, scorer and the model's own forward pass agree to 1e-3, and gradient
+checkpointing changes no bit.
 
 | verdict | how | number | architectures |
 |---|---|---|---|"""

@@ -177,7 +177,7 @@ def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tens
     and its log-ratios."""
     one = torch.tensor([row])
     mask, advantage = batch.mask[row], float(batch.advantages[row])
-    logprobs = run.logprobs(run.policy, batch.samples[one])[0][0][mask]
+    logprobs = run.logprobs(run.policy, batch.rollout[one])[0][0][mask]
     log_ratio = logprobs.detach() - batch.old_logprobs[row][mask]
     parameters, found = list(run.policy.parameters()), {}
     for name, weight in WEIGHTS.items():
@@ -198,7 +198,7 @@ def variance(warm_up: int, measured: int) -> None:
         run = train.start(train.parse_flags(flags.split()), Ranks())
         for step in range(1, warm_up + measured + 1):
             batch = drifted(run, step)
-            rows = batch.live.tolist() if step > warm_up else []
+            rows = batch.active.tolist() if step > warm_up else []
             for row in rows:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)

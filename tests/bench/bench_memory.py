@@ -33,8 +33,8 @@ import gspo  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from counting import Counting  # noqa: E402
-from support import attention, tasks  # noqa: E402
-from support.extras import packing  # noqa: E402
+from support import data, tasks  # noqa: E402
+from support.extras import fast_sampling, fast_scoring  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 GB = 1e9
@@ -98,8 +98,9 @@ def as_on_a_gpu() -> Iterator[None]:
     pace = rollout.Pace(span=2**20, steps=1, rows=2**20)
     with (
         mock.patch.dict(rollout.PACE, cpu=pace),
-        mock.patch.object(attention, "EXPAND_HEADS", {"cpu"}),
-        mock.patch.object(packing, "SharedSlots", rollout.Slots),
+        mock.patch.object(fast_scoring, "EXPAND_HEADS", {"cpu"}),
+        mock.patch.object(rollout, "check_scorer", lambda *_: None),
+        mock.patch.object(train, "plan", lambda run, batch: batch.updates),
     ):
         yield
 
@@ -134,21 +135,24 @@ def count_memory(shape: dict, *flags: str) -> Memory:
 def new_run(config: train.Config, shape: dict) -> train.Run:
     """Its policies and its optimiser as train.py makes them, of a model without numbers."""
     policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-    if config.gradient_checkpointing:
-        attention.checkpoint_layers(policy)
-    return train.Run(
+    run = train.Run(
         config=config,
         algorithm=gspo.ALGOS[config.algo],
         ranks=Ranks(),
         tokenizer=None,
-        reward=None,
-        generate=rollout.generate,
-        prompts=iter([]),
-        held_out=[],
         ends={"eos_ids": [0], "pad_id": 0},
-        progress=train.Progress(),
-        **train.policies(config, policy),
+        stops=None,
+        reward=None,
+        lenient=None,
+        prompts=iter([]),
+        held_out=[{data.IDS: [1]}],
+        policy=policy,
+        **train.frozen_policies(config, policy),
     )
+    train.plug_in(run)
+    run.generate = fast_sampling.generate  # as on a GPU
+    run.optimizer = train.make_optimizer(run)
+    return run
 
 
 def one_update(run: train.Run) -> train.Batch:
@@ -171,13 +175,13 @@ def one_update(run: train.Run) -> train.Batch:
     )
     batch = train.Batch(
         step=1,
-        judged=SimpleNamespace(samples=samples),
+        samples=SimpleNamespace(rollout=samples),
         mask=samples.completion_mask,
         dead=torch.zeros(2, dtype=torch.bool),
         correct=None,
         faults=[],
     )
-    parts = [(part, batch.samples[part]) for part in rows.split(size)]
+    parts = [(part, batch.rollout[part]) for part in rows.split(size)]
     batch.updates = [train.Update(rows, rows, parts)]
     batch.advantages = torch.zeros(len(rows))
     batch.old_logprobs = batch.ref_logprobs = batch.values = batch.returns = zeros
@@ -192,7 +196,7 @@ def sample(run: train.Run) -> None:
     makes no difference to the memory of slots, and all prompts are read."""
     prompts = [[2 + i % 8, 2 + i // 8] + [2] * (PROMPT - 2) for i in range(MANY)]
     uniforms = torch.zeros(MANY, 1, LONGEST)
-    rollout.generate(run.old_policy, prompts, uniforms, cache_gb=run.config.cache_gb, **run.ends)
+    run.generate(run.old_policy, prompts, uniforms, cache_gb=run.config.cache_gb, **run.ends)
 
 
 # ---- the table -----------------------------------------------------------------------------------

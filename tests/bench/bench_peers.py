@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import rewards  # noqa: E402
+from support.data import messages_of  # noqa: E402
 
 PEERS = {  # contestant -> what the table calls it
     "ours": "ours",
@@ -187,7 +188,7 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
     import transformers
 
     import rollout
-    from support.data import PromptFormat
+    from support.data import IDS, PromptFormat
 
     trained = folder / "trained"
     if peer == "ours":
@@ -199,7 +200,7 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
     rows = [PromptFormat(tokenizer, plain).encode(row) for row in read_rows(settings["held_out"])]
     samples = rollout.generate(
         policy,
-        [row["ids"] for row in rows],
+        [row[IDS] for row in rows],
         torch.zeros(len(rows), 1, settings["max_new_tokens"]),
         temperature=0.0,
         **rollout.end_and_pad_ids(policy, tokenizer),
@@ -209,7 +210,9 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
         for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist())
     ]
     reward = rewards.parse_reward(settings["reward"])
-    paid, correct = reward.verdicts(reward.score(texts, rows))
+    scores = reward.score(texts, rows)
+    reward.note_shaping(scores)
+    paid, correct = reward.verdicts(scores)
     return statistics.fmean(correct or paid)
 
 
@@ -226,9 +229,8 @@ def trl_worker(folder: Path) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     torch.set_num_threads(settings["threads"])
     rows = read_rows(settings["data"])
-    prompts = [row["prompt"] for row in rows]
-    if transformers.AutoTokenizer.from_pretrained(settings["model"]).chat_template:
-        prompts = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    template = transformers.AutoTokenizer.from_pretrained(settings["model"]).chat_template
+    prompts = trl_prompts(rows, bool(template))
     columns = {"prompt": prompts, "row": [json.dumps(row) for row in rows]}
     watch = Watch(settings)
 
@@ -267,6 +269,13 @@ def trl_worker(folder: Path) -> None:
     )
     trainer.train()
     trainer.model.save_pretrained(folder / "trained")
+
+
+def trl_prompts(rows: list[dict], chats: bool) -> list[str] | list[list[dict]]:
+    """Return prompts as TRL takes them: all text, or all lists of messages."""
+    if chats or any(isinstance(row["prompt"], list) for row in rows):
+        return [messages_of(row["prompt"]) for row in rows]
+    return [row["prompt"] for row in rows]
 
 
 class Watch:

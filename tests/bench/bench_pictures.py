@@ -31,7 +31,7 @@ import torch  # noqa: E402
 
 import rollout  # noqa: E402
 import train  # noqa: E402
-from support import tasks  # noqa: E402
+from support import data, tasks  # noqa: E402
 from support.extras.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -161,12 +161,12 @@ def train_and_compare(run: train.Run, step: int) -> list[Completion]:
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)
-    before = score(run, batch.samples)
+    before = score(run, batch.rollout)
     train.improve(run, batch)
-    log_ratios = score(run, batch.samples) - before
+    log_ratios = score(run, batch.rollout) - before
     found = []
-    for i, length in enumerate(batch.samples.lengths.tolist()):
-        ids = batch.samples.completions[i, :length].tolist()
+    for i, length in enumerate(batch.rollout.lengths.tolist()):
+        ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
     return found
@@ -191,7 +191,7 @@ class Stay:
 
 def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
     """One rollout in few slots: who was where, and the lengths of the completions."""
-    prompts = [next(run.prompts)["ids"] for _ in range(SAMPLED)]
+    prompts = [next(run.prompts)[data.IDS] for _ in range(SAMPLED)]
     uniforms = torch.rand(SAMPLED, 1, MOST_TOKENS, generator=torch.Generator().manual_seed(0))
     config = run.policy.config
     per_token = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim

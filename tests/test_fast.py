@@ -1,12 +1,12 @@
-"""support/extras/packing.py against the plain way of rollout.py, which test_rollout.py holds to the
+"""support/extras/fast_scoring.py against rollout.py, which test_rollout.py holds to the
 model's own forward pass: values, entropies, gradients, samples, and what is computed for them."""
 
 import pytest
 import torch
 
 import rollout as R
-from support.extras import packing
-from test_rollout import PROMPTS, gradients, sampled, tiny, watch, without
+from test_rollout import PROMPTS, gradients, sampled, tiny, watch
+from tools import fast
 
 KINDS = ["qwen3", "gpt2", "gemma2", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
@@ -56,9 +56,9 @@ CASES = {
 }
 
 
-def scores(model, out, temperature=0.7):
+def scores(model, out, way=fast, temperature=0.7):
     """Values, entropies, and gradients of a sum with a weight of its own for each."""
-    logprobs, entropy = R.completion_logprobs(model, out, temperature)
+    logprobs, entropy = way.completion_logprobs(model, out, temperature)
     weights = torch.linspace(0.5, 1.5, logprobs.numel()).view_as(logprobs)
     (weights * (logprobs + 0.3 * entropy)).sum().backward()
     return [logprobs.detach(), entropy.detach()], gradients(model)
@@ -66,7 +66,7 @@ def scores(model, out, temperature=0.7):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forced", [0.0, 0.4])
-def test_packed_scores_are_the_plain_ones_in_value_and_gradient(kind, forced, monkeypatch):
+def test_packed_scores_are_the_plain_ones_in_value_and_gradient(kind, forced):
     """Windows of 6 tokens, caps, sinks, experts, shared heads; finite everywhere: padding that saw
     no key would make NaN gradients."""
     model = tiny(kind)
@@ -74,11 +74,9 @@ def test_packed_scores_are_the_plain_ones_in_value_and_gradient(kind, forced, mo
         out = rollout_of(groups, forced)
         values, grads = scores(model, out)
         with torch.no_grad():
-            assert torch.equal(R.completion_logprobs(model, out, 0.7)[0], values[0]), name
+            assert torch.equal(fast.completion_logprobs(model, out, 0.7)[0], values[0]), name
         assert not values[0][~out.completion_mask].any()
-        with monkeypatch.context() as patch:
-            without(patch, "packing")
-            expected, own = scores(model, out)
+        expected, own = scores(model, out, R)
         for one, other in zip(values, expected):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0, msg=name)
         scale = max(float(g.abs().max()) for g in own)
@@ -92,16 +90,16 @@ def test_micro_batches_together_give_the_scores_of_all(kind):
     model = tiny(kind)
     for name, groups in CASES.items():
         out = rollout_of(groups)
-        whole, _ = R.completion_logprobs(model, out, 1.0)
+        whole, _ = fast.completion_logprobs(model, out, 1.0)
         for tokens in (1, 12, 40):
-            parts = R.micro_batches(model, out, tokens)
+            parts = fast.micro_batches(out, tokens)
             assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(whole))), name
             for rows in parts:
                 assert torch.equal(rows, rows.sort().values)
                 texts = out[rows].texts()
                 prefixes = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
                 assert len(prefixes) <= tokens or len(rows) == 1, name
-                logprobs, _ = R.completion_logprobs(model, out[rows], 1.0)
+                logprobs, _ = fast.completion_logprobs(model, out[rows], 1.0)
                 torch.testing.assert_close(logprobs, whole[rows], atol=1e-5, rtol=0, msg=name)
 
 
@@ -109,24 +107,24 @@ def test_micro_batches_are_whole_groups_where_these_fit():
     """Three groups of 8, 13 and 4 nodes."""
     groups = [(P, [D, D[:2], D]), (Q[:2], [C + D, C, C]), ([9], [D, D, D[:1]])]
     out = rollout_of(groups)
-    parts = [part.tolist() for part in R.micro_batches(tiny(), out, 24)]
+    parts = [part.tolist() for part in fast.micro_batches(out, 24)]
     assert parts == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
-    parts = [part.tolist() for part in R.micro_batches(tiny(), out, 13)]
+    parts = [part.tolist() for part in fast.micro_batches(out, 13)]
     assert parts == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert [len(part) for part in R.micro_batches(tiny(), out, 10_000)] == [9]
-    assert R.micro_batches(tiny(), out[[]], 100) == []
+    assert [len(part) for part in fast.micro_batches(out, 10_000)] == [9]
+    assert fast.micro_batches(out[[]], 100) == []
 
 
 def test_the_trie_of_the_worked_example():
-    """The one in the comment of packing.py: "c d x" and "c e y" of "a b", "g z" of "f"."""
+    """The one in the comment of fast_scoring.py: "c d x" and "c e y" of "a b", "g z" of "f"."""
     a, b, c, d, e, f, g, x, y, z = range(5, 15)
     out = rollout_of([([a, b], [[c, d, x], [c, e, y]]), ([f], [[g, z]])])
-    packed = packing.Packed(out)
+    packed = fast.Packed(out)
     assert packed.ids.tolist() == [[a, b, f, c, d, e, g]]
     prompts, texts = packed.blocks
-    assert prompts.positions.flatten()[prompts.brought].tolist() == [0, 1, 0]
-    assert texts.positions.flatten()[texts.brought].tolist() == [2, 3, 3, 1]
-    assert texts.queries.flatten()[texts.brought].tolist() == [3, 4, 5, 6]
+    assert prompts.positions.flatten()[prompts.is_new].tolist() == [0, 1, 0]
+    assert texts.positions.flatten()[texts.is_new].tolist() == [2, 3, 3, 1]
+    assert texts.queries.flatten()[texts.is_new].tolist() == [3, 4, 5, 6]
     assert texts.keys.tolist() == [[0, 1, 3, 4], [0, 1, 3, 5], [2, 6, 0, 0]]
     assert packed.parents.tolist() == [1, 3, 3, 2, 4, 5, 6]
     assert packed.targets.tolist() == [c, d, e, g, x, y, z]
@@ -144,7 +142,7 @@ def test_scoring_reads_no_padding_and_each_prefix_once(temperature, monkeypatch)
     prompts = [*PROMPTS, [5, 6, 7, 8, 9], [5, 6, 7, 10], [5, 6]]
     out = sampled(model, prompts, group_size=8, max_new_tokens=30, temperature=temperature)
     watch(monkeypatch, model.model, "forward", lambda ids, **_: tokens.append(ids.numel()))
-    R.completion_logprobs(model, out, 1.0)
+    fast.completion_logprobs(model, out, 1.0)
     assert tokens == [len(prefixes_read(out))]
     assert tokens[0] < out.lengths.sum() + sum(map(len, prompts))
 
@@ -157,30 +155,11 @@ FEW = dict(temperature=0.3, cache_gb=5e-5)  # slots, which change hands
     [("qwen3", {}), ("gemma2", dict(temperature=0.3)), *((kind, FEW) for kind in KINDS)],
     ids=str,
 )
-def test_samples_in_shared_slots_are_those_in_slots_of_their_own(kind, options, monkeypatch):
+def test_samples_in_slots_are_the_plain_ones(kind, options):
     model = tiny(kind)
-    options = dict(group_size=6, max_new_tokens=20) | options
-    shared = sampled(model, **options)
-    without(monkeypatch, "packing")
-    alone = sampled(model, **options)
-    assert len(set(shared.lengths.tolist())) > 1
-    assert torch.equal(shared.tokens, alone.tokens)
-    assert torch.equal(shared.truncated, alone.truncated)
-    torch.testing.assert_close(shared.sampler_logprobs, alone.sampler_logprobs, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("cache_gb", [None, 5e-5])
-@pytest.mark.parametrize("temperature", [0.05, 1.0])
-def test_shared_slots_step_each_prefix_once(temperature, cache_gb, monkeypatch):
-    """A sample that starts later shares no slot with those that have started."""
-    model, row_steps = tiny(), []
-    watch(monkeypatch, R.Slots, "read", lambda slots, rows, span: row_steps.append(rows))
-    options = dict(max_new_tokens=40, group_size=8, temperature=temperature, cache_gb=cache_gb)
-    out = sampled(model, **options)
-    texts = zip(out.texts(), out.prompt_lengths.tolist())
-    prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
-    if cache_gb is None:
-        assert sum(row_steps) == len(prefixes)
-    else:
-        assert len(prefixes) <= sum(row_steps) < out.lengths.sum()
-    assert len(prefixes) < out.lengths.sum() * (0.7 if temperature < 1 else 1)
+    plain = sampled(model, group_size=6, max_new_tokens=20, **options)
+    quick = sampled(model, group_size=6, max_new_tokens=20, generate=fast.generate, **options)
+    assert len(set(plain.lengths.tolist())) > 1
+    assert torch.equal(plain.tokens, quick.tokens)
+    assert torch.equal(plain.truncated, quick.truncated)
+    torch.testing.assert_close(plain.sampler_logprobs, quick.sampler_logprobs, atol=2e-5, rtol=0)

@@ -1,0 +1,330 @@
+"""Trains on long answers, a process a run, and prints what came out: docs/results.md, Long answers.
+
+    python tests/bench/long.py                     # what is missing in docs/runs/long/rows.jsonl
+    python tests/bench/long.py --parts main        # of one part alone
+    python tests/bench/long.py --table             # trains nothing
+    python tests/bench/long.py --picture           # docs/pictures/long.svg, from the same rows
+
+A finished run is one line of --out, so the command can be stopped at any time and given again.
+Delete lines to repeat runs. `--dry` lists the runs that are missing."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+import gspo  # noqa: E402
+from support import tasks  # noqa: E402
+
+STEPS, EVERY, PROMPTS = 16, 4, 128  # rollout steps, between evaluations, held-out prompts
+COMPLETIONS = 256  # of a step
+# fewest and most operations of a chain, by the tokens of a mean answer
+LENGTHS = {40: (6, 7), 80: (12, 15), 170: (24, 32), 340: (48, 62)}
+
+WIDE = "--clip-low 0.2 --clip-high 0.2"
+ROWS = {  # name -> flags of train.py
+    "gspo": "--algo gspo",
+    "gspo, 0.2": f"--algo gspo {WIDE}",
+    "gspo, 3e-3": "--algo gspo --clip-low 3e-3 --clip-high 3e-3",
+    "grpo": "--algo grpo --kl-coef 0",
+    "grpo, no clip": "--algo grpo --kl-coef 0 --clip-low 1 --clip-high 1e9",
+    "grpo, gspo's clip": "--algo r-stops-at-s",
+    "gspo, grpo's clip": "--algo s-stops-at-r",
+    "dapo's loss": "--algo dapo --no-dynamic-sampling --overlong-cache 0",
+    "cispo": "--algo cispo",
+    "sapo": "--algo sapo",
+    "gmpo": "--algo gmpo",
+    "luspo": "--algo luspo",
+    "dr-grpo": "--algo dr-grpo",
+    "reinforce": "--algo reinforce",
+}
+BASIC = ("gspo", "gspo, 0.2", "grpo")
+BETWEEN = ("grpo, no clip", "grpo, gspo's clip", "gspo, grpo's clip")
+OTHERS = ("gspo, 3e-3", "dapo's loss", "cispo", "sapo", "gmpo", "luspo", "dr-grpo", "reinforce")
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """One run of train.py, but for its seed."""
+
+    row: str
+    lr: float
+    updates: int = 16  # of a step
+    tokens: int = 80  # of a mean answer
+    more: str = ""  # further flags
+
+    @property
+    def flags(self) -> list[str]:
+        found = f"{ROWS[self.row]} --task chains --lr {self.lr:g} --steps {STEPS} {self.more} "
+        found += f"--completions-per-update {COMPLETIONS // self.updates} --eval-every {EVERY} "
+        return (found + f"--eval-prompts {PROMPTS} --eval-samples 0 --save-every 0").split()
+
+
+def grid(rows, rates, **others) -> list[Experiment]:
+    return [Experiment(row, lr, **others) for row, lr in itertools.product(rows, rates)]
+
+
+# name -> experiments, seeds; in the order of their importance
+PARTS = {
+    "main": (grid(BASIC, (4e-4, 2e-4, 1e-4)), 5),
+    "why": (grid(BETWEEN, (4e-4,)), 5),
+    "others": (grid(OTHERS, (4e-4,)), 3),
+    "longer": (grid(BASIC, (1e-4,), tokens=170), 3),
+    "updates": (grid(BASIC, (4e-4,), updates=4), 3),
+    "sampler": (grid(BASIC, (2e-4,), more="--dtype bfloat16 --old-logprobs sampler"), 3),
+    "shorter": (grid(BASIC, (4e-4, 2e-4), tokens=40), 3),
+    "others-slow": (grid(OTHERS, (2e-4,)), 3),
+    "experts": (
+        grid(BASIC, (2e-4,), more="--model tiny-moe")
+        + grid(BASIC, (2e-4,), more="--model tiny-moe --routing-replay"),
+        3,
+    ),
+    "longer-fast": (grid(BASIC, (2e-4,), tokens=170), 3),
+}
+METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", "truncated")
+
+
+# ---- one run -------------------------------------------------------------------------------------
+
+
+def child(tokens: int, flags: list[str]) -> int:
+    """train.py, with chains of another length, and an algorithm more."""
+    tasks.TASKS["chains"] = tasks.chains(LENGTHS[tokens])
+    gspo.ALGOS["r-stops-at-s"] = gspo.Algorithm(mixed("token", "completion"))
+    gspo.ALGOS["s-stops-at-r"] = gspo.Algorithm(mixed("completion", "token"))
+    import train  # it reads both tables as it is imported
+
+    return train.main(flags)
+
+
+def mixed(weight: str, stop: str):
+    """A loss between GSPO and GRPO: the weight of a token's gradient is its own ratio r ("token")
+    or the completion's s; the gradient of a token ends where r leaves 0.8 to 1.2 ("token"), or of a
+    completion where s leaves GSPO's band. ("token", "token") is GRPO, the other two GSPO."""
+
+    def loss(logprobs, old_logprobs, advantages, mask, denom=None):
+        log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
+        advantages = gspo.as_columns(advantages)
+        ratio = log_ratio.exp().detach()  # r, (N, T)
+        s = gspo.completion_mean(log_ratio, mask).exp().detach()  # (N, 1)
+        tested, low, high = (ratio, 0.8, 1.2) if stop == "token" else (s, 1 - 3e-4, 1 + 4e-4)
+        stopped = (advantages > 0) & (tested > high) | (advantages < 0) & (tested < low)
+        one = (log_ratio - log_ratio.detach()).exp()  # 1, with the token's gradient
+        objective = (ratio if weight == "token" else s) * one * advantages
+        objective = torch.where(stopped, objective.detach(), objective)
+        mean = -gspo.masked_mean(objective, mask, "completion", denom)
+        told = (log_ratio, stopped.expand_as(mask), advantages, mask, "completion", denom)
+        return mean, gspo.policy_metrics(*told)
+
+    return loss
+
+
+class Stopped(Exception):
+    pass
+
+
+def train(experiment: Experiment, seed: int, started: set) -> dict:
+    """Runs train.py to its end; what the tables need of it."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
+        command = [sys.executable, __file__, "--child", str(experiment.tokens), *experiment.flags]
+        command += ["--seed", str(seed), "--runs", folder, "--name", "one"]
+        process = subprocess.Popen(
+            ["nice", "-n", "10", *command],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        started.add(process)
+        status = process.wait()
+        started.discard(process)
+        if status:
+            raise Stopped(f"{' '.join(command)}: {Path(folder, 'log').read_text()[-2000:]}")
+        lines = Path(folder, "one/metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        before = json.loads(Path(folder, "one/starts.jsonl").read_text())["eval_solved"]
+    solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
+    found = dataclasses.asdict(experiment) | {"seed": seed, "solved": {0: before} | solved}
+    for name in METRICS:  # of every step
+        found[name] = [float(f"{row.get(name, 0.0):.3g}") for row in metrics]
+    return found | {"seconds": round(time.monotonic() - begun)}
+
+
+def key(found: dict) -> tuple:
+    """That tells runs apart."""
+    names = [field.name for field in dataclasses.fields(Experiment)]
+    return (*(found[name] for name in names), found["seed"])
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wanted(parts: list[str], seeds: list[int] | None) -> list[tuple[Experiment, int]]:
+    """Runs in their order: the first seed of everything in a part, then the second."""
+    found = []
+    for part in parts:
+        experiments, count = PARTS[part]
+        order = itertools.product(range(count) if seeds is None else seeds, experiments)
+        found += [(experiment, seed) for seed, experiment in order]
+    return found
+
+
+def train_missing(runs: list[tuple[Experiment, int]], out: Path, jobs: int) -> None:
+    """Appends a line to the file for each run that it does not hold."""
+    done = {key(found) for found in read_rows(out)}
+    left = queue.SimpleQueue()
+    for experiment, seed in runs:
+        if key(dataclasses.asdict(experiment) | {"seed": seed}) not in done:
+            left.put((experiment, seed))
+    started, lock, failed = set(), threading.Lock(), []
+
+    def stop(number, frame):
+        for process in started:
+            process.kill()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+    def work():
+        while not left.empty():
+            experiment, seed = left.get()
+            try:
+                found = train(experiment, seed, started)
+            except Stopped as error:
+                failed.append(error)
+                print(error, flush=True)
+                continue
+            with lock, open(out, "a") as file:
+                file.write(json.dumps(found) + "\n")
+            said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
+            name = f"{experiment.row} {experiment.lr:g} x{experiment.updates} {experiment.more}"
+            took = f"{found['seconds']} s, {left.qsize()} to go"
+            print(f"{name} {experiment.tokens} tokens, seed {seed}: {said} ({took})", flush=True)
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):  # signals come here
+        time.sleep(0.5)
+    if failed:
+        sys.exit(f"{len(failed)} runs failed")
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
+    """Experiment -> its runs, by seed."""
+    found: dict[tuple, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        found.setdefault(key(row)[:-1], []).append(row)
+    return found
+
+
+def at_end(run: dict) -> float:
+    """The outcome: held-out percent, mean of the last two evaluations."""
+    return 50 * sum(list(run["solved"].values())[-2:])
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.0f} ({min(values):.0f}–{max(values):.0f})"
+
+
+def table(runs: dict[tuple, list[dict]]) -> str:
+    """Held-out percent: mean (lowest to highest seed); the other columns are means over steps and
+    seeds, entropy and length those of the last step."""
+    steps = [str(step) for step in range(0, STEPS + 1, EVERY)]
+    head = ["", "lr", "seeds", "start", *[f"step {step}" for step in steps[1:]]]
+    head += ["clipped", "`policy_kl`", "`grad_norm`", "entropy", "length"]
+    lines = [head, ["---"] * len(head)]
+    for (row, lr, updates, tokens, more), seeds in runs.items():
+        name = f"`{row}`" + f" {more}" * bool(more) + f", {updates} updates" * (updates != 16)
+        name += f", {tokens} tokens" * (tokens != 80)
+        line = [name, f"{lr:.0e}".replace("e-0", "e-"), str(len(seeds))]
+        line += [spread([100 * run["solved"][step] for run in seeds]) for step in steps]
+        means = [statistics.fmean(x for run in seeds for x in run[name]) for name in METRICS[:3]]
+        line += [f"{means[0]:.2%}", f"{means[1]:.4f}", f"{means[2]:.2f}"]
+        line += [f"{statistics.fmean(run['entropy'][-1] for run in seeds):.2f}"]
+        line += [f"{statistics.fmean(run['length_mean'][-1] for run in seeds):.0f}"]
+        lines.append(line)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def permutation_p(differences: list[float]) -> float:
+    """Exact, two-sided: the share of all choices of signs with a mean as far from 0."""
+    seen = abs(sum(differences))
+    signs = itertools.product((1, -1), repeat=len(differences))
+    sums = [abs(sum(sign * each for sign, each in zip(some, differences))) for some in signs]
+    return sum(each >= seen - 1e-9 for each in sums) / len(sums)
+
+
+def compare(first: list[dict], second: list[dict]) -> str:
+    """Paired by seed, at the end."""
+    ends = [{run["seed"]: at_end(run) for run in runs} for runs in (first, second)]
+    seeds = sorted(ends[0].keys() & ends[1].keys())
+    if not seeds:
+        return "no common seed"
+    gaps = [ends[0][seed] - ends[1][seed] for seed in seeds]
+    apart = min(ends[0].values()) > max(ends[1].values())
+    apart |= max(ends[0].values()) < min(ends[1].values())
+    said = f"{statistics.fmean(gaps):+.1f} points, by seed {', '.join(f'{x:+.0f}' for x in gaps)}"
+    return f"{said}; p {permutation_p(gaps):.3f}; ranges {'apart' if apart else 'overlap'}"
+
+
+def verdicts(runs: dict[tuple, list[dict]]) -> str:
+    """gspo beside every other row with the same settings."""
+    lines = []
+    for settings, seeds in runs.items():
+        ours = runs.get(("gspo", *settings[1:]))
+        if ours and settings[0] != "gspo":
+            where = f"{settings[1]:g} x{settings[2]} {settings[3]} tokens {settings[4]}"
+            lines.append(f"gspo - {settings[0]}, {where}: {compare(ours, seeds)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        sys.exit(child(int(sys.argv[2]), sys.argv[3:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/long/rows.jsonl")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--dry", action="store_true", help="list the runs that are missing")
+    arguments = parser.parse_args()
+    runs = wanted(arguments.parts, arguments.seeds)
+    if arguments.dry:
+        done = {key(found) for found in read_rows(arguments.out)}
+        for experiment, seed in runs:
+            if key(dataclasses.asdict(experiment) | {"seed": seed}) not in done:
+                print(seed, *experiment.flags)
+        return
+    if not arguments.table:
+        train_missing(runs, arguments.out, arguments.jobs)
+    found = grouped(read_rows(arguments.out))
+    print(table(found), verdicts(found), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

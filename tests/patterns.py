@@ -1,0 +1,143 @@
+"""Match every regular expression of a file against long repetitions of its own pieces.
+
+    python tests/patterns.py rewards.py      # prints each expression before it is tried
+
+A sample of the expression is made in which one repeated part is pumped up to LENGTH characters.
+Exponential backtracking never ends on such texts; quadratic backtracking takes milliseconds."""
+
+import ast
+import importlib
+import random
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTH = 2_000  # characters of a pumped text
+REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+CATEGORIES = {"CATEGORY_DIGIT": "70", "CATEGORY_SPACE": "  \n", "CATEGORY_WORD": "aB7_x"}
+
+
+def expressions(path: str) -> dict[int, re.Pattern]:
+    """Line -> expression, of every call `re.search("...", ...)` and `re.compile("...")` of a file.
+
+    A local name inside an f-string becomes the word "name"."""
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    found = {}
+    for node in ast.walk(ast.parse(Path(ROOT, path).read_text())):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner = node.func.value
+        if not (isinstance(owner, ast.Name) and owner.id == "re") or node.func.attr == "escape":
+            continue
+        local = {each.id: "name" for each in ast.walk(node.args[0]) if isinstance(each, ast.Name)}
+        scope = local | vars(module)
+        arguments = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+        names = ast.unparse(ast.Tuple(arguments))
+        flags = [getattr(re, name) for name in re.findall(r"re\.([A-Z]+)\b", names)]
+        text = eval(ast.unparse(node.args[0]), scope)
+        found[node.lineno] = re.compile(text, sum(flags))
+    found |= {-n: each for n, each in enumerate(tables(vars(module))) if each not in found.values()}
+    return found
+
+
+def tables(values: dict) -> list[re.Pattern]:
+    """Compiled expressions inside module-level tuples of tuples."""
+    rows = [row for table in values.values() if isinstance(table, tuple) for row in table]
+    return [each for row in rows if isinstance(row, tuple) for each in row if is_pattern(each)]
+
+
+def is_pattern(value: object) -> bool:
+    return isinstance(value, re.Pattern)
+
+
+def repeats(nodes) -> list:
+    """Every repeated part of a parsed expression that has no upper bound below 9."""
+    found = []
+    for operation, argument in nodes:
+        if str(operation) in REPEATS and argument[1] > 9:
+            found.append(argument[2])
+        for part in parts(argument):
+            found += repeats(part)
+    return found
+
+
+def parts(argument) -> list:
+    """The parsed expressions directly inside an argument of one."""
+    if isinstance(argument, re._parser.SubPattern):
+        return [argument]
+    if isinstance(argument, (tuple, list)):
+        return [part for each in argument for part in parts(each)]
+    return []
+
+
+def sample(nodes, rng: random.Random, pumped=None, length: int = LENGTH) -> str:
+    """A text that an expression mostly matches, in which one repeated part is pumped."""
+    text = ""
+    for operation, argument in nodes:
+        match str(operation):
+            case "LITERAL":
+                text += chr(argument)
+            case "NOT_LITERAL":
+                text += rng.choice([c for c in "a (" if ord(c) != argument])
+            case "ANY":
+                text += rng.choice("a (")
+            case "IN":
+                text += member(argument, rng)
+            case "BRANCH":
+                holding = [each for each in argument[1] if holds(each, pumped)]
+                text += sample(rng.choice(holding or argument[1]), rng, pumped, length)
+            case "SUBPATTERN":
+                text += sample(argument[3], rng, pumped, length)
+            case "ATOMIC_GROUP":
+                text += sample(argument, rng, pumped, length)
+            case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
+                low, high, body = argument
+                if body is pumped:
+                    piece = sample(body, rng) or "a"
+                    text += piece * (length // len(piece))
+                else:
+                    times = rng.randint(low, min(high, low + 2))
+                    times = max(times, holds(body, pumped))
+                    text += "".join(sample(body, rng, pumped, length) for _ in range(times))
+    return text
+
+
+def holds(nodes, pumped) -> bool:
+    """Whether a parsed expression holds the part that is pumped."""
+    if nodes is pumped:
+        return True
+    return any(holds(part, pumped) for _, argument in nodes for part in parts(argument))
+
+
+def member(choices: list, rng: random.Random) -> str:
+    """A character of a class; of a negated class one that is seldom excluded."""
+    if str(choices[0][0]) == "NEGATE":
+        return rng.choice("a (-")
+    operation, argument = rng.choice(choices)
+    match str(operation):
+        case "LITERAL":
+            return chr(argument)
+        case "RANGE":
+            return chr(rng.randint(*argument))
+    return rng.choice(CATEGORIES.get(str(argument), "-("))
+
+
+def texts(pattern: re.Pattern, samples: int = 4, length: int = LENGTH) -> list[str]:
+    """Texts that pump each repeated part, with an end that fits and with one that does not."""
+    rng, found = random.Random(0), []
+    nodes = re._parser.parse(pattern.pattern, pattern.flags & ~re.UNICODE)
+    for body in repeats(nodes):
+        for _ in range(samples):
+            text = sample(nodes, rng, body, length)
+            found += [text, text + "\0", text[: length // 2] + "\0" + text[length // 2 :]]
+    return found
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    for line, pattern in expressions(sys.argv[1]).items():
+        print(f"line {line}: {pattern.pattern[:80]!r}", flush=True)
+        for text in texts(pattern):
+            pattern.fullmatch(text)
+            pattern.search(text)
