@@ -460,7 +460,7 @@ def test_code_is_total_on_hostile_text_and_takes_no_time():
 
 
 PATTERNS = ["rewards.py", "support/tasks.py"]
-PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "programs", "tools")]
+PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "lenient", "programs", "tools")]
 
 
 @pytest.mark.parametrize("path", PATTERNS)
