@@ -1,4 +1,4 @@
-"""`--reward math_lenient`: the marked answer, or the last number of a text that marks none."""
+"""`--reward math_lenient`: the marked answer, or the last number of a text without a mark."""
 
 import re
 
@@ -8,7 +8,7 @@ from support.extras.answers import same_answer
 
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """1 if the marked answer is the gold one, or the last number if nothing is marked."""
+    """1 if the marked answer, or the last number if nothing is marked, is the gold one."""
     gold = gold_answer(answer)
     given = final_answer(completion, marked=True)
     text = after_thinking(completion)
@@ -20,7 +20,7 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 
 
 AROUND = "*_$()[]`'\""  # what may stand around a number
-PART_BEFORE = re.compile(  # text before a number that makes another one of it
+PART_BEFORE = re.compile(  # text before a number that changes it
     r"""
     (?:
         [\w)\]}$] [ ]? [-+/] | (?: \w [ ] | [\d)] ) \* | \d [ ]? x? | [×·÷^_<≤≥≠±√{]
@@ -34,7 +34,7 @@ PART_BEFORE = re.compile(  # text before a number that makes another one of it
     """,
     re.VERBOSE,
 )
-PART_BEHIND = re.compile(  # text behind it that does the same
+PART_BEHIND = re.compile(  # text behind a number that changes it
     r"[ ]*(?:[×·÷^_<>≤≥≠±√+*/]|-[ ]*[a-z]\b|[nxyz]{1,3}\b|\\(?!text|mathrm|mbox|q?quad|circ))",
     re.IGNORECASE,
 )
@@ -42,9 +42,10 @@ WORD_BEHIND = re.compile(r" ?(?!(?:is|are|was|in|for|per|each|and(?! an? ))\b)[a
 
 
 def last_number(text: str) -> tuple[str, str]:
-    """The last word that has a digit, with its sign, and the word behind it: `-5`, `50%`, `2^5`;
-    and the text behind it. No number where it is a part of something, as in `minus 5` or `x + 5`.
-    """
+    """Return (number, text behind it) of the last word with a digit: `-5`, `50%`, `2^5`.
+
+    The number has its sign and the word behind it. It is "" where it is a part of an expression, as
+    in `minus 5` or `x + 5`."""
     text = re.sub(r"\\[()\[\],;!]", " ", text.replace("−", "-").replace("–", "-"))
     text = re.sub("(?<=[0-9]) / (?=[0-9])", "/", text)  # 10 / 4
     text = re.sub("(?<=[0-9])/[a-z]{3,}", "", text)  # $5/hour
