@@ -1,7 +1,9 @@
 """Answers that mean the same, answers that do not, and that no comparison takes long."""
 
 import random
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -826,6 +828,16 @@ def test_every_answer_is_itself():
 @pytest.mark.parametrize("text", ["", " ", "nan"])
 def test_nothing_is_no_answer(text):
     assert not same_answer(text, text)
+
+
+def test_known_limits_are_those_of_the_page():
+    """Each row of its table: the answer, the gold answer, right or wrong, refused or rewarded."""
+    page = (Path(answers.__file__).parents[2] / "docs/verifiers.md").read_text()
+    rows = re.findall(r"(?m)^\| `(.+)` \| `(.+)` \| (right|wrong).* (refused|rewarded) \|$", page)
+    assert len(rows) > 15
+    for given, gold, *_, verdict in rows:
+        given = given.replace("\\|", "|")  # as a table in Markdown writes it
+        assert same_answer(given, gold) == (verdict == "rewarded"), (given, gold)
 
 
 def test_rationals_are_exact():

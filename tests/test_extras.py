@@ -18,6 +18,7 @@ NEEDS = {  # extra -> flags that ask for it
     "experts": ["--routing-replay --model models/moe --reward arithmetic"],
     "hybrids": ["--model models/mamba"],
     "judge": ["--reward judge:models/judge"],
+    "lenient": ["--reward math_lenient --data rows.jsonl --model models/tiny"],
     "lora": ["--lora-rank 4"],
     "packing": [],
     "programs": ["--reward code"],

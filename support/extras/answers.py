@@ -1009,7 +1009,7 @@ CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5, but not (A) or (B)
 )
 OPTION = re.compile(r"(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) (?:\(([A-E])\)|([A-E]))\}?")
 HEDGE = re.compile(  # words behind a choice that name another one or take it back
-    rf"""\b (?: {EITHER} ) \b | \b not \W* [0-9]
+    rf"""\b (?: {EITHER} ) \b | \b not \W* [0-9] | (?<! [(\w] ) [a-e] \)
     | \b none \b (?! \W* \Z | \W+ of \W+ (?: these | the \W+ above ) \W* \Z )""",
     re.VERBOSE | re.IGNORECASE,
 )

@@ -326,7 +326,7 @@ class Sandbox:
         self.layers["seccomp"] = filtered == 0
 
     def only(self, call: int, argument: int, test: int, values) -> list[tuple]:
-        """Return lines of a filter that allow a call if its argument passes the test for a value."""
+        """Return lines of a filter that allow a call if a test of its argument holds."""
         lines = [(LOAD, 0, 0, ARGUMENTS + 8 * argument)]
         for value in values:
             lines += [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
