@@ -71,10 +71,10 @@ def last_box(text: str, default: str) -> str:
     opened, boxes = (
         [],
         [],
-    )  # starts of open boxes, 0 for another brace; (start, end) of closed boxes
+    )  # starts of open boxes, None for other braces; (start, end) of closed ones
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
-            opened.append(brace.end() if brace[1] else 0)
+            opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
             boxes.append((start, brace.start()))
     if not boxes:
@@ -153,8 +153,7 @@ CHOICE = re.compile(  # a letter behind nothing but some words
     [\W_]*+
     (?: (?i: the | final | correct | best | answer | option | choice | is
           | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
-    (?P<letter> [A-Za-z] )
-    (?: [^\w).:–—-] | _ )*+
+    (?P<letter> [A-Za-z] ) (?: [^\w).:–—-] | _ )*+
     (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
     [\W_]*+""",
     re.VERBOSE | re.DOTALL,
@@ -227,8 +226,10 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
     written = completion.partition("#")[0].split(";")
     for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
         end += len(step) + 1
-        digit = re.fullmatch("[0-9]", value) and exact_value(value + operation) % 10
-        steps.append((end, float(step == f"{value}{operation}={digit}")))
+        right = None
+        if re.fullmatch("[0-9]", value):
+            right = f"{value}{operation}={exact_value(value + operation) % 10}"
+        steps.append((end, float(step == right)))
         value = step[-1:]
     return [*steps, (len(completion), float(arithmetic(completion, answer)))]
 
@@ -404,8 +405,7 @@ class Reward:
                 need(
                     values, f"it raises {errors[:1]}; {said}, and fields by name: {', '.join(row)}"
                 )
-                for value in values:
-                    outcome_and_steps(value)
+                list(map(outcome_and_steps, values))
 
 
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
@@ -431,7 +431,9 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             name, function = "judge", extra_of("judge").Judge(place.removeprefix("judge:"), device)
         elif place in OPTIONAL:
             extra_of(place)
-        names = "" if ".py:" in place else f" or one of {', '.join(VERIFIERS | OPTIONAL)}"
+        names = f" or one of {', '.join(VERIFIERS | OPTIONAL)}"
+        if ".py:" in place:
+            names = ""
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):
             need(name not in terms, "a name stands there twice")
             function = function or find_verifier(place)
