@@ -30,9 +30,8 @@ MAX_TEXT = 10_000  # characters of an answer
 LARGEST_REWARD = 1e6
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
-# name in --reward -> the file in support/extras that registers it
 OPTIONAL = {"math": "answers", "math_lenient": "lenient", "judge": "judge"}
-OPTIONAL |= {"code": "programs", "code_strict": "programs"}
+OPTIONAL |= {"code": "programs", "code_strict": "programs"}  # name -> file in support/extras
 
 
 def verifier(function: Callable, name: str = "") -> Callable:

@@ -164,7 +164,7 @@ def beside() -> None:
             rate = len(cases) / (time.process_time() - start)
             right = sum(verdict for *_, verdict in cases)
             print(
-                f"{title} {name}: rewards {wrong.count(False)} of {len(cases) - right} wrong answers,"
+                f"{title} {name}: rewards {wrong.count(False)} of {len(cases) - right} wrong ones,"
                 f" refuses {wrong.count(True)} of {right} right ones; {rate:.0f} a second"
             )
 
