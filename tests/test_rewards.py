@@ -394,17 +394,6 @@ def hostile():
         "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
         "tower": boxed("9**9**9**9"),
         "nested parens": boxed("(" * 490 + "1" + ")" * 490),
-        "choice words": "is " * 3000 + "!",
-        "choice marks": "(" * 9000 + "B" + "." * 900,
-        "choice rest": "B. " + "x " * 4000 + "C",
-        "choice brackets": "A" + ")" * 9900 + "B",
-        "choice gaps": "A" + ") " * 4900 + "B",
-        "choice questions": "B. " + "?" * 9900,
-        "choice denials": "B. " + "not " * 2400,
-        "choice verbs": "B. " + "which is " * 1000,
-        "number behind words": "minus " * 1600 + "5",
-        "number before signs": "5" + "*" * 9000,
-        "number before letters": "5" + "a" * 9000,
         "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>",
         "spaces in tags": "<answer>" + " " * 9000 + "x</answer>",
     }.items()
@@ -580,6 +569,7 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
     first, second = reward.score(["7", "6"], [ROW, ROW])
+    assert reward.verdicts([first, second])[1] == [0.0, 1.5] and reward.shaping == set()
     assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == set()
     assert noted(reward, [first, second]) == ([0.0, 1.0], [0.0, 1.0])
     assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
