@@ -82,7 +82,8 @@ def test_long_picture_is_mean_and_range_of_seeds():
     others = [same | {"row": "cispo", "seed": 0}, same | {"row": "gspo", "tokens": 40, "seed": 0}]
     root = drawn(pictures.long_picture(runs + others))
     plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
-    for curve, area in zip(of_class(root, "curve"), of_class(root, "area"), strict=True):
+    curves = of_class(root, "curve") + of_class(root, "edge")
+    for curve, area in zip(curves, of_class(root, "area"), strict=True):
         expected = [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))]
         assert places(curve) == [pytest.approx(place, abs=0.06) for place in expected]
         ends = [y for x, y in places(area) if x > 400]

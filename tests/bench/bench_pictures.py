@@ -272,6 +272,7 @@ def curve_picture(stories: list[Story]) -> str:
 # ---- long.svg ------------------------------------------------------------------------------------
 
 LONG_ROWS = {"gspo": "gspo, 3e-4 and 4e-4", "grpo": "grpo", "gspo, 0.2": "gspo, 0.2"}
+LONG_LINES = ("curve", "curve", "edge")
 
 
 def long_picture(runs: list[dict]) -> str:
@@ -290,7 +291,7 @@ def long_picture(runs: list[dict]) -> str:
         drawn.append(words((plot.left + plot.right) / 2, 82, f"lr {name}", "bold", "middle"))
         labels = {share / 4: f"{share / 4:.0%}" if panel == 0 else "" for share in range(5)}
         drawn += plot.ticks_of_y(labels)
-        drawn += plot.ticks_of_x([0, 4, 8, 12, 16], "step" if panel == 0 else "")
+        drawn += plot.ticks_of_x([4, 8, 12, 16], "step" if panel == 0 else "")
         for color, row in enumerate(LONG_ROWS):
             curves = [run["solved"] for run in runs if (run["row"], run["lr"]) == (row, lr)]
             values = {int(step): [curve[step] for curve in curves] for step in curves[0]}
@@ -298,13 +299,13 @@ def long_picture(runs: list[dict]) -> str:
             low = [(step, min(those)) for step, those in values.items()]
             high = [(step, max(those)) for step, those in values.items()]
             drawn.append(plot.line(low + high[::-1], f"area color{color}"))
-            drawn.append(plot.line(points, f"curve color{color}"))
+            drawn.append(plot.line(points, f"{LONG_LINES[color]} color{color}"))
             drawn += marks(plot, points, color)
             ends = points[0][1], points[-1][1]
             told.append(f"{row} at {name} from {ends[0]:.0%} to {ends[1]:.0%}")
     for color, said in enumerate(LONG_ROWS.values()):
         look = f"word bold color{color}"
-        drawn.append(words((16, 216, 296)[color], 306, f"{'●■'[color % 2]} {said}", look))
+        drawn.append(words((16, 216, 296)[color], 306, f"{'●■┅'[color]} {said}", look))
     drawn.append(words(16, 330, "line: mean; shaded: lowest to highest seed", "dim"))
     title = "Held-out problems solved, long answers"
     return svg(title, f"{about}: {'; '.join(told)}.", 344, drawn)
