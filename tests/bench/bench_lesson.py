@@ -2,6 +2,7 @@
 
     python tests/bench/bench_lesson.py variance  # of the gradient, by length and by weight
     python tests/bench/bench_lesson.py variants  # GSPO without its root, k3 upside down
+    python tests/bench/bench_lesson.py stops     # how far s is from 1 where GSPO does not clip
 
 A variant is a row of ALGOS, or another function in the place of ours: what a reader would change.
 """
@@ -91,6 +92,52 @@ def run_variants(names: list[str], seeds: list[int]) -> None:
     for name, found in rows.items():
         parts = [f"{key} {statistics.fmean(values):.4g}" for key, values in found.items()]
         print(f"{name}: {', '.join(parts)}; seeds after 50: {found['after 50']}")
+
+
+# ---- the completions that GSPO's clip lets through ----------------------------------------------
+
+
+def stops(seeds: list[int]) -> None:
+    """Of the default run: how many completions with A != 0 the clip stops, by update of a step, and
+    the distance |s - 1| of the others."""
+    noted = collections.defaultdict(list)  # pairs (|s - 1|, whether it is stopped)
+
+    def noting_loss(
+        logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
+    ):
+        if logprobs.requires_grad:
+            a = completion_mean(as_columns(advantages), mask)
+            s = completion_mean(logprobs.detach() - old_logprobs, mask).exp()
+            stopped = (a > 0) & (s > 1 + clip_high) | (a < 0) & (s < 1 - clip_low)
+            exact = bool((s == 1).all())  # the first update
+            noted[exact] += zip((s - 1).abs()[a != 0].tolist(), stopped[a != 0].tolist())
+        return gspo.gspo_loss(
+            logprobs,
+            old_logprobs,
+            advantages,
+            mask,
+            denom,
+            clip_low=clip_low,
+            clip_high=clip_high,
+        )
+
+    gspo.ALGOS["gspo"] = gspo.Algorithm(noting_loss)
+    for seed in seeds:
+        with tempfile.TemporaryDirectory() as folder:
+            flags = f"--algo gspo --runs {folder} --seed {seed} --eval-every 0 --eval-samples 0"
+            if train.main([*flags.split(), "--save-every", "0"]):
+                raise SystemExit("the run failed")
+    for title, rows in (
+        ("all updates", noted[True] + noted[False]),
+        ("after the first", noted[False]),
+    ):
+        through = [distance for distance, stopped in rows if not stopped]
+        cuts = statistics.quantiles(through, n=20)
+        share = 1 - len(through) / len(rows)
+        print(
+            f"{title}: {len(rows)} completions, {share:.1%} stopped; |s - 1| of the others: median "
+            f"{cuts[9]:.5f}, 90% below {cuts[17]:.5f}, 95% below {cuts[18]:.5f}"
+        )
 
 
 # ---- variance of the gradient --------------------------------------------------------------------
@@ -184,12 +231,14 @@ def typical(values: list[torch.Tensor]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("variance", "variants"))
+    parser.add_argument("what", choices=("variance", "variants", "stops"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     options = parser.parse_args()
     if options.what == "variants":
         run_variants(options.only, options.seeds)
+    elif options.what == "stops":
+        stops(options.seeds)
     else:
         variance(warm_up=6, measured=8)
 

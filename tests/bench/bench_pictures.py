@@ -6,6 +6,7 @@
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
 the built-in policy and of a pretrained model; runs of one algorithm are drawn as their mean.
+long.svg needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 told apart by colour-blind readers, and none of them says what no word, mark or dash says."""
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import html
+import json
 import math
 import os
 import statistics
@@ -64,6 +66,7 @@ svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card:
 .word { fill: var(--c) } .on { fill: var(--page); font-size: 12px }
 .policy { fill: var(--card); stroke: var(--c); stroke-width: 2 }
 .flow { stroke: var(--dim); stroke-width: 1.6; fill: none; marker-end: url(#head) }
+.null { stroke: var(--dim); stroke-width: 1.6; stroke-dasharray: 2 3; fill: none }
 .head { fill: var(--dim) }
 """
 
@@ -229,42 +232,108 @@ def stays(steps: list[dict[int, int]]) -> list[Stay]:
 
 
 def curve_picture(stories: list[Story]) -> str:
-    """Held-out accuracy by step, from before training on."""
+    """Held-out accuracy by step, from before training. Runs of one algorithm are drawn as their
+    mean, with bars from the lowest seed to the highest."""
     by_algorithm: dict[str, list[Story]] = {}
     for story in stories:
         by_algorithm.setdefault(story.flags["algo"], []).append(story)
     steps = [step for step, _ in points_of(stories[0], "eval_solved")]
-    ticks = steps[:: math.ceil(len(steps) / 7)]  # they stand where marks are
-    plot = Plot((0, steps[-1]), (0, 1), left=58, right=462, top=62, bottom=262)
-    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
-    drawn += plot.ticks_of_x(ticks, "step")
+    values = {  # algorithm -> step -> a value per seed
+        name: {
+            step: [dict(points_of(story, "eval_solved"))[step] for story in seeds] for step in steps
+        }
+        for name, seeds in by_algorithm.items()
+    }
+    low, high = accuracy_range([each for those in values.values() for each in those.values()])
+    plot = Plot((0, steps[-1]), (low, high), left=58, right=368, top=62, bottom=262)
+    ticks = {low + (high - low) * i / 4: f"{low + (high - low) * i / 4:.0%}" for i in range(5)}
+    drawn = [*plot.ticks_of_y(ticks)]
+    drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "step")  # where marks are
     flags, told = stories[0].flags, []
     model = Path(flags["model"]).name.removesuffix("-Instruct")
-    number = f", mean of {len(stories) // len(by_algorithm)} seeds"
     about = f"{model} on {flags['data'] or flags['task']}, greedy"
-    drawn.append(words(16, 48, about + number * (len(stories) > len(by_algorithm)), "dim"))
-    for i, (name, seeds) in enumerate(by_algorithm.items()):
-        curves = [dict(points_of(story, "eval_solved")) for story in seeds]
-        values = {step: [curve[step] for curve in curves] for step in steps}
-        points = [(step, statistics.fmean(values[step])) for step in steps]
+    several = len(stories) > len(by_algorithm)
+    if several:
+        about += f", mean of {len(stories) // len(by_algorithm)} seeds"
+    drawn.append(words(16, 48, about, "dim"))
+    lasts = [(statistics.fmean(those[steps[-1]]), name) for name, those in values.items()]
+    heights = dict(zip([name for _, name in sorted(lasts)], apart(plot, sorted(lasts))))
+    for i, (name, those) in enumerate(values.items()):
+        points = [(step, statistics.fmean(those[step])) for step in steps]
         look = f"color{i % 4}"
+        beside = (i - (len(values) - 1) / 2) * steps[-1] / 60  # so that bars stand side by side
+        points = [(step + beside, value) for step, value in points]
         drawn.append(plot.line(points, f"curve {look}"))
         drawn += marks(plot, points, i % 4)
-        if len(seeds) > 1:
-            beside = (i - (len(by_algorithm) - 1) / 2) * steps[-1] / 100
-            for step, those in values.items():
-                bar = [(step + beside, min(those)), (step + beside, max(those))]
-                drawn.append(plot.line(bar, f"thin {look}"))
+        if several:
+            for (x, _), each in zip(points, those.values()):
+                drawn.append(plot.line([(x, min(each)), (x, max(each))], f"thin {look}"))
         first, last = points[0][1], points[-1][1]
-        place = 16 + 232 * (i % 2), 306 + 22 * (i // 2)
-        legend = f"{'●■'[i % 2]} {name} {first:.1%} → {last:.1%}"
-        drawn.append(words(*place, legend, f"word bold {look}"))
+        label = f"{'●■'[i % 2]} {name} {last:.0%}"
+        drawn.append(words(380, heights[name], label, f"word bold {look}"))
         told.append(f"{name} goes from {first:.1%} to {last:.1%} in {steps[-1]} steps")
-    height = 300 + 22 * math.ceil(len(by_algorithm) / 2)
-    if len(stories) > len(by_algorithm):
-        drawn.append(words(16, height + 8, "bars: range of the seeds", "dim"))
-        height += 22
-    return svg("Held-out problems solved", f"{about}: {'; '.join(told)}.", height, drawn)
+    if several:
+        drawn.append(words(16, 302, "bars: from the lowest to the highest seed", "dim"))
+    described = f"{about}: {'; '.join(told)}."
+    return svg("Held-out problems solved", described, 316 if several else 292, drawn)
+
+
+def accuracy_range(values: list[list[float]]) -> tuple[float, float]:
+    """The axis: 0 to 1, or the fifths around the values where these lie close together."""
+    every = [value for those in values for value in those]
+    low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
+    return (low, high) if high - low <= 0.6 and high > low else (0.0, 1.0)
+
+
+def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
+    """Heights of labels beside the ends of curves, from the lowest up, that do not touch."""
+    heights = []
+    for value, _ in lasts:
+        wanted = plot.y(value) + 5
+        heights.append(min([wanted, *[each - 20 for each in heights[-1:]]]))
+    return heights
+
+
+# ---- long.svg ------------------------------------------------------------------------------------
+
+LONG_ROWS = {"gspo": "gspo, 3e-4 and 4e-4", "grpo": "grpo", "gspo, 0.2": "gspo, 0.2"}
+LONG_LINES = ("curve", "curve", "edge")
+
+
+def long_picture(runs: list[dict]) -> str:
+    """Draw held-out accuracy by step, a panel for each learning rate: mean and range of seeds."""
+    runs = [run for run in runs if run["row"] in LONG_ROWS]
+    runs = [run for run in runs if (run["updates"], run["tokens"], run["more"]) == (16, 80, "")]
+    rates = sorted({run["lr"] for run in runs})
+    drawn, told, wide = [], [], 404 / len(rates)
+    count = len({run["seed"] for run in runs})
+    about = f"16 updates a step, answers of 80 tokens, {count} seeds"
+    drawn.append(words(16, 48, about, "dim"))
+    for panel, lr in enumerate(rates):
+        left = 58 + panel * wide
+        plot = Plot((0, 16), (0, 1), left=left, right=left + wide - 14, top=92, bottom=262)
+        name = f"{lr:.0e}".replace("e-0", "e-")
+        drawn.append(words((plot.left + plot.right) / 2, 82, f"lr {name}", "bold", "middle"))
+        labels = {share / 4: f"{share / 4:.0%}" if panel == 0 else "" for share in range(5)}
+        drawn += plot.ticks_of_y(labels)
+        drawn += plot.ticks_of_x([4, 8, 12, 16], "step" if panel == 0 else "")
+        for color, row in enumerate(LONG_ROWS):
+            curves = [run["solved"] for run in runs if (run["row"], run["lr"]) == (row, lr)]
+            values = {int(step): [curve[step] for curve in curves] for step in curves[0]}
+            points = [(step, statistics.fmean(those)) for step, those in values.items()]
+            low = [(step, min(those)) for step, those in values.items()]
+            high = [(step, max(those)) for step, those in values.items()]
+            drawn.append(plot.line(low + high[::-1], f"area color{color}"))
+            drawn.append(plot.line(points, f"{LONG_LINES[color]} color{color}"))
+            drawn += marks(plot, points, color)
+            ends = points[0][1], points[-1][1]
+            told.append(f"{row} at {name} from {ends[0]:.0%} to {ends[1]:.0%}")
+    for color, said in enumerate(LONG_ROWS.values()):
+        look = f"word bold color{color}"
+        drawn.append(words((16, 216, 296)[color], 306, f"{'●■┅'[color]} {said}", look))
+    drawn.append(words(16, 330, "line: mean; shaded: lowest to highest seed", "dim"))
+    title = "Held-out problems solved, long answers"
+    return svg(title, f"{about}: {'; '.join(told)}.", 344, drawn)
 
 
 # ---- loop.svg ------------------------------------------------------------------------------------
@@ -279,10 +348,11 @@ def loop_picture() -> str:
     }
     phases = {
         "2  sample": (180, 50, "G completions", "of P prompts"),
-        "3  score": (332, 50, "rewards, and", "advantages"),
+        "3  score": (332, 50, "the verifier's", "rewards"),
         "4  freeze": (180, 150, "log-probs of", "π_old, π_ref"),
-        "5  compare": (332, 250, "what needs", "log-probs"),
-        "6  improve": (180, 250, "a gradient for", "each update"),
+        "5  compare": (332, 150, "advantages in", "each group"),
+        "6  improve": (180, 250, "four updates", "of π_θ"),
+        "7  report": (332, 250, "metrics, held", "out, checkpoint"),
     }
     head = tag("path", class_="head", d="M0 0L8 4L0 8Z")
     marker = {"id": "head", "viewBox": "0 0 8 8", "refX": 7, "refY": 4, "markerWidth": 5}
@@ -291,20 +361,22 @@ def loop_picture() -> str:
         drawn += card(f"policy color{color}", f"word bold color{color}", 24, y, 138, name, lines)
     for name, (x, y, *lines) in phases.items():
         drawn += card("card", "bold", x, y, 132, name, lines)
-    flows = ["M162 84H178", "M312 84H330", "M246 118V148", "M398 118V248", "M246 218V248"]
-    flows += ["M162 106H171V172H178", "M162 190H178", "M332 284H314", "M180 284H164"]
+    flows = ["M162 84H178", "M312 84H330", "M246 118V148", "M398 118V148", "M246 218V248"]
+    flows += ["M162 106H171V172H178", "M162 190H178", "M312 284H330", "M180 284H164"]
+    flows += ["M312 184H330", "M370 218V234H290V248"]
     flows += ["M24 284H10V84H22"]  # pi_old <- pi_theta
     drawn += [tag("path", class_="flow", d=flow) for flow in flows]
     drawn.append(tag("path", class_="edge color2", d="M93 250V222"))
     drawn.append(words(254, 138, "completions", "dim"))
-    drawn.append(words(254, 240, "log-probs", "dim"))
-    drawn.append(words(404, 188, "rewards", "dim"))
+    drawn.append(words(404, 138, "rewards", "dim"))
+    drawn.append(words(378, 238, "advantages", "dim"))
     drawn.append(words(16, 140, "1  snapshot", "bold"))
     drawn.append(words(100, 241, "ref_every", "dim"))
     described = (
         "The policy is copied to old_policy when a step begins. old_policy samples completions, a "
-        "verifier scores them, a group's completions are compared, log-probs under old_policy and "
-        "ref_policy are frozen, and the updates improve the policy."
+        "verifier scores them, log-probs under old_policy and ref_policy are computed once, the "
+        "completions of a group are compared, the updates improve the policy, and a report ends "
+        "the step."
     )
     return svg("One step of training, three policies", described, 336, drawn)
 
@@ -318,11 +390,11 @@ def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines
 # ---- ratios.svg and length.svg -------------------------------------------------------------------
 
 
-def typical(found: list[Completion]) -> Completion:
-    """A completion of 16 to 24 tokens whose s is as far from 1 as the median's, among those."""
-    some = [one for one in found if 16 <= len(one.tokens) <= 24]
-    middle = statistics.median(abs(one.log_ratio) for one in some)
-    return min(some, key=lambda one: abs(abs(one.log_ratio) - middle))
+def varied(found: list[Completion]) -> Completion:
+    """Of the completions with 16 to 24 tokens whose ratios all fit on the axis, the one whose
+    tokens have moved furthest, in the median."""
+    some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
+    return max(some, key=lambda one: statistics.median(map(abs, one.log_ratios)))
 
 
 def ratios_picture(shown: Completion) -> str:
@@ -353,7 +425,8 @@ def ratios_picture(shown: Completion) -> str:
     out = sum(not GRPO_BAND[0] <= ratio <= GRPO_BAND[1] for ratio in ratios)
     inside = "inside" if GSPO_BAND[0] <= s <= GSPO_BAND[1] else "outside"
     described = (
-        f"{len(ratios)} tokens of one completion after the four updates of a step: ratios from "
+        f"{len(ratios)} tokens of one completion, chosen because its ratios vary, after the four "
+        f"updates of a step: ratios from "
         f"{min(ratios):.3f} to {max(ratios):.3f}, {out} of them outside GRPO's band; the ratio of "
         f"the completion is {s:.5f}, {inside} GSPO's band."
     )
@@ -374,6 +447,13 @@ def by_length(found: list[Completion], least: int = 50) -> dict[int, list[Comple
     return {length: lengths[length] for length in sorted(lengths) if len(lengths[length]) >= least}
 
 
+def furthest_of_random_tokens(groups: dict[int, list[Completion]], length: int) -> float:
+    """The median over draws of max |log ratio| of `length` tokens drawn from all completions: the
+    quantile 0.5^(1 / length) of a token. A maximum grows with the number of draws by itself."""
+    tokens = [abs(x) for same in groups.values() for one in same for x in one.log_ratios]
+    return float(torch.tensor(tokens, dtype=torch.float64).quantile(0.5 ** (1 / length)))
+
+
 def length_picture(groups: dict[int, list[Completion]]) -> str:
     """How far ratios are from 1 against the length of the completion, on a log axis."""
     last = max(groups)
@@ -392,16 +472,20 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
         drawn.append(plot.line(middle, f"curve color{color}"))
         drawn += marks(plot, middle, color)
         told.append([10 ** cuts[length][1] for length in (min(groups), last)])
+    null = [(length, furthest_of_random_tokens(groups, length)) for length in groups]
+    drawn.append(plot.line([(x, math.log10(y)) for x, y in null], "null"))
     for color, clip, said in ((0, 0.2, "GRPO's clip, 0.2"), (1, 4e-4, "GSPO's clip, 0.0004")):
         drawn.append(across(plot, math.log10(clip), f"edge color{color}"))
         drawn.append(words(76, plot.y(math.log10(clip)) + 16, said, f"word color{color}"))
     drawn.append(words(16, 306, "● furthest token, median", "word bold color0"))
     drawn.append(words(290, 306, "■ s, median", "word bold color1"))
+    drawn.append(words(16, 328, "–  the same for as many random tokens of any completion", "dim"))
     described = (
         f"From {min(groups)} to {last} tokens, medians: the furthest token goes from "
-        f"{told[0][0]:.3f} to {told[0][1]:.3f}, s from {told[1][0]:.4f} to {told[1][1]:.4f}."
+        f"{told[0][0]:.3f} to {told[0][1]:.3f}, the furthest of as many random tokens from "
+        f"{null[0][1]:.3f} to {null[-1][1]:.3f}, s from {told[1][0]:.4f} to {told[1][1]:.4f}."
     )
-    return svg("How far from 1 ratios are, by length", described, 320, drawn)
+    return svg("How far from 1 ratios are, by length", described, 342, drawn)
 
 
 # ---- slots.svg -----------------------------------------------------------------------------------
@@ -443,7 +527,7 @@ def measured_pictures() -> dict[str, str]:
     groups = by_length([one for step in steps for one in step])
     return {
         "slots": slots_picture(*seats),
-        "ratios": ratios_picture(typical(steps[-1])),
+        "ratios": ratios_picture(varied([one for step in steps for one in step])),
         "length": length_picture(groups),
     }
 
@@ -454,9 +538,13 @@ def main() -> None:
     )
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="folders, for curve.svg")
     parser.add_argument("--real", nargs="+", type=Path, default=[], help="folders, for real.svg")
+    parser.add_argument("--long", type=Path, help="rows of long.py, for long.svg")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures")
     arguments = parser.parse_args()
     drawn = {}
+    if arguments.long:
+        lines = arguments.long.read_text(encoding="utf-8").splitlines()
+        drawn["long"] = long_picture([json.loads(line) for line in lines])
     for name, folders in (("curve", arguments.run), ("real", arguments.real)):
         if folders:
             drawn[name] = curve_picture([read_story(folder) for folder in folders])
