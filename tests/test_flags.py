@@ -327,7 +327,7 @@ def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
     for words, expected in (([], ["a"]), (["--stop", "b", "--stop", "c"], ["b", "c"])):
         config = train.parse(train.Config, "", words, defaults={"stop": ["a"]})
         assert config.stop == expected
-    with pytest.raises(UserError, match="--stop: expected texts"):
+    with pytest.raises(UserError, match="--stop: expected a text"):
         train.parse(train.Config, "", [], defaults={"stop": [1]})
 
 
