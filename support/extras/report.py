@@ -123,40 +123,48 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
         return ["no step is done yet"]
     recent = rows[-RECENT:]
     now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
+    found = of_groups(now, flags) + of_updates(now, flags)
+    if rows[-1]["step"] < flags["warmup_steps"]:
+        found.append("the learning rate still warms up (--warmup-steps): wait")
+    rewards = [row["reward"] for row in rows]
+    return found + of_reward(rewards, now.get("solved", 0.0), flags) + of_format(rows, before)
+
+
+def of_groups(now: dict, flags: dict) -> list[str]:
+    """Name problems of the prompts and their completions."""
     found = []
+    dead, right, truncated = now["dead"], now.get("dead_right", 0.0), now["truncated"]
+    if right > 0.9:
+        found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
+    elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
+        found.append(f"in {dead:.0%} of groups all completions got the same reward: {EASIER}")
+    if now["verifier_faults"] > 0:
+        found.append("a verifier fails, and its reward is 0: the console has the error")
+    if truncated > 1 / 3:
+        found.append(f"{truncated:.0%} of completions are truncated: raise --max-new-tokens")
+    return found
 
-    def warn(applies: bool, sentence: str) -> None:
-        if applies:
-            found.append(sentence)
 
-    dead, right = now["dead"], now.get("dead_right", 0.0)
-    warn(right > 0.9, f"in {right:.0%} of groups all answers are right: take harder prompts")
-    if not flags.get("teacher"):  # a teacher teaches whatever the reward is
-        alike = f"in {dead:.0%} of groups all completions got the same reward"
-        warn(dead > 0.9 >= right, f"{alike}: {EASIER}")
-    faults = now["verifier_faults"]
-    warn(faults > 0, "a verifier fails, and its reward is 0: the console has the error")
-    truncated = now["truncated"]
-    warn(truncated > 1 / 3, f"{truncated:.0%} of completions are truncated: raise --max-new-tokens")
-
+def of_updates(now: dict, flags: dict) -> list[str]:
+    """Name problems of the updates and of the policy's distribution."""
+    found = []
     completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
-    warn(updates == 1, "one update a step: every ratio is 1. Lower --completions-per-update")
-    if updates > 1 and flags["clip_low"] is not None and "clip_fraction" in now:
-        clipped = now["clip_fraction"]
-        warn(clipped == 0, "nothing is clipped: the policy hardly moves. Raise --lr")
+    clipped = now.get("clip_fraction")
+    if updates == 1:
+        found.append("one update a step: every ratio is 1. Lower --completions-per-update")
+    elif flags["clip_low"] is not None and clipped is not None:
         most = 1 - 1 / updates  # the first update clips nothing
-        warn(clipped > 0.95 * most, f"almost everything is clipped ({clipped:.0%}): lower --lr")
-    warming = rows[-1]["step"] < flags["warmup_steps"]
-    warn(warming, "the learning rate still warms up (--warmup-steps): wait")
-    warn(now["bad_updates"] > 0, "updates were skipped because of NaN or inf: lower --lr")
-
+        if clipped == 0:
+            found.append("nothing is clipped: the policy hardly moves. Raise --lr")
+        if clipped > 0.95 * most:
+            found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
+    if now["bad_updates"] > 0:
+        found.append("updates were skipped because of NaN or inf: lower --lr")
     entropy = now.get("entropy", 1.0)
-    solved = now.get("solved", 0.0)
-    warn(entropy < 0.01 and solved < 0.9, f"the entropy is {entropy:.3f}: {EXPLORE}")
-    return (
-        found + of_reward([row["reward"] for row in rows], solved, flags) + of_format(rows, before)
-    )
+    if entropy < 0.01 and now.get("solved", 0.0) < 0.9:
+        found.append(f"the entropy is {entropy:.3f}: {EXPLORE}")
+    return found
 
 
 def of_reward(rewards: list[float], solved: float, flags: dict) -> list[str]:
