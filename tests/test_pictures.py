@@ -3,6 +3,7 @@ measured for them."""
 
 import json
 import math
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -11,7 +12,7 @@ import bench_pictures as pictures
 import train
 from support.extras.report import Plot, read_story
 from support.ranks import Ranks
-from tools import ROOT, command_line
+from tools import ROOT, command_line, write_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -42,29 +43,35 @@ def test_pictures_of_the_pages_are_well_formed(path):
     drawn(path.read_text(encoding="utf-8"))
 
 
-def story_of(folder, algo: str, before: float, held_out: dict[int, float]):
-    folder.mkdir()
-    flags = {"algo": algo, "model": "tiny", "data": None, "task": "arithmetic"}
-    (folder / "config.json").write_text(json.dumps(flags))
-    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "eval_solved": before}) + "\n")
-    (folder / "evaluations.jsonl").touch()
-    rows = [{"step": step, "eval_solved": value} for step, value in held_out.items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def story_of(folder, algo: str, held_out: dict[int, float]):
+    """A copy of the reference run with another algorithm, evaluated at step 0 and at later ones."""
+    shutil.copytree(ROOT / "docs/runs/gspo", folder)
+    flags = json.loads((folder / "config.json").read_text())
+    write_rows(folder / "config.json", [flags | {"algo": algo}])
+    [start] = map(json.loads, (folder / "starts.jsonl").open())
+    write_rows(folder / "starts.jsonl", [start | {"eval_solved": held_out.pop(0)}])
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    rows = [row | {"step": step, "eval_solved": value} for step, value in held_out.items()]
+    write_rows(folder / "metrics.jsonl", rows)
     return read_story(folder)
 
 
 def test_curve_begins_before_training_and_is_the_mean_of_seeds(tmp_path):
     stories = [
-        story_of(tmp_path / "a", "gspo", 0.2, {5: 0.5, 10: 1.0}),
-        story_of(tmp_path / "b", "gspo", 0.4, {5: 0.7, 10: 0.8}),
-        story_of(tmp_path / "c", "grpo", 0.3, {5: 0.6, 10: 0.9}),
-        story_of(tmp_path / "d", "grpo", 0.3, {5: 0.6, 10: 0.9}),
+        story_of(tmp_path / "a", "gspo", {0: 0.2, 5: 0.5, 10: 1.0}),
+        story_of(tmp_path / "b", "gspo", {0: 0.4, 5: 0.7, 10: 0.8}),
+        story_of(tmp_path / "c", "grpo", {0: 0.3, 5: 0.6, 10: 0.9}),
+        story_of(tmp_path / "d", "grpo", {0: 0.3, 5: 0.6, 10: 0.9}),
     ]
     root = drawn(pictures.curve_picture(stories))
-    plot = Plot((0, 10), (0, 1), left=58, right=462, top=62, bottom=262)
-    expected = [(plot.x(step), plot.y(y)) for step, y in ((0, 0.3), (5, 0.6), (10, 0.9))]
-    for curve in of_class(root, "curve"):
+    plot = Plot((-1 / 3, 10 + 1 / 3), (0, 1), left=58, right=368, top=62, bottom=262)
+    for curve, beside in zip(of_class(root, "curve"), (-1 / 12, 1 / 12), strict=True):
+        points = ((beside, 0.3), (5 + beside, 0.6), (10 + beside, 0.9))
+        expected = [(plot.x(step), plot.y(y)) for step, y in points]
         assert places(curve) == [pytest.approx(place, abs=0.06) for place in expected]
+    labels = [each for each in of_class(root, "word") if "90%" in each.text]
+    heights = [float(each.get("y")) for each in labels]
+    assert abs(heights[0] - heights[1]) == 20  # they would touch otherwise
     bars = [places(bar) for bar in of_class(root, "thin") if "color0" in bar.get("class")]
     assert [y for _, y in bars[0]] == [pytest.approx(plot.y(y), abs=0.06) for y in (0.2, 0.4)]
     told = root.find(f"{SVG}desc").text
@@ -88,10 +95,17 @@ def test_length_picture_has_medians_of_each_length():
         spread = [(k - 5) / 100 / length for k in range(11)]  # medians: 0.03 / length
         groups[length] = [pictures.Completion(["1"] * length, [value] * length) for value in spread]
     root = drawn(pictures.length_picture(groups))
-    plot = Plot((0, 12), (-5, 0), left=70, right=462, top=62, bottom=262)
+    plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
         medians = [(plot.x(x), plot.y(math.log10(0.03 / x))) for x in (4, 8)]
         assert places(curve) == [pytest.approx(place, abs=0.06) for place in medians]
+
+
+def test_random_tokens_have_a_larger_maximum_where_there_are_more():
+    """Tokens 0.1, 0.2, ..., 1.0: the median of the larger of two is the quantile 0.5^(1/2)."""
+    groups = {10: [pictures.Completion(["1"] * 10, [k / 10 for k in range(1, 11)])]}
+    found = [pictures.furthest_of_random_tokens(groups, length) for length in (1, 2)]
+    assert found == pytest.approx([0.55, 0.1 + 0.9 * 0.5**0.5])
 
 
 def test_by_length_leaves_rare_lengths_out():

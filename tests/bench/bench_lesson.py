@@ -163,7 +163,7 @@ WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
 def drifted(run, step: int):
     """A rollout and, after its updates, its log-ratios (N, T)."""
     train.snapshot(run)
-    batch = train.collect(run, step)
+    batch = train.sample(run, step)
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)

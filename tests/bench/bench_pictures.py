@@ -32,6 +32,7 @@ import torch  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from support import data, tasks  # noqa: E402
+from support.extras import fast_sampling  # noqa: E402
 from support.extras.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -157,7 +158,7 @@ def short_run() -> Iterator[train.Run]:
 
 def train_and_compare(run: train.Run, step: int) -> list[Completion]:
     """The completions of a step, scored before its updates and after them."""
-    batch = train.collect(run, step)
+    batch = train.sample(run, step)
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)
@@ -196,18 +197,15 @@ def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
     config = run.policy.config
     per_token = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     room = (SLOTS + 0.5) * per_token * (max(map(len, prompts)) + MOST_TOKENS) / 1e9
-    steps, decode = [], rollout.Slots.decode_one_token
+    steps, decode = [], fast_sampling.Slots.decode_one_token
 
     def watch(slots, rows, span):
-        alive = slots.alive[:rows].nonzero()[:, 0].tolist()
-        steps.append({slot: int(slots.row[slot]) for slot in alive})
+        active = slots.active[:rows].nonzero()[:, 0].tolist()
+        steps.append({slot: int(slots.row[slot]) for slot in active})
         decode(slots, rows, span)
 
-    with (
-        mock.patch.object(rollout.Slots, "decode_one_token", watch),
-        mock.patch.object(rollout, "extra", lambda name: None),  # a slot for each, as on a GPU
-    ):
-        samples = rollout.generate(run.policy, prompts, uniforms, cache_gb=room, **run.ends)
+    with mock.patch.object(fast_sampling.Slots, "decode_one_token", watch):
+        samples = fast_sampling.generate(run.policy, prompts, uniforms, cache_gb=room, **run.ends)
     return stays(steps), samples.lengths.tolist()
 
 
@@ -243,10 +241,13 @@ def curve_picture(stories: list[Story]) -> str:
         for name, seeds in by_algorithm.items()
     }
     low, high = accuracy_range([each for those in values.values() for each in those.values()])
-    plot = Plot((0, steps[-1]), (low, high), left=58, right=368, top=62, bottom=262)
+    margin = steps[-1] / 30 if len(values) > 1 else 0  # bars stand side by side
+    x_range = (-margin, steps[-1] + margin)
+    plot = Plot(x_range, (low, high), left=58, right=368, top=62, bottom=262)
     ticks = {low + (high - low) * i / 4: f"{low + (high - low) * i / 4:.0%}" for i in range(5)}
     drawn = [*plot.ticks_of_y(ticks)]
-    drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "step")  # where marks are
+    drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
+    drawn.append(words(368, 294, "training step", "dim", "end"))
     flags, told = stories[0].flags, []
     model = Path(flags["model"]).name.removesuffix("-Instruct")
     about = f"{model} on {flags['data'] or flags['task']}, greedy"
@@ -259,7 +260,7 @@ def curve_picture(stories: list[Story]) -> str:
     for i, (name, those) in enumerate(values.items()):
         points = [(step, statistics.fmean(those[step])) for step in steps]
         look = f"color{i % 4}"
-        beside = (i - (len(values) - 1) / 2) * steps[-1] / 60  # so that bars stand side by side
+        beside = (i - (len(values) - 1) / 2) * steps[-1] / 60
         points = [(step + beside, value) for step, value in points]
         drawn.append(plot.line(points, f"curve {look}"))
         drawn += marks(plot, points, i % 4)
@@ -271,16 +272,16 @@ def curve_picture(stories: list[Story]) -> str:
         drawn.append(words(380, heights[name], label, f"word bold {look}"))
         told.append(f"{name} goes from {first:.1%} to {last:.1%} in {steps[-1]} steps")
     if several:
-        drawn.append(words(16, 302, "bars: from the lowest to the highest seed", "dim"))
+        drawn.append(words(16, 316, "bars: from the lowest to the highest seed", "dim"))
     described = f"{about}: {'; '.join(told)}."
-    return svg("Held-out problems solved", described, 316 if several else 292, drawn)
+    return svg("Held-out problems solved", described, 330 if several else 306, drawn)
 
 
 def accuracy_range(values: list[list[float]]) -> tuple[float, float]:
     """The axis: 0 to 1, or the fifths around the values where these lie close together."""
     every = [value for those in values for value in those]
     low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
-    return (low, high) if high - low <= 0.6 and high > low else (0.0, 1.0)
+    return (low, high) if 0 < high - low < 0.7 else (0.0, 1.0)
 
 
 def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
@@ -347,10 +348,10 @@ def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines
 
 
 def varied(found: list[Completion]) -> Completion:
-    """Of the completions with 16 to 24 tokens whose ratios all fit on the axis, the one whose
-    tokens have moved furthest, in the median."""
+    """Of the completions with 16 to 24 tokens whose ratios all fit on the axis, the one in which
+    most tokens have moved visibly, by 1% or more."""
     some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
-    return max(some, key=lambda one: statistics.median(map(abs, one.log_ratios)))
+    return max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
 
 
 def ratios_picture(shown: Completion) -> str:
@@ -374,8 +375,10 @@ def ratios_picture(shown: Completion) -> str:
                 drawn += plot.dots([(i, ratio)], "dot color0", radius=3.5)
         drawn.append(across(plot, s, "curve color1"))
     for i, token in enumerate(shown.tokens):
-        said = "end" if i == len(ratios) - 1 and len(token) > 1 else token
-        drawn.append(words(close.x(i), 352, said, "dim", anchor="middle"))
+        if i == len(ratios) - 1 and len(token) > 1:
+            drawn.append(words(close.x(i) - 8, 352, "end", "dim"))
+        else:
+            drawn.append(words(close.x(i), 352, token, "dim", anchor="middle"))
     drawn.append(words(16, 380, "● r of a token", "word bold color0"))
     drawn.append(words(150, 380, f"▬ s = {s:.4f}, geometric mean", "word bold color1"))
     out = sum(not GRPO_BAND[0] <= ratio <= GRPO_BAND[1] for ratio in ratios)
@@ -413,9 +416,10 @@ def furthest_of_random_tokens(groups: dict[int, list[Completion]], length: int) 
 def length_picture(groups: dict[int, list[Completion]]) -> str:
     """How far ratios are from 1 against the length of the completion, on a log axis."""
     last = max(groups)
-    plot = Plot((0, last + 4), (-5, 0), left=70, right=462, top=62, bottom=262)
-    drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(6)})]
-    drawn += plot.ticks_of_x(list(groups)[:: math.ceil(len(groups) / 7)], "tokens")
+    plot = Plot((0, last + 4), (-4, 0), left=70, right=462, top=62, bottom=262)
+    drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(5)})]
+    drawn += plot.ticks_of_x(list(groups)[:: math.ceil(len(groups) / 7)], "")
+    drawn.append(words(462, 294, "tokens of the completion", "dim", "end"))
     drawn.append(words(16, 48, "|log ratio| after a step; middle 80% shaded", "dim"))
     told = []
     for color, name in enumerate(("furthest", "log_ratio")):
@@ -433,15 +437,15 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
     for color, clip, said in ((0, 0.2, "GRPO's clip, 0.2"), (1, 4e-4, "GSPO's clip, 0.0004")):
         drawn.append(across(plot, math.log10(clip), f"edge color{color}"))
         drawn.append(words(76, plot.y(math.log10(clip)) + 16, said, f"word color{color}"))
-    drawn.append(words(16, 306, "● furthest token, median", "word bold color0"))
-    drawn.append(words(290, 306, "■ s, median", "word bold color1"))
-    drawn.append(words(16, 328, "–  the same for as many random tokens of any completion", "dim"))
+    drawn.append(words(16, 318, "● furthest token, median", "word bold color0"))
+    drawn.append(words(290, 318, "■ s, median", "word bold color1"))
+    drawn.append(words(16, 340, "┄ furthest of as many tokens, drawn from all completions", "dim"))
     described = (
         f"From {min(groups)} to {last} tokens, medians: the furthest token goes from "
         f"{told[0][0]:.3f} to {told[0][1]:.3f}, the furthest of as many random tokens from "
         f"{null[0][1]:.3f} to {null[-1][1]:.3f}, s from {told[1][0]:.4f} to {told[1][1]:.4f}."
     )
-    return svg("How far from 1 ratios are, by length", described, 342, drawn)
+    return svg("How far from 1 ratios are, by length", described, 354, drawn)
 
 
 # ---- slots.svg -----------------------------------------------------------------------------------
