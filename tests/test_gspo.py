@@ -439,7 +439,7 @@ def test_module_imports_nothing_but_torch_and_the_standard_library():
     assert imported - sys.stdlib_module_names == {"torch"}
 
 
-# ---- what the objectives have in common, and what sets them apart --------------------------------
+# ---- common properties, and differences ----------------------------------------------------------
 
 
 def test_first_update_is_reinforce():

@@ -28,7 +28,7 @@ DIFF = re.compile(r"<!-- diff (\w+) (\w+) -->\n```diff\n.*?```\n", re.DOTALL)
 
 
 def lines_of(name: str) -> list[str]:
-    """The source of a loss without its docstring and without what all losses take."""
+    """The source of a loss without its docstring and the arguments that all losses share."""
     source = inspect.getsource(getattr(gspo, name))
     function = ast.parse(source).body[0]
     given = function.args
