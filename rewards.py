@@ -5,12 +5,13 @@
 A completion is adversarial input. It is never evaluated, no text takes long, and a text that a
 verifier cannot judge earns 0. A gold answer that it cannot use is an error before training.
 
-This file needs support/user.py alone; its command also needs support/data.py."""
+This file needs support/user.py alone. Its command also needs support/data.py."""
 
 import argparse
 import ast
 import collections
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import importlib
@@ -29,16 +30,15 @@ MAX_TEXT = 10_000  # characters of an answer
 LARGEST_REWARD = 1e6
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
-# name in --reward -> the file in support/extras that registers it
-OPTIONAL = {"math": "answers", "math_lenient": "answers", "judge": "judge"}
-OPTIONAL |= {"code": "programs", "code_strict": "programs"}
+OPTIONAL = {"math": "answers", "math_lenient": "lenient", "judge": "judge"}
+OPTIONAL |= {"code": "programs", "code_strict": "programs"}  # name -> file in support/extras
 
 
 def verifier(function: Callable, name: str = "") -> Callable:
     """Register `function(completion, answer)` for `--reward`, under its own name or another.
 
     It returns a number in [0, 1], or a list of (end in characters, reward) of steps, the outcome
-    last. Further parameters receive the fields of the row that they name; `tokens` is the length of
+    last. Further parameters receive the fields of the row that they name. `tokens` is the length of
     the completion. `need(...)` inside it refuses a gold answer, before training. docs/verifiers.md
     lists the attributes that it may have."""
 
@@ -55,7 +55,7 @@ def verifier(function: Callable, name: str = "") -> Callable:
 
 
 def after_thinking(completion: str) -> str:
-    """Return the text after the last `</think>`; "" if a `<think>` is still open."""
+    """Return the text after the last `</think>`, or "" if a `<think>` is still open."""
     text = completion.rpartition("</think>")[2]
     return "" if "<think>" in text else text
 
@@ -67,10 +67,13 @@ def last_box(text: str, default: str) -> str:
     """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
 
     A box that holds boxes and anything else names several answers: its content is ""."""
-    opened, boxes = [], []  # contents of boxes from and to; 0 for another open brace
+    opened, boxes = (
+        [],
+        [],
+    )  # starts of open boxes, None for other braces; (start, end) of closed ones
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
-            opened.append(brace.end() if brace[1] else 0)
+            opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
             boxes.append((start, brace.start()))
     if not boxes:
@@ -106,13 +109,10 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
 
 def gold_answer(answer: object) -> str:
-    """Return the final answer of a row's gold answer; UserError if it has none."""
+    """Return the final answer of a gold answer. Raise UserError if it has none."""
     text = final_answer(answer)
     need(text, "it has no final answer")
     return text
-
-
-# ---- verifiers of text ---------------------------------------------------------------------------
 
 
 @verifier
@@ -152,13 +152,12 @@ CHOICE = re.compile(  # a letter behind nothing but some words
     [\W_]*+
     (?: (?i: the | final | correct | best | answer | option | choice | is
           | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
-    (?P<letter> [A-Za-z] )
-    (?: [^\w).:–—-] | _ )*+
+    (?P<letter> [A-Za-z] ) (?: [^\w).:–—-] | _ )*+
     (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
     [\W_]*+""",
     re.VERBOSE | re.DOTALL,
 )
-OPTION = re.compile(  # B, but not A dog or I think; (b), but not f(b)
+OPTION = re.compile(  # B and (b), but not A dog, I think, f(b)
     r"\b(?![AI] (?!is\b|was\b)[a-z])[A-Z]\b|(?<!\w)(?<!\w\()[a-j](?=\))"
 )
 
@@ -226,8 +225,10 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
     written = completion.partition("#")[0].split(";")
     for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
         end += len(step) + 1
-        digit = re.fullmatch("[0-9]", value) and exact_value(value + operation) % 10
-        steps.append((end, float(step == f"{value}{operation}={digit}")))
+        right = None
+        if re.fullmatch("[0-9]", value):
+            right = f"{value}{operation}={exact_value(value + operation) % 10}"
+        steps.append((end, float(step == right)))
         value = step[-1:]
     return [*steps, (len(completion), float(arithmetic(completion, answer)))]
 
@@ -258,7 +259,7 @@ def countdown(completion: str, answer: dict) -> bool:
 
 
 def exact_value(text: str) -> Fraction:
-    """Return the value of an expression in + - * / ( ) and whole numbers; raise if it has none."""
+    """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
     need(re.fullmatch("[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
     text = re.sub(r"\b0+(?=[0-9])", "", text)  # Python does not parse 03
     return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
@@ -302,7 +303,7 @@ class Term(NamedTuple):
     signature: inspect.Signature
 
     def call(self, completion: str, row: dict) -> object:
-        """Call the function with copies of the fields of the row that it takes; it may raise."""
+        """Call the function with copies of the fields of the row that it takes."""
         parameters = list(self.signature.parameters.values())
         given_by_place = {"completion", "answer", *(each.name for each in parameters[:2])}
         names = {each.name for each in parameters} & row.keys()
@@ -317,10 +318,8 @@ class Reward:
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
-        self.shaping = set()  # terms that do not say whether an answer is right
-        for name, term in terms.items():
-            if term.weight < 0 or getattr(term.function, "shaping", False):
-                self.shaping.add(name)
+        self.shaping = {name for name, term in terms.items() if term.weight < 0}
+        self.shaping |= {name for name in terms if hasattr(terms[name].function, "shaping")}
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Score completions, each with its row of the data ("prompt", "answer", ...)."""
@@ -359,7 +358,7 @@ class Reward:
         self, scores: list[Score], with_steps: bool = True
     ) -> tuple[list[float], list[float] | None]:
         """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
-        shaping. If all are, return the whole reward, and None. with_steps: rewards of steps before
+        shaping. If all are, return (whole reward, None). with_steps: the rewards of steps before
         the outcome count, too."""
         counting = [name for name in self.terms if name not in self.shaping]
         names = counting or self.terms
@@ -378,11 +377,14 @@ class Reward:
         return self.terms[name].weight * score.terms[name]
 
     def lenient_twin(self) -> "Reward | None":
-        """Return this sum with each verifier replaced by its lenient one, or None without any."""
+        """Return this sum with the lenient verifiers that its verifiers name, None without any."""
         terms = {}
         for name, term in self.terms.items():
             twin = getattr(term.function, "lenient", None)
-            terms[twin or name] = term._replace(function=VERIFIERS[twin]) if twin else term
+            with contextlib.suppress(UserError):  # the file of the twin may be deleted
+                twin and extra_of(twin)
+            found = VERIFIERS.get(twin)
+            terms[twin if found else name] = term._replace(function=found or term.function)
         return Reward(terms) if terms.keys() != self.terms.keys() else None
 
     def check_answer(self, answer: object) -> None:
@@ -393,7 +395,7 @@ class Reward:
                     term.function.__wrapped__("<answer>A</answer>", answer)
 
     def check(self, rows: list[dict]) -> None:
-        """Try users' functions on the first row; UserError if one cannot give a reward."""
+        """Try users' functions on the first row. Raise UserError if one gives no reward."""
         row = {**rows[0], "tokens": 1}  # train.py adds the number of tokens of the completion
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
@@ -412,12 +414,11 @@ class Reward:
                 need(
                     values, f"it raises {errors[:1]}; {said}, and fields by name: {', '.join(row)}"
                 )
-                for value in values:
-                    outcome_and_steps(value)
+                list(map(outcome_and_steps, values))
 
 
 def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
-    """Return (outcome, steps before it) of a verifier's value; UserError if it is no number."""
+    """Return (outcome, steps before it) of a verifier's value, or raise UserError."""
     expected = f"a number up to {LARGEST_REWARD:g}, or a list of (end, number) of steps"
     with expecting(f"it returned {value!r:.80}; expected {expected}"):
         steps = value if isinstance(value, (list, tuple)) else [(0, value)]
@@ -429,8 +430,8 @@ def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:
-    """Read `--reward`: a sum of `[weight*]verifier`, each a name or `file.py:function`, or
-    `judge:FOLDER_OR_NAME`, a reward model, on the device."""
+    """Read `--reward`: a sum of `[weight*]verifier`, each a name, `file.py:function`, or a reward
+    model, `judge:FOLDER_OR_NAME`, for which `device` is."""
     terms = {}
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
@@ -439,10 +440,10 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             name, function = "judge", extra_of("judge").Judge(place.removeprefix("judge:"), device)
         elif place in OPTIONAL:
             extra_of(place)
-        expected = "a sum of [weight*]file.py:function"
-        if ".py:" not in place:
-            expected += f" or one of {', '.join(VERIFIERS | OPTIONAL)}"
-        with expecting(f"--reward {spec}: expected {expected}"):
+        names = f" or one of {', '.join(VERIFIERS | OPTIONAL)}"
+        if ".py:" in place:
+            names = ""
+        with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):
             need(name not in terms, "a name stands there twice")
             function = function or find_verifier(place)
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
@@ -463,7 +464,7 @@ def find_verifier(place: str) -> Callable:
 
 
 def extra_of(name: str):
-    """Import the file in support/extras that registers a verifier; UserError if it is not here."""
+    """Import the file that registers an optional verifier. UserError if it is not here."""
     try:
         return importlib.import_module(f"support.extras.{OPTIONAL[name]}")
     except ModuleNotFoundError as error:  # of this file, or of one that it imports
@@ -474,8 +475,7 @@ def extra_of(name: str):
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
     """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
-    tokens_in_cache = max(length - max_length + cache, 0)
-    return -min(tokens_in_cache / max(cache, 1), 1.0)
+    return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
 
 
 def main() -> None:
@@ -496,8 +496,7 @@ def main() -> None:
     reward.note_shaping(scores)
     _, correct = reward.verdicts(scores)
     mean = sum(score.reward for score in scores) / len(rows)
-    fault = max(score.fault for score in scores)  # any that there is
-    print(f"reward {mean:.4f} of {len(rows)} {fault}")
+    print(f"reward {mean:.4f} of {len(rows)} {max(score.fault for score in scores)}")
     if correct:
         print(f"accuracy {sum(correct) / len(rows):.4f}")
         wrong = [n for n, right in enumerate(correct) if right < 1]

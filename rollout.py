@@ -280,22 +280,33 @@ def free_gb(device: torch.device) -> float:
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
 
 
-class StopTexts:
+class StopTexts(transformers.StopStringCriteria):
     """Tells which completions end with the token that completes one of some texts.
 
-    The search is transformers' own: tensors alone, some tenths of a millisecond a decode step."""
+    The search is transformers' own. It consists of tensor operations alone, so a CUDA graph can
+    hold it, and costs less than a percent of a decode step."""
 
     def __init__(self, tokenizer, texts: list[str]):
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
             written = text in tokenizer.decode(ids)
             need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
-        self.criteria = transformers.StopStringCriteria(tokenizer, texts)
-        self.width = self.criteria.maximum_token_len  # as many tokens as the longest has bytes
+        super().__init__(tokenizer, texts)
+        self.width = self.maximum_token_len  # no more tokens than the longest text has bytes
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
-        return self.criteria(tokens[:, -self.width :], None)
+        return super().__call__(tokens, None)
+
+    @staticmethod
+    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
+        """The prefix must be one that the tokenizer writes: a character tokenizer may not know
+        these letters."""
+        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
+            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+            static_prefix = next(word for word in words if word.isalnum())
+        parent = transformers.StopStringCriteria
+        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------
@@ -438,6 +449,7 @@ class Flags:
     system: str | None = flag(None, "system message, for tokenizers with a chat template")
     prompt_template: str = flag("{prompt}", "text around the prompt, with {prompt} in it")
     chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
+    stop: list[str] | None = flag(None, "text that ends a completion; may be given several times")
     samples: int = flag(4, "completions", low=1)
     max_new_tokens: int = flag(256, "limit of a completion", low=1)
     temperature: float = flag(1.0, "divides the logits; 0: greedy", low=0)
@@ -451,11 +463,13 @@ def completions_of(flags: Flags) -> Iterator[str]:
     tokenizer, config = inspect_model(flags.model)
     form = PromptFormat(tokenizer, flags, vocabulary=config.get_text_config().vocab_size)
     ids = form.encode({"prompt": flags.prompt})[IDS]
+    stops = StopTexts(tokenizer, flags.stop) if flags.stop else None
     model = load_model(flags.model, flags.device)
     generator = torch.Generator().manual_seed(flags.seed)
     uniforms = torch.rand(1, flags.samples, flags.max_new_tokens, generator=generator)
     ends = end_and_pad_ids(model, tokenizer)
-    samples = generate(model, [ids], uniforms, temperature=flags.temperature, **ends)
+    options = {"temperature": flags.temperature, "stops": stops, **ends}
+    samples = generate(model, [ids], uniforms, **options)
     for completion in samples.texts():
         yield tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
 

@@ -25,7 +25,6 @@ import collections
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -50,7 +49,7 @@ import rollout
 from support import console, data, folders
 from support.console import percent, say
 from support.data import printable
-from support.flags import ELSEWHERE, dashed, extra, flag, parse
+from support.flags import ELSEWHERE, dashed, extra, flag, flags_of, keywords, parse
 from support.models import checkpoint_layers, critic_of, frozen_copy, has_experts, refresh
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
@@ -85,9 +84,7 @@ class OwnFlags:
 
     prompts_per_step: int = flag(32, "prompts P of a rollout step", heading="rollout", low=1)
     group_size: int = flag(8, "completions G of a prompt", low=2)
-    max_new_tokens: int | None = flag(
-        None, "limit of a completion; default: the task's, or 1024", low=1
-    )
+    max_new_tokens: int | None = flag(None, "of a completion; default the task's, or 1024", low=1)
     stop: list[str] | None = flag(None, "text that ends a completion; may be given several times")
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     cache_gb: float | None = flag(None, "memory for KV caches; default: what is free", above=0)
@@ -95,26 +92,17 @@ class OwnFlags:
     stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
     tis_cap: float | None = flag(None, "bound of importance weights, sampler to pi_old", above=0)
 
-    kl_coef: float | None = flag(
-        None,
-        "weight of the KL to the reference; default 0.04 grpo, else 0",
-        heading="objective",
-        low=0,
-    )
+    entropy_coef: float = flag(0.0, "bonus per nat of entropy", heading="objective", low=0)
+    kl_coef: float | None = flag(None, "weight of the KL to the reference; grpo 0.04", low=0)
     ref_every: int = flag(0, "steps between refreshes of the reference", low=0, needs="kl_coef")
-    entropy_coef: float = flag(0.0, "bonus per nat of the mean entropy", low=0)
     dynamic_sampling: bool | None = flag(None, "replace groups of equal rewards; default: dapo's")
     overlong_cache: int | None = flag(None, "tokens before the limit that are punished", low=0)
     overlong_filter: bool = flag(False, "leave truncated completions out of the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose", extra="experts")
 
-    completions_per_update: int | None = flag(
-        None, "completions of an optimiser step; default a quarter", heading="optimiser", low=1
-    )
-    epochs: int = flag(1, "passes over a rollout", low=1)
-    lr: float | None = flag(
-        None, "of AdamW; default 2e-4 built in, else 1e-5; LoRA ten times that", above=0
-    )
+    epochs: int = flag(1, "passes over a rollout", heading="optimiser", low=1)
+    completions_per_update: int | None = flag(None, "of an optimiser step; default 1/4", low=1)
+    lr: float | None = flag(None, "default 2e-4 built in, else 1e-5; LoRA x 10", above=0)
     lr_schedule: str = flag("constant", "after warm-up", choices=("constant", "linear", "cosine"))
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
     warmup_steps: int | None = flag(None, "of the lr; default 0 built in, else 3", low=0)
@@ -137,39 +125,17 @@ class OwnFlags:
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
 
-def numbers_of(function: Callable) -> dict[str, typing.Any]:
-    """Return the keyword-only parameters of a function in gspo.py, with their defaults."""
-    parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
-
-
 def own_numbers(algorithm: gspo.Algorithm) -> dict[str, typing.Any]:
     """Return flag -> default of all numbers of an algorithm, without the flags of every run."""
-    numbers = numbers_of(algorithm.loss) | numbers_of(algorithm.advantages)
+    numbers = keywords(algorithm.loss) | keywords(algorithm.advantages)
     if algorithm.reads == "values":
-        numbers |= numbers_of(gspo.value_loss)
+        numbers |= keywords(gspo.value_loss)
     return {name: default for name, default in numbers.items() if not hasattr(OwnFlags, name)}
 
 
-def objective_flags() -> list[tuple[str, type, dataclasses.Field]]:
-    """Make a flag of each number in gspo.py. --help lists the default of each algorithm."""
-    defaults = collections.defaultdict(dict)  # flag -> default -> algorithms
-    for algo, row in gspo.ALGOS.items():
-        for name, default in own_numbers(row).items():
-            defaults[name].setdefault(default, []).append(algo)
-    flags, heading = [], "numbers of the objective"
-    for name, algos in defaults.items():
-        rules = {"help": name, **gspo.NUMBERS.get(name, {})}
-        of_each = "; ".join(f"{default} {', '.join(those)}" for default, those in algos.items())
-        text = f"{rules.pop('help')}; default {of_each}"
-        kind = next((type(each) for each in algos if isinstance(each, (str, bool))), float)
-        flags.append((name, kind | None, flag(None, text, heading=heading, **rules)))
-        heading = None
-    return flags
-
-
 # Every flag. A keyword-only parameter that is added to a loss in gspo.py is a flag at once
-Config = dataclasses.make_dataclass("Config", objective_flags(), bases=(OwnFlags,))
+NUMBER_FLAGS = flags_of({algo: own_numbers(row) for algo, row in gspo.ALGOS.items()}, gspo.NUMBERS)
+Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 # flags of the algorithms whose advantages read these
 FLAGS_OF_INPUTS = {"values": {"critic_lr"}, "teacher": {"teacher"}}
@@ -503,7 +469,10 @@ def score(run: Run, batch: Batch) -> None:
         found.append(each.reward + rewards.soft_overlong_penalty(length, limit, cache))
     batch.rewards = torch.tensor(found, device=config.device)
     if run.algorithm.reads in ("steps", "tokens", "values"):
-        place_rewards(run, batch)
+        steps = [each.steps for each in batch.samples.scores]
+        batch.token_rewards, batch.step_ends = place_rewards(
+            batch.rewards, steps, batch.rollout, run.tokenizer
+        )
 
 
 def score_samples(run: Run, samples: Samples) -> None:
@@ -537,21 +506,24 @@ def verdicts(run: Run, scores: list[rewards.Score], group_size: int, with_steps:
     return rewarded, correct
 
 
-def place_rewards(run: Run, batch: Batch) -> None:
-    """Put rewards at tokens, and mark where steps end: (N, T) each. The outcome stands at the last
-    token. The reward of a step, (end in characters, reward), stands at the token that completes the
-    step's text."""
-    samples, own = batch.rollout, own_tokens(batch.rollout)
+def place_rewards(
+    outcomes: Tensor, steps: list, samples: rollout.Rollout, tokenizer
+) -> tuple[Tensor, Tensor]:
+    """Return rewards at tokens, and the ends of steps, (N, T) each. An outcome (N,) stands at the
+    last token, the reward of a step, (end in characters, reward), at the token that completes it.
+    """
+    own = own_tokens(samples)
     last = own[:, -1:]
     zeros = torch.zeros_like(samples.sampler_logprobs)
-    batch.token_rewards = zeros.scatter(1, last, batch.rewards[:, None])
-    batch.step_ends = torch.zeros_like(samples.completion_mask).scatter(1, last, True)
-    for i, each in enumerate(batch.samples.scores):
+    token_rewards = zeros.scatter(1, last, outcomes[:, None])
+    step_ends = torch.zeros_like(samples.completion_mask).scatter(1, last, True)
+    for i, steps_of_row in enumerate(steps):
         ids = samples.completions[i, : samples.lengths[i]].tolist()
-        for end, reward in each.steps:
-            token = own[i, token_that_completes(run.tokenizer, ids, end)]
-            batch.token_rewards[i, token] += reward
-            batch.step_ends[i, token] = True
+        for end, reward in steps_of_row:
+            token = own[i, token_that_completes(tokenizer, ids, end)]
+            token_rewards[i, token] += reward
+            step_ends[i, token] = True
+    return token_rewards, step_ends
 
 
 def own_tokens(samples: rollout.Rollout) -> Tensor:
@@ -672,7 +644,7 @@ def advantages(run: Run, batch: Batch) -> Tensor:
 
 def numbers_for(config: Config, function: Callable) -> dict[str, typing.Any]:
     """Return the keyword-only parameters of a function in gspo.py, as the flags say."""
-    return {name: getattr(config, name) for name in numbers_of(function)}
+    return {name: getattr(config, name) for name in keywords(function)}
 
 
 # ---- 6. improve ----------------------------------------------------------------------------------
@@ -1218,8 +1190,6 @@ def first_evaluation(run: Run) -> None:
     trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
     size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
     say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
-    if config.steps <= config.warmup_steps:
-        say(f"a smoke test: --steps {config.steps} end inside --warmup-steps {config.warmup_steps}")
     if run.progress.step == 0:
         run.progress.before = evaluate(run, pass_k=config.eval_samples)
     say(f"{len(run.held_out)} prompts held out, before step 1: {percent(run.progress.before)}")
@@ -1235,9 +1205,8 @@ def own_folder(run: Run) -> None:
         folders.write_json(folder / "config.json", dataclasses.asdict(config))
         folders.repair(folder, run.progress.step)
         command = shlex.join(["python", "train.py", *sys.argv[1:]])
-        date = time.strftime("%Y-%m-%d")
-        begin = {"date": date, "command": command, "step": 0, **run.progress.before}
-        folders.append_rows(folder / "starts.jsonl", [begin])
+        begin = {"date": time.strftime("%Y-%m-%d"), "command": command, "step": 0}
+        folders.append_rows(folder / "starts.jsonl", [begin | run.progress.before])
         folders.append_rows(folder / "evaluations.jsonl", run.answers)
         if run.open_tracker:
             done, began = run.progress.step, run.progress.began

@@ -37,13 +37,13 @@ def expecting(expected: str) -> Iterator[None]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return an ending for a sentence about an unknown word: `; did you mean math?`, or nothing."""
+    """Return the end of a sentence about an unknown word, such as `, did you mean math?`."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def function_of(place: str, kind: str = "function") -> Callable:
-    """Import the function of `file.py:function`; UserError if the file has none of that name."""
+    """Import the function of `file.py:function`. UserError if the file has none of that name."""
     path, _, name = place.rpartition(":")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours, now and when it runs

@@ -1,4 +1,4 @@
-"""support/credit.py: at which token a reward stands."""
+"""At which token a reward stands: place_rewards and token_that_completes of train.py."""
 
 import types
 
@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import rollout
-from support.credit import placed, token_that_completes
+from train import place_rewards, token_that_completes
 
 
 def byte_tokenizer(fallback):
@@ -75,6 +75,6 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step():
     )
     samples = rollout.Rollout(**{name: columns[name] for name in rollout.Rollout._fields})
     steps = [[(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)]]
-    per_token, ends = placed(torch.tensor([8.0, 16.0]), steps, samples, Pieces())
+    per_token, ends = place_rewards(torch.tensor([8.0, 16.0]), steps, samples, Pieces())
     assert per_token.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
     assert ends.tolist() == [[True, False, True, True], [True, True, False, False]]

@@ -1,4 +1,4 @@
-"""What a run reads: rows of prompts and answers, what is held out, how prompts become tokens."""
+"""Rows of prompts and answers, held-out rows, and how prompts become tokens."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
 
 
 def test_read_rows_keeps_all_fields_in_order(tmp_path):
-    """`question`, as in GSM8K, is a prompt where there is no other; empty lines are none."""
+    """`question`, as in GSM8K, is the prompt if there is no other. Empty lines are skipped."""
     path = tmp_path / "rows.jsonl"
     path.write_text(
         '\ufeff{"question": "q", "answer": "1", "level": 3}\n\n'
@@ -83,7 +83,7 @@ def test_peers_get_conversations_as_they_are():
 
 
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
-    """The same prompts in any order, beside others, and repeated; never on both sides."""
+    """In any order, with other rows and with repeated rows. No prompt is on both sides."""
     rows = [{"prompt": f"{i}+0=", "answer": i} for i in range(200)]
     train, held_out = hold_out([*rows, *rows[:50]], "--data")
     texts = {row["prompt"] for row in held_out}
@@ -92,8 +92,9 @@ def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
     assert {row["prompt"] for row in hold_out(rows[::-2], "--data")[1]} == texts & {
         row["prompt"] for row in rows[::-2]
     }
-    train, held_out = hold_out([{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}], "--data")
-    assert len(train) in (1, 2) and len(train) + len(held_out) == 3
+    for count in range(2, 9):  # even if the hash of none, or of all, says so
+        train, held_out = hold_out(rows[:count], "--data")
+        assert train and held_out and len(train) + len(held_out) == count
     with pytest.raises(UserError, match="--data x: expected two prompts"):
         hold_out([{"prompt": "a"}, {"prompt": "a"}], "--data x")
 
@@ -116,7 +117,7 @@ TEMPLATE = (
 
 
 def form(template=None, vocabulary=math.inf, context=math.inf, **flags):
-    """A PromptFormat of the tests' tokenizer, a character a token."""
+    """Return a PromptFormat of the tests' tokenizer: one token a character."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = template
     defaults = {"system": None, "prompt_template": "{prompt}", "chat_template_args": "{}"}
@@ -125,7 +126,7 @@ def form(template=None, vocabulary=math.inf, context=math.inf, **flags):
 
 
 def encoded(prompt, *arguments, **flags):
-    """What the model sees of a prompt."""
+    """Return the text that the model gets for a prompt."""
     made = form(*arguments, **flags)
     return made.tokenizer.decode(made.encode({"prompt": prompt})[IDS])
 
@@ -141,8 +142,8 @@ def conversation(number: int) -> list[dict]:
 
 
 def test_what_the_model_sees_of_a_prompt():
-    """With a chat template and without. The two characters that a shell makes of \\n are a line
-    break, but not in a LaTeX command."""
+    """With a chat template and without. The two characters \\n are a line break, but not in a
+    LaTeX command."""
     latex = r"Say if {prompt} \neq 0, \nabla f, \nu"
     assert form(prompt_template=latex).template == latex
     assert form(prompt_template=r"\n\n{prompt}\n#\n").template == "\n\n{prompt}\n#\n"
@@ -191,7 +192,7 @@ def test_formats_that_no_prompt_can_have_are_refused():
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
-    """A tokenizer of another model: `#`, the last of 18, is no row of an embedding of 17."""
+    """The tokenizer is another model's: token 17, `#`, has no row in an embedding of 17."""
     form(vocabulary=17).encode({"prompt": "1+1="})
     form(vocabulary=18).encode({"prompt": "#"})
     with pytest.raises(UserError, match="tokenizer makes token 17 of the prompt '#'.*embeds 17"):
@@ -217,7 +218,7 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
 
 @pytest.mark.usefixtures("place")
 def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
-    """question / answer, where the answer is a solution that ends in #### 42; `math` by default."""
+    """Fields question and answer, a solution that ends in #### 42. The reward is `math`."""
     solution = "It is {0} and one more: <<{0}+1={1}>>{1}.\n#### {1}"
     rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(12)]
     write_rows(Path("gsm8k.jsonl"), rows)
@@ -250,7 +251,7 @@ def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
 
 @pytest.mark.usefixtures("place")
 def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
-    """The template reads all of it; the reward gets the messages; samples have their text."""
+    """The template gets all messages, and so does the reward. Samples have their text."""
     chat = copied(models / "tiny", tmp_path / "chat", chat_template__jinja=TEMPLATE.encode())
     rows = [{"prompt": conversation(i), "answer": str(7 + i)} for i in range(10)]
     write_rows(Path("talks.jsonl"), rows)

@@ -17,6 +17,7 @@ NEEDS = {  # extra -> flags that ask for it
     "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
     "experts": ["--routing-replay --model models/moe --reward arithmetic"],
     "judge": ["--reward judge:models/judge"],
+    "lenient": ["--reward math_lenient --data rows.jsonl --model models/tiny"],
     "lora": ["--lora-rank 4"],
     "fast_scoring": [],
     "fast_sampling": [],

@@ -1,4 +1,4 @@
-"""The command line of train.py: what its flags take, reach and refuse, each in one sentence."""
+"""The command line of train.py: ranges of flags, one sentence for each mistake, defaults."""
 
 import dataclasses
 import json
@@ -13,11 +13,25 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import gpu_report
 import gspo
 import train
+from support import data
 from support.flags import dashed, kinds_of
 from support.user import UserError
-from tools import BASE, ROOT, Calls, copied, good, launch, needed, refused, spied, strict
+from tools import (
+    BASE,
+    ROOT,
+    Calls,
+    character_tokenizer,
+    copied,
+    good,
+    launch,
+    needed,
+    refused,
+    spied,
+    strict,
+)
 
 pytestmark = pytest.mark.usefixtures("place")
 FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
@@ -27,7 +41,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
 
 @pytest.fixture(scope="module")
 def wrong_models(models):
-    """Model folders that cannot be trained, each for a reason of its own."""
+    """Model folders that cannot be trained, each for its own reason."""
     tiny, weights = models / "tiny", "model.safetensors"
     copied(tiny, models / "weightless", [weights])
     copied(tiny, models / "pickled", [weights], pytorch_model__bin=b"\x80\x02}q\x00.")
@@ -72,23 +86,18 @@ ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 DATA = f"{BASE} --data bad.jsonl"
 MATH = "--model models/tiny --reward math --data bad.jsonl"
 CHAT = f"{BASE} --model models/strict-chat"
-# name -> flags, what the sentence must contain, and what bad.jsonl holds: one row a mechanism
+# name -> flags, words of the sentence, and the content of bad.jsonl: one row a mechanism
 BAD_INPUT = {
     # the parser
     "unknown-flag": (f"{BASE} --group_size 4", ["--group_size", "did you mean --group-size"]),
     "unknown-flags": (
         f"{BASE} --learning_rate 1 --wibble=2 --beta -1",
-        ["--learning_rate, --wibble=2, --beta: there is no", "for --learning-rate take --lr"],
+        ["--learning_rate, --wibble=2, --beta: there is no", "for --learning-rate use --lr"],
     ),
     "no-value": (f"{BASE} --lr", ["--lr", "expected"]),
     "wrong-type": (f"{BASE} --steps 1.5", ["--steps", "1.5"]),
     "wrong-choice": (f"{BASE} --algo gsop", ["--algo gsop", "expected one of", "mean gspo"]),
-    "too-small": (f"{BASE} --group-size 1", ["--group-size 1", "at least 2"]),
-    "not-above": (f"{BASE} --temperature 0", ["--temperature 0", "above 0"]),
-    "too-large": (f"{BASE} --algo ppo --gae-lambda 1.1", ["--gae-lambda", "at most 1"]),
-    "nan": (f"{BASE} --lr nan", ["--lr", "nan"]),
-    "infinite": (f"{BASE} --lr inf", ["--lr", "inf"]),
-    # flags that cannot go together, or do nothing
+    # flags that do not fit each other, or would do nothing
     "not-dividing": (f"{BASE} --completions-per-update 7", ["--completions-per-update 7", "16"]),
     "zero-is-given": (f"{BASE} --algo reinforce --clip-low 0", ["--clip-low", "reinforce"]),
     "tis-of-sampler": (
@@ -161,7 +170,7 @@ PLAIN = ("resume-without-name", "a-task-for-readers")  # without the flags of th
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_sentence(case, wrong_models, tmp_path, monkeypatch):
-    """Exit 2 and one line that says what is wrong where; no folder, no traceback."""
+    """Exit status 2 and one line that names the mistake. No folder, no traceback."""
     flags, fragments, *content = BAD_INPUT[case]
     monkeypatch.setattr("builtins.input", lambda *args: "y")  # who asks is answered
     for text in content:
@@ -218,7 +227,7 @@ def test_a_flag_with_a_line_break_stays_one_line(flag, tmp_path):
 
 
 def test_weights_that_are_torn_name_the_model(models, tmp_path):
-    """Cannot be seen before loading; still the user's folder is at fault, not a file of the run."""
+    """This shows only while weights load. The sentence blames the user's folder."""
     data = (models / "tiny" / "model.safetensors").read_bytes()
     torn = copied(models / "tiny", tmp_path / "torn", ["model.safetensors"])
     (torn / "model.safetensors").write_bytes(data[: len(data) // 2])
@@ -287,8 +296,8 @@ def given(name: str, value):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_flag_takes_its_range_and_no_more(name):
-    """Numbers have a bound; a value at it, or just past it, is taken; one on the other side, and
-    what is no number, is refused by name."""
+    """Every number has a bound. Values within it are accepted. Values beyond it, and words that are
+    no number, are refused by name."""
     kind, limits = kinds_of(FIELDS[name])[0], FIELDS[name].metadata
     if limits["choices"]:
         assert given(name, limits["choices"][0]) == limits["choices"][0]
@@ -312,6 +321,14 @@ def test_a_flag_takes_its_range_and_no_more(name):
     for value in wrong:
         with pytest.raises(UserError, match=dashed(name)):
             given(name, value)
+
+
+def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
+    for words, expected in (([], ["a"]), (["--stop", "b", "--stop", "c"], ["b", "c"])):
+        config = train.parse(train.Config, "", words, defaults={"stop": ["a"]})
+        assert config.stop == expected
+    with pytest.raises(UserError, match="--stop: expected texts"):
+        train.parse(train.Config, "", [], defaults={"stop": [1]})
 
 
 def test_help_has_every_flag_with_its_default(capsys):
@@ -370,6 +387,23 @@ def test_flags_reach_their_functions(algorithm, monkeypatch, tmp_path):
             assert values.items() <= keyword.items()
 
 
+def test_the_scripts_of_published_runs_are_accepted(tmp_path):
+    """Their flags, the template that bash makes of them, and the points that they name."""
+    scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
+    assert len(scripts) == 2
+    for script in scripts:
+        assert script.read_text() in gpu_report.reference_runs()
+        stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
+        output = subprocess.check_output(["bash", "-c", stub + script.read_text()]).decode()
+        _, trained, drawn = [each.split("\0")[1:-1] for each in output.split("\1")[:-1]]
+        config = train.parse_flags(trained)
+        published = f"docs/runs/published/{script.stem}.csv"
+        assert drawn == ["--report", f"runs/{config.name}", published]
+        assert (ROOT / published).exists()
+        form = data.PromptFormat(character_tokenizer(), config)
+        assert "{prompt}\n" in form.template and "\\n" not in form.template
+
+
 def resolved(flags: str) -> train.Config:
     return train.parse_flags(flags.split())
 
@@ -405,7 +439,7 @@ def test_a_flag_of_another_algorithm_is_refused():
         refusals = 0
         value = VALUES.get(flag, 1e-3)
         for name, row in gspo.ALGOS.items():
-            reached = train.numbers_of(row.loss).keys() | train.numbers_of(row.advantages).keys()
+            reached = train.keywords(row.loss).keys() | train.keywords(row.advantages).keys()
             if row.reads == "values":
                 reached |= {"critic_lr", "value_clip"}
             words = f"--algo {name} {needed(name)} {dashed(flag)} {value}"

@@ -63,9 +63,9 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weights, mode
         even = score.terms.get("even", 0.0)
         expected = weights[0] * even + weights[1] * score_of(model, data["prompt"] + text)
         assert score.reward == pytest.approx(expected, abs=1e-4)
-        paid.append(score.reward)
+        rewarded.append(score.reward)
         verdicts.append(even)
-    assert row["reward"] == pytest.approx(sum(paid) / len(paid), abs=1e-4)
+    assert row["reward"] == pytest.approx(sum(rewarded) / len(rewarded), abs=1e-4)
     assert row["advantage_abs"] > 0 and row["dead"] < 1
     if weights[0]:
         assert row["solved"] == pytest.approx(sum(verdicts) / len(verdicts), abs=1e-6)
@@ -81,10 +81,10 @@ def test_it_is_marked_as_shaping(model):
 def test_groups_are_told_apart_beyond_1(model, monkeypatch, tmp_path):
     """Scores above 1 do not make every group all right: dynamic sampling keeps what differs."""
 
-    def pays_much(judge, texts):
+    def scores_much(judge, texts):
         return {text: 5.0 + text.count("2") + len(text) / 10 for text in texts}
 
-    monkeypatch.setattr(Judge, "classify", pays_much)
+    monkeypatch.setattr(Judge, "classify", scores_much)
     flags = "--model models/tiny --algo dapo --reward judge:models/judge --steps 1"
     row = metrics(good(tmp_path, flags).folder)[0]
     assert row["advantage_abs"] > 0 and row["dead"] < 1 and row["reward"] > 1
@@ -93,7 +93,7 @@ def test_groups_are_told_apart_beyond_1(model, monkeypatch, tmp_path):
 @pytest.mark.parametrize("pad", [2, None])
 def test_it_does_not_read_padding(pad, model, folder):
     """Its scores in a batch are those of one row at a time, whatever pad token its config names;
-    what is too long loses its beginning; equal texts are paid alike."""
+    what is too long loses its beginning; equal texts are rewarded alike."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"pad_token_id": pad, "max_position_embeddings": 24}
     (folder / "config.json").write_text(json.dumps(config))

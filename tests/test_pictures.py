@@ -78,6 +78,26 @@ def test_curve_begins_before_training_and_is_the_mean_of_seeds(tmp_path):
     assert "tiny on arithmetic" in told and "gspo goes from 30.0% to 90.0% in 10 steps" in told
 
 
+def test_long_picture_is_mean_and_range_of_seeds():
+    """Two seeds end at 0.5 and 0.9: the line at 0.7, the shaded area from 0.5 to 0.9."""
+    same = {"lr": 4e-4, "updates": 16, "tokens": 80, "more": ""}
+    runs = [
+        same | {"row": row, "seed": seed, "solved": {"0": 0.4, "16": end}}
+        for row in pictures.LONG_ROWS
+        for seed, end in enumerate((0.5, 0.9))
+    ]
+    others = [same | {"row": "cispo", "seed": 0}, same | {"row": "gspo", "tokens": 40, "seed": 0}]
+    root = drawn(pictures.long_picture(runs + others))
+    plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
+    curves = of_class(root, "curve") + of_class(root, "edge")
+    for curve, area in zip(curves, of_class(root, "area"), strict=True):
+        expected = [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))]
+        assert places(curve) == [pytest.approx(place, abs=0.06) for place in expected]
+        ends = [y for x, y in places(area) if x > 400]
+        assert ends == pytest.approx([plot.y(0.5), plot.y(0.9)], abs=0.06)
+    assert "gspo at 4e-4 from 40% to 70%" in root.find(f"{SVG}desc").text
+
+
 def test_a_token_beyond_the_axis_has_no_dot():
     shown = pictures.Completion(["1", "+", "2", "<eos>"], [0.0, 0.1, -0.5, 0.001])
     assert shown.log_ratio == pytest.approx(-0.39900 / 4)

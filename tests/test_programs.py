@@ -1,4 +1,4 @@
-"""Programs in completions: which one runs, when it pays, and that no crash and no trick does."""
+"""Programs in completions: which one runs, when it rewards, and that no crash and no trick does."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def fenced(source):
     ],
     ids=lambda source: source.strip()[:20],
 )
-def test_code_pays_a_right_function(source):
+def test_code_rewards_a_right_function(source):
     """Whatever it does besides, and whatever names it takes."""
     assert VERIFY["code"](fenced(source), ADD) == 1.0
 
@@ -86,7 +86,7 @@ def test_code_pays_a_right_function(source):
         "x = " + "(" * 300 + ")" * 300,
     ],
 )
-def test_code_does_not_pay_a_wrong_function(source):
+def test_code_does_not_reward_a_wrong_function(source):
     assert VERIFY["code"](fenced(source), ADD) == 0.0
 
 
@@ -114,16 +114,17 @@ OTHER = """
 
 
 @pytest.mark.parametrize(
-    "paid, cell", [*((1.0, cell) for cell in cells(SAME)), *((0.0, cell) for cell in cells(OTHER))]
+    "rewarded, cell",
+    [*((1.0, cell) for cell in cells(SAME)), *((0.0, cell) for cell in cells(OTHER))],
 )
-def test_code_compares_type_strictly(paid, cell):
+def test_code_compares_type_strictly(rewarded, cell):
     result, expected = cell.split(" => ")
     answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
-    assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == paid
+    assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == rewarded
 
 
 @pytest.mark.parametrize(
-    "source, paid",
+    "source, rewarded",
     [
         ("a, b = map(int, input().split())\nprint(a + b)", 1),
         ("import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')", 1),
@@ -134,8 +135,10 @@ def test_code_compares_type_strictly(paid, cell):
         ("a, b = map(int, input().split())\nprint(a + b, a)", 0),
     ],
 )
-def test_code_runs_whole_programs(source, paid):
-    assert VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}) == paid
+def test_code_runs_whole_programs(source, rewarded):
+    assert (
+        VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}) == rewarded
+    )
 
 
 MALFORMED = """
@@ -249,7 +252,7 @@ def test_code_with_a_function_and_a_stdin_calls_the_function():
     assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), answer) == 1.0
 
 
-def test_code_strict_pays_only_with_every_layer(monkeypatch):
+def test_code_strict_rewards_only_with_every_layer(monkeypatch):
     there = sandbox.run_program("")[0]
     assert VERIFY["code_strict"](fenced(RIGHT), ADD) == float(all(there.values()))
     monkeypatch.setattr(sandbox, "LAYERS", (*sandbox.LAYERS, "one that no kernel has"))
@@ -276,7 +279,7 @@ CRASHES = {  # programs that fail, and print nothing before
 
 
 @pytest.mark.parametrize("name", CRASHES)
-def test_code_never_pays_a_crash(name):
+def test_code_never_rewards_a_crash(name):
     """Whatever was expected: where that is nothing, a program that failed has printed it."""
     crash, empty = CRASHES[name], {"stdin": [["1", ""], ["2", " \n"]]}
     one_of_two = f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
@@ -287,19 +290,19 @@ def test_code_never_pays_a_crash(name):
     assert VERIFY["code"](fenced(f"{RIGHT}\n{crash}"), ADD) == 0.0
 
 
-def test_code_never_pays_a_program_whose_time_is_over(monkeypatch):
+def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.7)
     waits = "import time\ntime.sleep(30)"
     assert VERIFY["code"](fenced(waits), {"stdin": [["", ""]]}) == 0.0
     assert VERIFY["code"](fenced(f"print(3, flush=True)\n{waits}"), {"stdin": [["", "3"]]}) == 0.0
 
 
-def test_code_never_pays_where_there_is_no_program():
+def test_code_never_rewards_where_there_is_no_program():
     for text in ("", "no program", "```python\n```", "```text\nx\n```"):
         assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
 
 
-def test_code_pays_silence_where_it_is_expected():
+def test_code_rewards_silence_where_it_is_expected():
     """The programs above fail for their crash, and not for what they did not print."""
     assert VERIFY["code"](fenced("x = input()"), {"stdin": [["1", ""], ["2", " \n"]]}) == 1.0
     assert VERIFY["code"](fenced("import sys\nsys.exit(0)"), {"stdin": [["", ""]]}) == 1.0
@@ -362,7 +365,7 @@ def test_code_runs_the_block_that_reads_its_input():
     assert VERIFY["code"](fenced(READS) + fenced(READS.replace("a + b", "0")), cases) == 0.0
 
 
-ATTACKS = {  # each would pay if the verifier trusted the child
+ATTACKS = {  # each would be rewarded if the verifier trusted the child
     "early exit": "import os\nos._exit(0)",
     "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
     "sys.exit": "import sys\nsys.exit(0)",
@@ -446,7 +449,7 @@ ATTACKS = {  # each would pay if the verifier trusted the child
 @pytest.mark.parametrize(
     "off", [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in sandbox.LAYERS]]
 )
-def test_code_does_not_pay_attacks(off, monkeypatch):
+def test_code_does_not_reward_attacks(off, monkeypatch):
     """With any one layer switched off, too: verdicts rest on none of them."""
     monkeypatch.setattr(sandbox, "NEEDED", ())
     monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))

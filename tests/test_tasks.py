@@ -31,14 +31,16 @@ VERIFY = rewards.VERIFIERS
         ("", [(1, 0), (0, 0)]),
         ("7+5=٢;٢*3=6#6", [(6, 0), (12, 0), (13, 1)]),
         ("7+5=2;2*3=6", [(6, 1), (12, 1), (11, 0)]),
+        ("7+5=x;x*3=None#6", [(6, 0), (15, 0), (16, 1)]),
+        (";*3=0#6", [(1, 0), (6, 0), (7, 1)]),
     ],
 )
-def test_arithmetic_steps_pay_each_operation(completion, expected):
+def test_arithmetic_steps_reward_each_operation(completion, expected):
     """(end in characters, reward), the outcome last: 7+5*3 from left to right modulo 10 is 6."""
     assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == expected
 
 
-def test_arithmetic_pays_what_stands_behind_the_last_mark():
+def test_arithmetic_rewards_what_stands_behind_the_last_mark():
     """To the letter; the answer may be a number."""
     for right in ("7+5=2;2*3=6#6", "#6", "#5#6"):
         assert VERIFY["arithmetic"](right, "6") == VERIFY["arithmetic"](right, 6) == 1.0

@@ -313,7 +313,7 @@ def test_a_place_is_read(stand):
 @pytest.mark.parametrize(
     "tool, words",
     [
-        ("tool.py:answer", "asked after TEXT"),
+        ("tool.py:answer", "called after TEXT"),
         ("calc", "calculator"),
         ("tool.py:answers@;", "did you mean answer"),
         ("no.py:answer@;", "FileNotFoundError"),

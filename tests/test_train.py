@@ -305,7 +305,7 @@ def test_every_algorithm_trains_by_its_papers_numbers(algorithm, monkeypatch, se
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
     config = strict((folder / "config.json").read_text())
-    for flag, default in (train.numbers_of(row.loss) | train.numbers_of(row.advantages)).items():
+    for flag, default in (train.keywords(row.loss) | train.keywords(row.advantages)).items():
         if flag in ("max_new_tokens", "reward_coef"):  # every run's; by whether --reward is asked
             continue
         assert config[flag] == default

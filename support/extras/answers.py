@@ -1,9 +1,8 @@
-"""Do two answers mean the same? `same_answer(given, gold)`, for answers in LaTeX or plain text;
-and `last_number` of a text that marks none.
+"""`--reward math`: do two answers mean the same? `same_answer(given, gold)` reads LaTeX and text.
 
-Both are read into trees and compared: by their values where they have some (letters get numbers, at
-several points), piece by piece where they are points, sets and the like, else as text. Answers come
-from models that are trained on the verdict: nothing is evaluated, and no call takes long."""
+Both answers become trees. Trees are compared by their values where they have values (letters get
+numbers, at several points), piece by piece where they are points, sets and the like, else as text.
+Answers come from models that are trained on the verdict: nothing is evaluated, no call is slow."""
 
 import functools
 import itertools
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import mpmath
 
-from rewards import DENIAL, MAX_TEXT, after_thinking, final_answer, gold_answer, verifier
+from rewards import DENIAL, final_answer, gold_answer, verifier
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read; a longer one is compared as text
 MAX_DEPTH = 60  # brackets within brackets
@@ -28,40 +27,25 @@ def math_answer(completion: str, answer: str | int | float) -> bool:
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
 
-def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """1 if the marked answer, or the last number where none is marked, is the gold one."""
-    gold = gold_answer(answer)
-    given = final_answer(completion, marked=True)
-    text = after_thinking(completion)
-    if not re.search(r"<answer>|\\boxed|####", text):
-        given, behind = last_number(text[-MAX_TEXT:].strip())
-        if DENIAL.search(behind[:100]):
-            return False
-    return same_answer(given, gold)
-
-
 math_answer.lenient = "math_lenient"
 verifier(math_answer, "math")
-verifier(math_lenient)
 
 
 class Unreadable(ValueError):
-    """The text is no expression of our grammar, or has no value: it is compared as text."""
+    """The text has no tree in our grammar, or no value. It is compared as text."""
 
 
 # ---------------------------------------------------------------------- reading
 
 SYMBOLS = r"""
     *←\cdot,\times,\ast,×,·,⋅  /←\div,÷  -←−,–  ^←**  %←\%  °←^\circ,^{\circ},\degree
-    \frac←\dfrac,\tfrac,\cfrac  \sqrt←√  ±←\pm  ∓←\mp
-    \frac12←½  \frac13←⅓  \frac34←¾
+    \frac←\dfrac,\tfrac,\cfrac  \sqrt←√  ±←\pm  ∓←\mp  \frac12←½  \frac13←⅓  \frac34←¾
     ∞←\infty  (-∞,∞)←ℝ  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt
     ≤←<=,\le,\leq,\leqslant  ≥←>=,\ge,\geq,\geqslant  ≠←!=,\ne,\neq
     (←\langle  )←\rangle  ⟨←\{,\lbrace  ⟩←\},\rbrace  |←\lvert,\rvert,\vert,\|
-    ⌊←\lfloor  ⌋←\rfloor
-    \epsilon←\varepsilon  \phi←\varphi
+    ⌊←\lfloor  ⌋←\rfloor  \epsilon←\varepsilon  \phi←\varphi
     dollar←\$,\textdollar  euro←€  yen←¥  rupee←₹
-"""  # ours, and what LaTeX, Unicode and programs write for it
+"""  # our symbol, and how LaTeX, Unicode and programs write it
 SPACES = (r"\ ", r"\,", r"\;", r"\:", "~", "{,}", "{, }", r"\quad", r"\qquad")  # 1{,}000 is 1 000
 NOTHING = r"""
     \left \right \mathbf \boldsymbol \underline \fbox \large
@@ -76,7 +60,7 @@ SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆
 
 
 def meanings() -> dict[str, str]:
-    """Symbol -> what it is in our grammar."""
+    """Return symbol -> our symbol."""
     found = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")
     for row in SYMBOLS.split():
         ours, _, others = row.partition("←")
@@ -108,7 +92,7 @@ REPEATING = re.compile(
     r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*(?:\{([0-9]+)\}|([0-9]))(?![0-9])"
 )
 DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
-REWRITES = (  # what stands in the text, for speed; what to look for; what it becomes
+REWRITES = (  # a part of the text (for speed), the pattern, its replacement
     ('"', re.compile('"'), " "),
     ("er cent", re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
     ("eal", re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
@@ -163,7 +147,7 @@ TOKEN = re.compile(
     | \\ (?: [a-zA-Z]+ | \\ )                                # a command, or the end of a row
     | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,}             # a word; but xyz is a product
     | (?<=[ ]) (?: is | of | to | so | in ) (?= [ ] | $ )    # short words
-    | (?<=[0-9 ]) (?: cm | mm | km | kg | mL | ft | sq | in(?=\^) ) (?: \^ \{?[23]\}? )? (?![a-zA-Z])
+    | (?<=[0-9 ]) (?: [cmk]m | kg | mL | ft | sq | in(?=\^) ) (?: \^ \{?[23]\}? )? (?![a-zA-Z])
     | \A [Nn]o \Z                                            # yes, or no
     | (?: pi | ln | or ) (?![a-zA-Z])
     | [fghy] \^ \{ (?: -1 | \([^()]\) ) \} (?= [ ]? \( )     # f^{-1}(x), y^{(4)}(0)
@@ -173,14 +157,12 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 WORD = re.compile(r"[a-zA-Z]{2,}|[a-z]+/[a-z]+(\^2)?|[a-z]{2}\^\{?[23]\}?")
-END = re.compile(
-    r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z"
-)  # a full stop, what is left of a row or of a space
+END = re.compile(r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z")  # a full stop, the end of a row
 CLOSING = (")", "]", "⟩")
 
 
 def tokenise(text: str) -> list[str]:
-    """Tokens of an answer in LaTeX or plain text. A word, or a text in a box, begins with `"`."""
+    """Return the tokens of an answer. A word, or a text in a box, begins with `"`."""
     text = rewritten(text, REWRITES)
     text = END.sub("", " ".join(SYMBOL.sub(our_symbol, text).split()))
     if len(text) > 2 * MAX_EXPRESSION:
@@ -204,14 +186,14 @@ def rewritten(text: str, rewrites: tuple) -> str:
 
 
 def repeated(whole: str, once: str, in_braces: str | None, alone: str | None) -> str:
-    """The fraction that a repeating decimal is: `(\\frac{15}{90})` for `0.1\\overline{6}`."""
+    """Return a repeating decimal as a fraction: `(\\frac{15}{90})` for `0.1\\overline{6}`."""
     again = in_braces or alone
     above = int(whole + once + again) - int("0" + whole + once)
     return f"(\\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}})"
 
 
 def our_symbol(found: re.Match) -> str:
-    """`\\dfrac12·π` is `\\frac12*\\pi `, and `x⁴` is `x^4`."""
+    """Return `\\frac12*\\pi ` for `\\dfrac12·π`, and `x^4` for `x⁴`."""
     if found["raised"]:
         return f"^{{{found[0].translate(SMALL)}}}"
     if found["lowered"]:
@@ -224,7 +206,7 @@ MEANINGS_OF_WORDS |= {"infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
 
 
 def word_tokens(word: str, boxed: bool) -> list[str]:
-    """Tokens of a word or of the text in a box: what it means in our grammar, else itself."""
+    """Return the tokens of a word, or of the text in a box."""
     meaning = word.strip(" ,").lower()
     if meaning in MEANINGS_OF_WORDS:
         return MEANINGS_OF_WORDS[meaning]
@@ -240,14 +222,14 @@ def word_tokens(word: str, boxed: bool) -> list[str]:
 
 
 class Node(NamedTuple):
-    """A piece of an answer: its kind, the pieces that it is made of, and a value of its own.
+    """A piece of an answer: its kind, the pieces inside it, and a value of its own.
 
     number (value: a Fraction, or infinity), letter, word
-    call (value: its name, or ⌊): of arguments. A function that we know: argument, perhaps a base
+    call (value: its name, or ⌊): of arguments. A known function: argument, perhaps a base
     sum, product, ratio, union: of two pieces or more
     negative, inverse, absolute, factorial: of one
     power: base, exponent. root: degree, radicand. binomial: above, below
-    quantity (value: its unit): of one. ±, ∓: of two, until `alternatives` makes two nodes of them
+    quantity (value: its unit): of one. ±, ∓: of two, until `alternatives` makes two nodes
     list (value: "and", "or" or ","), set, "()", "[]", "(]", "[)": of items. matrix: of rows
     =, ≠: of sides. < (value: the signs between them): of sides from small to large"""
 
@@ -280,34 +262,28 @@ ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7}
-OTHERS = (  # numbers in English, German, French and Spanish
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety "
-    "hundred thousand million billion trillion zwei drei vier sechs sieben acht neun zehn elf "
-    "deux trois quatre cinq sept huit neuf dix onze douze dos tres cuatro cinco seis siete ocho nueve "
-    "diez doce"
-)
-CHOICES = (  # conjunctions in these languages
-    "or either else otherwise alternatively versus vs instead rather oder entweder bzw "
-    "beziehungsweise sondern ou sinon soit sino"
-)
-EITHER = "|".join(CHOICES.split())
-CHANGES_VALUE = re.compile(  # words beside a number that are no unit, and no name of it
+EITHER = """or|either|else|otherwise|alternatively|versus|vs|instead|rather|oder|entweder|bzw|
+    beziehungsweise|sondern|ou|sinon|soit|sino"""  # in English, German, French and Spanish
+NUMERALS = """zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|
+    (?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[a-z]+illion|zwei|drei|vier|sechs|sieben|acht|neun|zehn|elf|deux|trois|
+    quatre|cinq|sept|huit|neuf|dix|onze|douze|dos|tres|cuatro|cinco|seis|siete|ocho|nueve|diez|doce"""
+CHANGES_VALUE = re.compile(  # words beside a number that are neither its unit nor its name
     rf"""
     \b (?:
         (?: and [ ] an? [ ] )? hal(?:f|ves) | (?: third | quarter ) s?
       | [a-z]+ty-(?: first | second | third ) s?
-      | {EITHER} | {"|".join(OTHERS.split())} | und | et | nicht | kein | pas
+      | {EITHER} | {NUMERALS} | und | et | nicht | kein | pas
       | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
         | hundred | thousand | illion ) ths?
       | squared | cubed? | factorial | tens | score | gross | below | double | twice | triple
       | minus | negative | over | plus | point | base | modulo | mod | choose | percent (?:age)?
-      | mil | mill | m?ln | mn | mio | mrd | bil | bn | tn | doz | mega | kilo | giga | mille | pp[mbt] | bps? | basis | fold | times [ ] \w+ | square [ ] of
-      | root | inverse | reciprocal | opposite | logarithm | and | so | is | are
-      | was | to | by | less | least | most | about | approximately | roughly | almost | nearly
-      | maybe | perhaps | too | not | no | never | neither | \w*n't | wrong | false | incorrect
-      | invalid | if | unless | than | except | but | rejected | impossible | excluded | without
-      | does | fails | cannot | remainder | (?-i: [kMBxX] )
+      | mil | mill | mln | mn | mio | mrd | bil | bn | tn | doz | mega | kilo | giga | mille
+      | pp[mbt] | bps? | basis | fold | times [ ] \w+ | square [ ] of | root | inverse | and | so
+      | reciprocal | opposite | logarithm | is | are | was | to | by | less | least | most | about
+      | approximately | roughly | almost | nearly | maybe | perhaps | too | not | no | never
+      | neither | \w*n't | wrong | false | incorrect | invalid | if | unless | than | except | but
+      | rejected | impossible | excluded | without | does | fails | cannot | remainder
+      | (?-i: [kMBxX] )
     ) \b
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -324,7 +300,7 @@ SAME_UNIT = {  # other ways to write a unit
 
 
 def read(text: str) -> Node:
-    """The tree of an answer; raises Unreadable where our grammar has none."""
+    """Return the tree of an answer; Unreadable if our grammar has none."""
     parser = Parser(tokenise(text))
     found = parser.listed()
     parser.take("")
@@ -332,8 +308,8 @@ def read(text: str) -> Node:
 
 
 def collected(node: Node) -> Node:
-    """The item of a list of one. x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3;
-    (x, y) = (3, -2) for x = 3, y = -2 in the order of the names."""
+    """Return the item of a list of one, x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3,
+    and (x, y) = (3, -2) for x = 3, y = -2 in the order of the names."""
     if len(node.items) == 1:
         return node.items[0]
     named = [item.items for item in node.items if is_named(item)]
@@ -350,7 +326,7 @@ def collected(node: Node) -> Node:
 
 
 class Parser:
-    """Recursive descent over a stack of tokens: the next one is the last, and "" the end."""
+    """Recursive descent over a stack of tokens. The next token is the last; "" is the end."""
 
     def __init__(self, tokens: list[str]):
         self.tokens = ["", *tokens[::-1]]
@@ -366,20 +342,20 @@ class Parser:
         return self.tokens[-1].startswith('"')
 
     def take(self, *expected: str) -> str:
-        """The next token, which must be one of those expected, if any are."""
+        """Take the next token, which must be one of those expected, if any are."""
         if expected and not self.next_is(*expected):
             raise Unreadable(f"expected {expected}")
         self.last = self.tokens.pop()
         return self.last
 
     def taken(self, *symbols: str) -> str:
-        """The next token, where it is one of these; else nothing."""
+        """Take the next token if it is one of these, else nothing."""
         return self.take() if self.next_is(*symbols) else ""
 
     # lists, relations, quantities
 
     def listed(self) -> Node:
-        """The list of items, perhaps of one, as far as it goes."""
+        """Read a list of items, perhaps of one."""
         found, separator = [self.relation()], ","
         while sign := self.taken(*SEPARATORS):
             if sign in ("and", "or"):
@@ -388,7 +364,7 @@ class Parser:
         return Node("list", tuple(found), separator)
 
     def relation(self) -> Node:
-        """x = 1, 1 < x <= 2, or a quantity without a relation."""
+        """Read x = 1, 1 < x <= 2, or a quantity without a relation."""
         self.taken("=", "≈")  # = 5
         sides, signs = [self.quantity()], []
         while sign := self.taken(*RELATIONS):
@@ -411,7 +387,7 @@ class Parser:
         raise Unreadable("relations of several kinds")
 
     def quantity(self) -> Node:
-        """Words; or an expression, perhaps with a currency before it and a unit after it."""
+        """Read words, or an expression with a currency before it or a unit after it."""
         currency = ""
         if self.next_is_word():
             words = self.words().strip(" ().:,")
@@ -432,7 +408,7 @@ class Parser:
         return " ".join(found)
 
     def with_unit(self, value: Node, unit: str) -> Node:
-        """The value with its unit, if it has one; scale words such as million multiply it."""
+        """Read the unit of a value, if any. Scale words such as million multiply the value."""
         words = self.words().split()
         while words and words[0].lower().rstrip("s") in SCALES:
             scale = SCALES[words.pop(0).lower().rstrip("s")]
@@ -446,7 +422,7 @@ class Parser:
     # expressions
 
     def expression(self, level: int = 1) -> Node:
-        """An operand, and all that operators bind to it at least as tightly as `level`."""
+        """Read an operand, and everything bound to it at least as tightly as `level`."""
         value = self.postfixed(self.operand())
         while True:
             symbol = "*" if self.product_without_sign() else self.tokens[-1]
@@ -457,7 +433,7 @@ class Parser:
             value = combine(symbol, value, self.expression(level_of_right))
 
     def product_without_sign(self) -> bool:
-        """Whether the next token multiplies as it stands: 2x, 2(x + 1), 2\\sqrt 3, (n + 1)2^n."""
+        """Return whether the next token is a factor: 2x, 2(x + 1), 2\\sqrt 3, (n + 1)2^n."""
         token = self.tokens[-1]
         if self.last in (")", "}") and token.isdigit():
             return self.tokens[-2:-1] == ["^"]
@@ -468,7 +444,7 @@ class Parser:
         return token.strip("\\") in FUNCTIONS or LETTER.fullmatch(token) is not None
 
     def operand(self) -> Node:
-        """What stands between two signs; a root or a function takes no more without brackets."""
+        """Read the text between two signs. Roots and functions end there without brackets."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unreadable("too deep")
@@ -502,7 +478,7 @@ class Parser:
         return number(re.sub("[, ]", "", token))
 
     def letter_or_call(self, name: str) -> Node:
-        """f(x + 1) and N(0) are calls of a function; x(x + 1) and a(b + c) are products."""
+        """Read f(x + 1) and N(0) as calls, but x(x + 1) and a(b + c) as products."""
         letter = re.match(r"\\?[a-zA-Z]+", name)[0]
         if not self.next_is("(") or letter in CONSTANTS:
             return Node("letter", value=name)
@@ -517,7 +493,7 @@ class Parser:
         return Node("call", argument.items if argument.kind == "()" else (argument,), name)
 
     def postfixed(self, value: Node) -> Node:
-        """5! and 30°; 5!! is no factorial of a factorial."""
+        """Read 5! and 30°. 5!! is no factorial of a factorial."""
         if self.taken("!"):
             return Node("factorial", (value,))
         if not self.taken("°"):
@@ -528,7 +504,7 @@ class Parser:
         return Node("quantity", (value,), unit_of("° " + scale))
 
     def digit_or_operand(self) -> Node:
-        """What a LaTeX command takes without braces: one digit of \\frac12."""
+        """Read the argument of a LaTeX command: without braces one digit, as in \\frac12."""
         if self.tokens[-1].isdigit():
             digits = self.take()
             if digits[1:]:
@@ -580,7 +556,7 @@ class Parser:
         return Node("matrix", tuple(rows))
 
     def function(self, name: str) -> Node:
-        """sin x, sin^2(x), sin^{-1} x, log_2 8"""
+        """Read sin x, sin^2(x), sin^{-1} x, log_2 8."""
         base, power = [], None
         if self.taken("_"):
             base = [self.digit_or_operand()]
@@ -596,7 +572,7 @@ class Parser:
         return value
 
     def argument(self) -> Node:
-        """In brackets, or a product as far as the next sign or function: sin 2x cos y."""
+        """Read brackets, or a product up to the next sign or function: sin 2x cos y."""
         if self.next_is("(", "{"):
             return self.postfixed(self.operand())
         factors = [self.expression(PRECEDENCE["^"])]
@@ -612,7 +588,7 @@ GROWING = ("sum", "product", "ratio", "union")
 
 
 def combine(symbol: str, left: Node, right: Node) -> Node:
-    """A node of one operation. Sums, products and unions grow instead of nesting."""
+    """Return a node of one operation. Sums, products and unions grow and do not nest."""
     if symbol == "-":
         symbol, right = "+", Node("negative", (right,))
     if symbol in ("/", "\\over"):
@@ -626,7 +602,7 @@ def combine(symbol: str, left: Node, right: Node) -> Node:
 
 
 def unit_of(text: str) -> str:
-    """One way to write a unit: 60 miles per hour and 60 mph are both in `mi / h`."""
+    """Return one way to write a unit: `mi / h` for miles per hour and for mph."""
     found = []
     for part in re.findall(r"[a-zA-Z°]+|-?[0-9]|/", text):
         word = part.lower() if len(part) > 2 else part
@@ -638,7 +614,7 @@ def unit_of(text: str) -> str:
 
 
 def is_name(node: Node) -> bool:
-    """What may stand before `=` and be left out: x, AB, f(x), (x, y), |AB|, sin A, NO/BO."""
+    """Return whether a node may be left out before `=`: x, AB, f(x), (x, y), sin A, NO/BO."""
     if node.kind == "word":
         return not CHANGES_VALUE.search(node.value)
     if node.kind in ("letter", "call"):
@@ -650,18 +626,18 @@ def is_name(node: Node) -> bool:
 
 
 def is_named(node: Node) -> bool:
-    """x = 5"""
+    """Return whether a node is like x = 5."""
     return node.kind == "=" and is_name(node.items[0]) and len(node.items) == 2
 
 
 def has_unknowns(node: Node) -> bool:
-    """Whether there are letters in it, but for pi, e and i."""
+    """Return whether a node has letters other than pi, e and i."""
     is_unknown = node.kind in ("letter", "word", "call") and node.value not in CONSTANTS
     return is_unknown or any(map(has_unknowns, node.items))
 
 
 def alternatives(node: Node) -> Node:
-    """A list or set without ±: in place of an item that has one, the two that it stands for."""
+    """Return a list or set in which two items replace each item with ±."""
     items = []
     for item in node.items:
         plus, minus = {"±": "+", "∓": "-"}, {"±": "-", "∓": "+"}
@@ -678,22 +654,21 @@ def with_signs(node: Node, signs: dict[str, str]) -> Node:
 
 # ---------------------------------------------------------------------- values
 
-# at each, letters have other values; the numbers were chosen so that somewhere the signs of x and
-# y differ, as of almost any two common letters
+# at each point letters have other values; at the last one x and y differ in sign, as do most pairs
 POINTS = ("negative", "positive", "58")
-MP = mpmath.MPContext()  # a context of ours: the digits of mpmath's own are anybody's
-MP.dps = 250  # digits that we compute with, of which the last 20 may be wrong
+MP = mpmath.MPContext()  # of our own: other code may change the digits of mpmath's
+MP.dps = 250  # digits, of which the last 20 may be wrong
 NOISE = MP.mpf(10) ** -230
 LARGEST_EXPONENT = 350  # of 2: beyond 10^105 a digit next to the point would not be seen
 
 
 @functools.lru_cache(maxsize=1000)
 def unknown(name: str, point: str) -> Fraction:
-    """A number that nobody would write.
+    """Return the value of a letter at a point, a number that nobody would write.
 
-    Letters are all negative at the first point, so that sqrt(x^2) is not x, all positive at the
-    second, so that |x| is not -x, and of either sign at the others, so that |x| + |y| is not
-    |x + y|. The denominator is odd, so that (-2)^n is real."""
+    All are negative at the first point, so that sqrt(x^2) is not x. All are positive at the second,
+    so that |x| is not -x. The third has both signs, so that |x| + |y| is not |x + y|. The
+    denominator is odd, so that (-2)^n is real."""
     rng = random.Random(f"{name} {point}")
     size = Fraction(rng.randint(1, 2**17), 2**15 - 19)
     sign = {"negative": -1, "positive": 1}.get(point, rng.choice((-1, 1)))
@@ -713,7 +688,7 @@ def is_infinite(value) -> bool:
 
 
 def inexact(value):
-    """A number of mpmath; Unreadable for one so far from 1 that others would be lost beside it."""
+    """Return a number of mpmath; Unreadable if others would be lost beside it."""
     if are_exact(value):  # mpmath's own conversion looks for a common divisor, slowly
         value = MP.mpf(value.numerator) / value.denominator
     if value and abs(MP.mag(value)) > LARGEST_EXPONENT:
@@ -726,7 +701,7 @@ def bits_of(value: Fraction) -> int:
 
 
 def bounded(value):
-    """The value, 0 exact; Unreadable for one so large that computing with it would take long."""
+    """Return the value, 0 as a Fraction; Unreadable if computing with it would take long."""
     if not are_exact(value):
         return inexact(value) or Fraction(0)
     if bits_of(value) > MAX_BITS:
@@ -735,7 +710,7 @@ def bounded(value):
 
 
 def add(left, right):
-    """What is left of both after they cancel, but for the error of their last digits, is 0."""
+    """Return the sum, and exactly 0 if only the error of the last digits is left."""
     if are_exact(left, right):
         return bounded(left + right)
     left, right = inexact(left), inexact(right)
@@ -754,7 +729,7 @@ def divide(left, right):
 
 
 def power(base, exponent):
-    """base^exponent; the real root of a negative number where its degree is odd."""
+    """Return base^exponent, for a negative base and an odd root the real one."""
     degree = exponent.denominator if are_exact(exponent) else 0
     if degree == 1:
         size = bits_of(base) if are_exact(base) else abs(MP.mag(base))
@@ -773,7 +748,7 @@ def small_whole(value) -> int:
 
 
 def on_our_values(compute):
-    """A function of mpmath: what it gives that is 0 but for the error of its last digits is 0."""
+    """Wrap a function of mpmath: results that are only the error of the last digits become 0."""
 
     def computed(*arguments):
         value = compute(*map(inexact, arguments))
@@ -782,7 +757,7 @@ def on_our_values(compute):
     return computed
 
 
-OPERATIONS = {  # kind of a node -> what it computes of one or two values
+OPERATIONS = {  # kind of a node -> its function of one or two values
     "negative": lambda value: -value,
     "inverse": lambda value: bounded(1 / value),
     "ratio": divide,
@@ -794,11 +769,11 @@ OPERATIONS = {  # kind of a node -> what it computes of one or two values
     **{name: on_our_values(getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
     "log": on_our_values(lambda value, base=10: MP.log(value, base)),
 }
-SLOW = (*FUNCTIONS, "power", "root")  # where the value is not exact
+SLOW = (*FUNCTIONS, "power", "root")  # if the value is not exact
 
 
 def equal(left, right) -> bool:
-    """Exact for rationals, else as far as our digits go."""
+    """Compare rationals exactly, other numbers as far as our digits go."""
     if are_exact(left, right) or is_infinite(left) or is_infinite(right):
         return left == right
     return add(left, -right) == 0
@@ -813,10 +788,10 @@ STRUCTURES = {  # kinds without a value of their own: compared piece by piece
 
 
 class Comparison:
-    """Compares two trees: each value is computed once, and all of it takes bounded work."""
+    """Compare two trees. Each value is computed once, and the work is bounded."""
 
     def __init__(self):
-        self.known = {}  # (id of a node, point) -> the node, which so keeps its id, and its value
+        self.known = {}  # (id of a node, point) -> the node (it keeps the id alive), its value
         self.work = 0
 
     def pay(self, work: int) -> None:
@@ -825,10 +800,8 @@ class Comparison:
             raise Unreadable("too much work")
 
     def value(self, node: Node, point: str):
-        """The value of an expression where every letter has the value that `point` gives it.
-
-        A Fraction is exact, else a number of mpmath. Of the floats there are infinity and its
-        opposite. Raises Unreadable where there is no value."""
+        """Return the value of an expression at a point: a Fraction if exact, a number of mpmath, or
+        a float for infinity and its opposite. Unreadable if there is none."""
         key = (id(node), point)
         if key not in self.known:
             try:
@@ -882,7 +855,7 @@ class Comparison:
     # trees
 
     def same_answers(self, left: Node, right: Node) -> bool:
-        """Whether two trees mean the same, up to names in front."""
+        """Return whether two trees mean the same, up to names in front."""
         units, other_units = units_of(left), units_of(right)
         if units and other_units and units != other_units:
             return False
@@ -890,7 +863,7 @@ class Comparison:
         return self.same(as_interval(left, right), as_interval(right, left))
 
     def same(self, left: Node, right: Node) -> bool:
-        """Whether two trees have the same values, or pieces."""
+        """Return whether two trees have the same values, or pieces."""
         self.pay(20)
         left, right = bare(left), bare(right)
         kinds = {left.kind, right.kind}
@@ -909,9 +882,9 @@ class Comparison:
         return all(map(self.same, left.items, right.items))
 
     def same_values(self, left: Node, right: Node) -> bool:
-        """At every point, or at one where there is no letter.
+        """Compare values at every point, or at one if there is no letter.
 
-        Points where neither is real are left out, if there are others: there sqrt(1/n) = 1/sqrt(n).
+        Points where neither is real are left out if there are others: there sqrt(1/n) = 1/sqrt(n).
         """
         points = POINTS if has_unknowns(left) or has_unknowns(right) else POINTS[:1]
         verdicts = []  # of points where neither is real
@@ -927,7 +900,7 @@ class Comparison:
         return some_are_real or all(verdicts)
 
     def without_name(self, node: Node, other: Node) -> Node:
-        """5 for x = 5, for z = 1 + 4 = 5, and for 1 + 4 = 5, if the other side is no equation."""
+        """Return 5 for x = 5, z = 1 + 4 = 5 and 1 + 4 = 5, if the other side is no equation."""
         if other.kind == "=" or any(map(is_named, other.items)):
             return node
         if node.kind == "=":
@@ -937,7 +910,7 @@ class Comparison:
         return node
 
     def same_collection(self, left: Node, right: Node) -> bool:
-        """Whether each item has one of its own on the other side, in any order."""
+        """Return whether the items of both sides are equal, in any order."""
         has_conditions = any(item.kind in ("<", "≠") for item in left.items)
         if has_conditions and left.value != right.value and "or" in (left.value, right.value):
             return False
@@ -953,8 +926,9 @@ class Comparison:
         return True
 
     def proportional(self, left: Node, right: Node) -> bool:
-        """Whether what differs is in one relation that of the other times a constant, above 0 in
-        an inequality, at points where both vary."""
+        """Return whether left - right of one relation is a constant times that of the other.
+
+        The constant is above 0 in an inequality. Both must vary."""
         self.pay(150)
         if left.value != right.value or left.kind != right.kind:
             return False
@@ -976,14 +950,14 @@ def units_of(node: Node) -> set[str]:
 
 
 def bare(node: Node) -> Node:
-    """A node without its unit."""
+    """Return a node without its unit."""
     while node.kind == "quantity":
         node = node.items[0]
     return node
 
 
 def as_interval(node: Node, other: Node) -> Node:
-    """(1, 2] for 1 < x <= 2, where the other side is an interval, or a union of some."""
+    """Return (1, 2] for 1 < x <= 2, if the other side is an interval or a union."""
     if other.kind not in (*PAIRS, "union"):
         return node
     if node.kind == "list" and node.value == "or" and all(item.kind == "<" for item in node.items):
@@ -992,7 +966,7 @@ def as_interval(node: Node, other: Node) -> Node:
 
 
 def interval(node: Node) -> Node:
-    """(1, ∞) for x > 1; the node where it is none of one letter."""
+    """Return (1, ∞) for x > 1, and the node itself if it is no inequality of one letter."""
     if node.kind != "<":
         return node
     sides, signs = node.items, node.value
@@ -1023,36 +997,36 @@ AS_TEXT = re.compile(  # 3:30 pm, 10-20 years, 3-2, 1/2/2024
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order counts, for all that we know
+UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order may count
     r"(?: (?<![ ,~{])[A-Z]\)? | \{[A-Z]\} ) \^(?: T | \{(?:T|-1)\} ) | ([A-Z])([A-Z])\W+\2\1",
     re.VERBOSE,
 )
 VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
 CROSS = re.compile(rf"{VECTOR}[\s)]*(?:\\times|×)[\s(]*{VECTOR}")
-CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5; but (A) or (B) is none
+CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5, but not (A) or (B)
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
     r"([^A-E\n}][^A-E\n]*)"
 )
 OPTION = re.compile(r"(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) (?:\(([A-E])\)|([A-E]))\}?")
-HEDGE = re.compile(  # text behind a choice that names another one, or takes it back
-    rf"\b(?:{EITHER})\b|\bnot\W*[0-9]|\bnone\b(?!\W*\Z|\W+of\W+(?:these|the\W+above)\W*\Z)",
-    re.IGNORECASE,
+HEDGE = re.compile(  # words behind a choice that name another one or take it back
+    rf"""\b (?: {EITHER} ) \b | \b not \W* [0-9] | (?<! [(\w] ) [a-e] \)
+    | \b none \b (?! \W* \Z | \W+ of \W+ (?: these | the \W+ above ) \W* \Z )""",
+    re.VERBOSE | re.IGNORECASE,
 )
 SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
+IN_WORDS = re.compile(r"\A\s*([0-9]+)\s+to\s+([0-9]+)\s*\Z")  # 2 to 3
 BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-PERCENT = re.compile(
-    r"(.*?) \s* (?: \\?% | percent | \\text \s* \{ \s* percent \s* \} )", re.VERBOSE
-)
-ORDINARY = re.compile(  # words, by their look: there is a vowel, and one capital or all
+PERCENT = re.compile(r"(.*?)\s*(?:\\?%|percent|\\text\s*\{\s*percent\s*\})")
+ORDINARY = re.compile(  # words by their look: a vowel, one capital or all
     r"\b (?= \w* [aeiouyAEIOUY] ) (?: [A-Z]?[a-z]+ | [A-Z]{3,} ) \b", re.VERBOSE
 )
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Whether two answers mean the same: as expressions where both can be read, else as text.
+    """Return whether two answers mean the same, as expressions if both can be read, else as text.
 
-    Algebra is compared at POINTS, rationals exactly, the rest to 230 digits. What percent, order,
-    names, units and so on mean is convention: docs/verifiers.md has the list."""
+    Algebra is compared at POINTS, rationals exactly, other numbers to 230 digits. docs/verifiers.md
+    lists the conventions about percent, order, names, units and so on."""
     given, gold = without_math_signs(given), without_math_signs(gold)
     if max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold
@@ -1060,14 +1034,14 @@ def same_answer(given: str, gold: str) -> bool:
 
 
 def without_math_signs(text: str) -> str:
-    """8\\% for $8\\%$, and 8 for **8**; a $ that has no partner is money."""
+    """Return 8\\% for $8\\%$, and 8 for **8**. A $ without a partner is money."""
     text = re.sub(r"\A\*\*([^*]+)\*\*\Z", r"\1", text)
     signs = re.findall(r"(?<!\\)\$", text)
     return re.sub(r"(?<!\\)\$", r"\\$" if len(signs) == 1 else "", text).strip()
 
 
 def same_meaning(given: str, gold: str) -> bool:
-    """What of `same_answer` is symmetric."""
+    """Return whether two answers mean the same, whichever is the gold one."""
     if given == gold:
         return given not in ("", "nan")
     pair = f"{given} {gold}"
@@ -1075,12 +1049,8 @@ def same_meaning(given: str, gold: str) -> bool:
         return False
     if has_matrices(given) or has_matrices(gold):
         return same_text(given, gold)
-    special = [AS_TEXT.fullmatch(TEXT_BOX.sub(unboxed, text)) for text in (given, gold)]
-    decides = [
-        found and (found[2] or found[0] != found.string or TEXT_BOX.fullmatch(text))
-        for found, text in zip(special, (given, gold))
-    ]
-    if all(special) or any(decides):
+    kinds = {as_text(given), as_text(gold)}
+    if "only" in kinds or "" not in kinds:
         return same_text(given.lower(), gold.lower())
     try:
         left, right = read(given), read(gold)
@@ -1092,8 +1062,16 @@ def same_meaning(given: str, gold: str) -> bool:
         return same_text(given, gold)
 
 
+def as_text(answer: str) -> str:
+    """Return how an answer is a text: "only", "also" (3-2, a score or a difference), or ""."""
+    found = AS_TEXT.fullmatch(TEXT_BOX.sub(unboxed, answer))
+    if not found:
+        return ""
+    return "only" if found[2] or TEXT_BOX.fullmatch(answer) else "also"
+
+
 def unboxed(found: re.Match) -> str:
-    """A box of text without its box where it holds a digit or a sign: `\\text{3-2}`."""
+    """Return a box of text without its box if it holds a digit or a sign: `\\text{3-2}`."""
     return found[1] if re.search(r"[0-9]|\A\W*\Z", found[1]) else found[0]
 
 
@@ -1105,7 +1083,7 @@ def has_matrices(text: str) -> bool:
 
 
 def same_text(given: str, gold: str) -> bool:
-    """Equality up to boxes of text, white space around punctuation, and case in plain words."""
+    """Compare texts up to boxes, white space around punctuation, and case in plain words."""
     words = text_words(given)
     return words == text_words(gold) and words not in ([], ["nan"])
 
@@ -1122,8 +1100,8 @@ def text_words(text: str) -> list[str]:
 
 
 def gold_allows(given: str, gold: str) -> bool:
-    """What of `same_answer` is about how answers are written: a choice and its value, the name of
-    what was asked for, a ratio in words, a percentage as the gold answer."""
+    """Return whether the gold answer is this one, written in another way: a choice and its value,
+    the name of the quantity, a ratio in words, a percentage."""
     if option := OPTION.fullmatch(given):
         return same_answer(option[1] or option[2], gold)
     choice, gold_choice = CHOICE_WITH_VALUE.fullmatch(given), CHOICE_WITH_VALUE.fullmatch(gold)
@@ -1135,66 +1113,8 @@ def gold_allows(given: str, gold: str) -> bool:
         return not is_denied and any(same_meaning(part, gold) for part in choice.groups())
     if named := SUM_OF_LETTERS.fullmatch(given):
         return BARE_NUMBER.fullmatch(gold) is not None and same_meaning(named[1], gold)
-    if percent := PERCENT.fullmatch(gold):  # 50 is 50%; 0.5 would be the share as often as 0.5%
+    if percent := PERCENT.fullmatch(gold):  # 50 is 50%, but 0.5 may be 50% or 0.5%
         is_large = BARE_NUMBER.fullmatch(given) is not None and Fraction(given) >= 1
         return is_large and same_meaning(given, percent[1])
-    ratio = re.fullmatch(r"\s*([0-9.]+) *to *([0-9.]+)\s*", TEXT_BOX.sub(r"\1", given))
-    return bool(ratio and re.fullmatch("[0-9]+ ?: ?[0-9]+", gold)) and same_meaning(
-        f"{ratio[1]}:{ratio[2]}", gold
-    )
-
-
-# ---------------------------------------------------------------------- the last number of a text
-
-AROUND = "*_$()[]`'\""  # what may stand around a number
-PART_BEFORE = re.compile(  # text before a number that makes another one of it
-    r"""
-    (?:
-        [\w)\]}$] [ ]? [-+/] | (?: \w [ ] | [\d)] ) \* | \d [ ]? x? | [×·÷^_<≤≥≠±√{]
-      | [!<>]= | (?<! [=-] ) >
-      | \\ (?! approx | q?quad | to\b | implies | [rR]ightarrow | therefore ) [a-zA-Z]+
-      | (?i: n['’]t | \b (?: minus | negative | plus | times | over | or | not | mod (?:ulo)? | base
-        | point | twice | double | triple | than | least | most | log | ln | sin | cos | tan | sqrt
-        | sub | to[ ]the | (?: divided | multiplied )[ ]by | (?: root | square | cube | half | third
-        | quarter | power | multiple | logarithm | inverse | opposite | factorial )[ ]of ) )
-    ) [ $(]* \Z
-    """,
-    re.VERBOSE,
-)
-PART_BEHIND = re.compile(  # text behind it that does the same
-    r"[ ]*(?:[×·÷^_<>≤≥≠±√+*/]|-[ ]*[a-z]\b|[nxyz]{1,3}\b|\\(?!text|mathrm|mbox|q?quad|circ))",
-    re.IGNORECASE,
-)
-WORD_BEHIND = re.compile(r" ?(?!(?:is|are|was|in|for|per|each|and(?! an? ))\b)[a-zA-Z-]*[a-zA-Z]")
-
-
-def last_number(text: str) -> tuple[str, str]:
-    """The last word that has a digit, with its sign, and the word behind it: `-5`, `50%`, `2^5`;
-    and the text behind it. No number where it is a part of something, as in `minus 5` or `x + 5`.
-    """
-    text = re.sub(r"\\[()\[\],;!]", " ", text.replace("−", "-").replace("–", "-"))
-    text = re.sub("(?<=[0-9]) / (?=[0-9])", "/", text)  # 10 / 4
-    text = re.sub("(?<=[0-9])/[a-z]{3,}", "", text)  # $5/hour
-    words = re.finditer(r"(?:(?<!\S)[-$(*]*[0-9]+ (?=[0-9]+/[0-9]))?\S+", text)  # 3 1/2 is one
-    words = [word for word in words if re.search("[0-9]", word[0])]
-    if not words:
-        return "", ""
-    word = words[-1]
-    *_, said = re.split(r"(?<![!<>])=|≈|(?<=[a-zA-Z]):", word[0])  # x=5, answer:5
-    said = said.lstrip(AROUND)
-    number = said.rstrip(AROUND + ".,;:!?")
-    before = text[: word.end() - len(said)]
-    behind = (said[len(number) :] + text[word.end() :]).lstrip(AROUND)
-
-    if re.search(r"(?:\A|[=:(≈] |\bis )- [$(]*\Z", before):  # the answer is - 5
-        number = f"-{number}"
-    elif PART_BEFORE.search(before[-40:]):
-        return "", behind
-    if behind[:1] in ".,;:!?":
-        return number, behind
-    if PART_BEHIND.match(behind):
-        return "", behind
-    unit = WORD_BEHIND.match(behind)  # million, percent, halves
-    if unit:
-        number += f"\\text{{{unit[0]}}}"
-    return number, behind
+    given = IN_WORDS.sub(r"\1:\2", TEXT_BOX.sub(r"\1", given))
+    return re.fullmatch("[0-9]+ ?: ?[0-9]+", gold) is not None and same_meaning(given, gold)

@@ -1,4 +1,4 @@
-"""Finds the program of a completion, and judges it by its cases: what `code` pays."""
+"""`--reward code`: find the program of a completion, and run it on the cases of the answer."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ _builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
 @verifier
 def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
-    (results as JSON: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
+    (results as JSON, where 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
     The program is a fenced block of Python, the last one with the function or that reads its input,
     and the parts of earlier blocks that it uses. A function may be a method of `class Solution`. A
@@ -42,7 +42,7 @@ def code_strict(completion: str, answer: dict) -> bool:
 
 
 def check_sandbox(name: str, strict: bool) -> None:
-    """Print which layers of the sandbox there are; UserError if one that is needed is missing."""
+    """Print which layers of the sandbox there are. UserError if one that is needed is missing."""
     layers, output = sandbox.run_program("", strict=strict)
     print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
     need(output is not None, f"--reward {name}: layers are missing: {layers}")
@@ -54,7 +54,7 @@ for name in ("code", "code_strict"):
 
 
 def passes(text: str, answer: dict, strict: bool) -> bool:
-    """Whether the program of a text passes every case; UserError where none could."""
+    """Return whether the program of a text passes every case. UserError if no program could."""
     with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
         calls = "fn" in answer
         cases = [(given, result) for given, result in answer["cases" if calls else "stdin"]]
@@ -65,7 +65,7 @@ def passes(text: str, answer: dict, strict: bool) -> bool:
 
 
 def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
-    """Cases of [arguments, result] of a function, all in one run."""
+    """Run all cases of [arguments, result] of a function in one process."""
     is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
     need(is_name, f"fn {name!r:.80} is no name of a function")
     arguments, results = zip(*cases)
@@ -85,7 +85,7 @@ def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
 
 
 def passes_texts(text: str, cases: list, strict: bool) -> bool:
-    """Cases of [input, output], a run each."""
+    """Run each case of [input, output] in a process of its own."""
     for case in cases:
         are_texts = all(isinstance(part, str) for part in case)
         need(are_texts, f"input and output {case!r:.80} are no strings")
@@ -110,16 +110,16 @@ DEFINED = re.compile(r"^(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 
 
 def last_program(text: str, wanted: str) -> str:
-    """Source of the last fenced block of Python in which something `wanted` is, else of the last,
-    behind earlier blocks that define what it uses and does not define.
+    """Return the source of the last fenced block of Python in which something `wanted` is.
 
-    Blocks without a tag count only where none has one. Nothing where a block is left open."""
+    Without such a block it is the last one. Earlier blocks that define names it uses come first.
+    Blocks without a tag count only if no block has one. An open block makes the result empty."""
     tagged, untagged = [], []
     fence, tag, lines = "", "", []
     for line in text.splitlines():
         found = FENCE.search(line)
         at_end = found and found.end() == len(line)
-        behind = at_end and found[2] + found[3].strip()  # a tag, or text: such a fence opens
+        behind = at_end and found[2] + found[3].strip()  # a fence before a tag or text opens
         closes = at_end and found[1].startswith(fence) and not behind
         if fence and not closes:
             lines.append(line)

@@ -1,12 +1,13 @@
-"""Write the page of a run: curves, the same held-out prompts at every evaluation, all flags. Say in
-sentences what is not healthy, and what to try.
+"""Write the page of a run: curves, the same held-out prompts at every evaluation, all flags.
+
+Print sentences about problems of the run and their usual remedies.
 
     python train.py --report runs/a runs/b
     python train.py --report runs/a docs/runs/published/math-qwen2.5-math-1.5b.csv
 
-The page is one file without a script, and it loads nothing. It is made of config.json,
-starts.jsonl, metrics.jsonl and evaluations.jsonl in a run's folder. A CSV file has the columns step
-and eval_solved: published points, drawn on the chart of that name."""
+The page is one file without a script, and it loads nothing. It uses config.json, starts.jsonl,
+metrics.jsonl and evaluations.jsonl of a run's folder. A CSV file has published points, with the
+columns step and eval_solved. They are drawn on the chart of that name."""
 
 import csv
 import html
@@ -29,7 +30,7 @@ MOST_CHARACTERS = 2000  # of a text
 
 
 class Story(NamedTuple):
-    """All that the page says about one run."""
+    """The files of one run."""
 
     name: str
     flags: dict  # config.json
@@ -46,7 +47,7 @@ class Published(NamedTuple):
     points: list[tuple[float, float]]  # (step, eval_solved in [0, 1])
 
 
-# the fields that every line of a file must have
+# fields that every line of a file has
 FIELDS = {
     "config.json": "algo model data task lr prompts_per_step group_size completions_per_update "
     "epochs clip_low warmup_steps",
@@ -87,7 +88,7 @@ def no_constant(name: str) -> None:
 
 
 def read_published(path: Path) -> Published:
-    """Read published points; comment lines, which begin with #, name the source."""
+    """Read published points. Lines that begin with # name the source."""
     with expecting(f"--report {path}: expected a CSV file with the columns step and eval_solved"):
         lines = path.read_text(encoding="utf-8").splitlines()
         comments = [line.strip("# ") for line in lines if line.startswith("#")]
@@ -107,16 +108,17 @@ def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
 # ---- health --------------------------------------------------------------------------------------
 
 RECENT = 10  # the sentences are about so many steps
-EASIER = "take easier prompts or a larger --group-size, and see in samples.jsonl what is rewarded"
+EASIER = "take easier prompts or a larger --group-size, and see the rewards in samples.jsonl"
 EXPLORE = "exploration ended before the task is solved. Repeat with a lower --lr or --entropy-coef"
 COLLAPSE = "see where entropy, approx_kl or length_mean drift, and lower --lr or the updates a step"
 RATES = "below 2B parameters 5e-6 to 3e-5 were best for all weights, ten times as much for LoRA"
 
 
 def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
-    """Say what is not healthy in the last steps of a run, by docs/metrics.md, and what to try.
+    """Return sentences about the last steps of a run: each names a problem and a remedy.
 
-    before is the evaluation before training, the first line of starts.jsonl."""
+    The limits are those of docs/metrics.md. before is the evaluation before training, the first
+    line of starts.jsonl."""
     if not rows:
         return ["no step is done yet"]
     recent = rows[-RECENT:]
@@ -193,7 +195,7 @@ def of_format(rows: list[dict], before: dict | None) -> list[str]:
 
 
 def visible(value) -> str:
-    """Return text as escaped HTML. Characters that hide or reorder text are shown as their code."""
+    """Return text as escaped HTML. Characters that hide or reorder text are shown by their code."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     lines = text[:MOST_CHARACTERS].split("\n")
     shown = "\n".join(map(printable, lines))
@@ -312,7 +314,7 @@ def at_most(most: int, items: list) -> list:
 
 
 def value_range(values: list[float], chart: Chart) -> tuple[float, float]:
-    """Return the ends of an axis: those of the chart, and beyond them all values with a margin."""
+    """Return the ends of an axis: those of the chart, or values beyond them with a margin."""
     low, high = min(chart.low, *values), max(chart.high, *values)
     if low == high:
         return low, low + 1.0
@@ -321,7 +323,7 @@ def value_range(values: list[float], chart: Chart) -> tuple[float, float]:
 
 
 def chart_figure(metric: str, stories: list[Story], others: list[Published]) -> str:
-    """Draw one metric of all runs; nothing if no run has it, or if it is only rounding."""
+    """Draw one metric of all runs. Return "" if no run has it, or if it is only rounding."""
     chart = CHARTS[metric]
     curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
     largest = max((abs(value) for curve in curves for _, value in curve), default=None)
@@ -399,7 +401,7 @@ def card(row: dict, has_steps: bool) -> str:
 
 
 def flag_table(stories: list[Story]) -> str:
-    """List the resolved flags of all runs; those that differ are marked."""
+    """List the resolved flags of all runs, and mark those that differ."""
     names = [visible(story.name) for story in stories]
     lines = [f"<tr>{elements('th', ['flag', *names])}</tr>"]
     for name in dict.fromkeys(name for story in stories for name in story.flags):
@@ -410,7 +412,7 @@ def flag_table(stories: list[Story]) -> str:
     return f'<details>{summary}<div class="wide"><table>{"".join(lines)}</table></div></details>'
 
 
-# completions are hostile; should one get past visible(), the page still loads and runs nothing
+# completions are hostile: if one gets past visible(), the page still loads and runs nothing
 HEAD = """
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -461,7 +463,7 @@ def write_report(folders: list[Path], path: Path, published: Iterable[Path] = ()
 
 
 def main(arguments: list[str]) -> int:
-    """Write one page of runs, beside the last of them, and print what is not healthy in each."""
+    """Write one page of runs, next to the last of them, and print the sentences of each."""
     published = [Path(each) for each in arguments if each.endswith(".csv")]
     folders = [Path(each) for each in arguments if not each.endswith(".csv")]
     need(folders, "--report: expected folders of runs")

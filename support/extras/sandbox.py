@@ -1,14 +1,14 @@
-"""Runs a program that nobody trusts. This file is its own child process:
+"""Run a program that nobody trusts. This file is its own child process:
 
     python -I support/extras/sandbox.py FD      # a task in JSON, from an open file
 
-For Linux on x86-64 and aarch64. A program is one process, whose threads are counted every
-WATCH_SECONDS; it has limits on time, memory and output, and nothing of it is left running. Network,
-other processes and files but Python's own are out of reach where the kernel has every layer.
+For Linux on x86-64 and aarch64. A program is one process with limits on time, memory and output.
+Its threads are counted every WATCH_SECONDS, and nothing of it is left running. Network, other
+processes and all files but Python's own are out of reach if the kernel has every layer.
 
-Not covered: of any file on the machine a program can learn the name, size and times (stat), and the
-names and values of extended attributes (listxattr); of any folder that something happens in it
-(inotify); what Python's own folders hold; how busy the machine is; and a kernel with a bug."""
+Not covered: the name, size and times of any file (stat), the names and values of its extended
+attributes (listxattr), events in any folder (inotify), the contents of Python's own folders, how
+busy the machine is, and a kernel with a bug."""
 
 import contextlib
 import ctypes
@@ -27,18 +27,19 @@ CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 STOP_SECONDS = 6  # after its time, for a run that did not end itself
 CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
-LAYERS = ("namespaces", "landlock", "seccomp")  # hide others; guard files; refuse calls
-NEEDED = ("seccomp",)  # without it a program could start others, which nobody ends
+LAYERS = ("namespaces", "landlock", "seccomp")  # hide processes, guard files, refuse calls
+NEEDED = ("seccomp",)  # without it a program could start others that nobody ends
 
 
 def run_program(
     source: str, given: str = "", name: str = "__main__", strict: bool = False, seconds: float = 0
 ) -> tuple[dict[str, bool], str | None]:
-    """(layer -> whether it is there, output) of a program; output is None where it failed: a time
-    that is over, a signal, any exit status but 0, a layer that is NEEDED; strict: any layer.
+    """Return (layer -> whether it is there, output) of a program. Output is None if it failed.
 
-    given: what it reads; name: its __name__; seconds: its time, CODE_SECONDS if 0."""
-    import subprocess  # the child has no use for these two
+    It fails by a signal, any exit status but 0, the end of its time, or without a layer that is
+    NEEDED (strict: without any layer). `given` is its input and `name` its __name__. It has
+    `seconds`, or CODE_SECONDS if 0."""
+    import subprocess  # the child needs neither
     import tempfile
 
     seconds = seconds or CODE_SECONDS
@@ -65,7 +66,7 @@ def run_program(
             pass_fds=[task.fileno()],
             cwd=folder,
             env=environment,
-            start_new_session=True,  # a group of processes that can be killed together
+            start_new_session=True,  # a group that can be killed together
         )
         try:
             child.communicate(given.encode(errors="replace"), timeout=seconds + STOP_SECONDS)
@@ -83,10 +84,10 @@ def run_program(
 
 # ---- the child: the kernel's numbers -------------------------------------------------------------
 
-# unshare(2): namespaces of its own, so that others' are out of reach
+# unshare(2): its own namespaces
 CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
 CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
-CLONE_NEWUSER = 0x10000000  # users: what lets an unprivileged process have the others
+CLONE_NEWUSER = 0x10000000  # users: an unprivileged process needs it for the others
 CLONE_NEWPID = 0x20000000  # processes
 CLONE_NEWNET = 0x40000000  # network
 # mount(2)
@@ -97,14 +98,14 @@ PR_SET_SECCOMP = 22
 PR_SET_NO_NEW_PRIVS = 38  # both Landlock and seccomp demand it
 # capset(2)
 CAPABILITY_VERSION_3 = 0x20080522
-# landlock(7): its calls have the same numbers on every architecture
+# landlock(7): the numbers are the same on every architecture
 LANDLOCK_CREATE_RULESET = 444
 LANDLOCK_ADD_RULE = 445
 LANDLOCK_RESTRICT_SELF = 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
-LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version -> how many on files it knows, latest 16
-LANDLOCK_TRUNCATE = 3  # the version from which on it knows that: before, files can be emptied
+LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version -> number of rights, in the latest 16
+LANDLOCK_TRUNCATE = 3  # the first version that stops a program from emptying files
 READ = 0b00_0000_0000_1100  # to read files, to list folders
 WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
 # seccomp(2): programs of the classic packet filter, over a struct of the call
@@ -114,8 +115,8 @@ LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW = 0x7FFF0000
 KILL = 0x80000000
 NOT_PERMITTED = 0x00050000 | 1  # the call fails with EPERM
-NO_SUCH_CALL = 0x00050000 | 38  # with ENOSYS: libraries then take the older call
-NEWER = 424  # from here on no call is known: io_uring, clone3, pidfd_..., and x32's whole table
+NO_SUCH_CALL = 0x00050000 | 38  # with ENOSYS: libraries then use the older call
+NEWER = 424  # no call from here on is known: io_uring, clone3, pidfd_..., the table of x32
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED = """
     # a call, and its numbers on x86_64 and aarch64
@@ -150,7 +151,7 @@ REFUSED = """
     msgrcv             70   188   msgctl             71   187   mq_open            240  180
     mq_unlink          241  181   add_key            248  217   request_key        249  218
     keyctl             250  219
-    # what a kernel's bugs are reached by, and no honest program needs
+    # reaches bugs of the kernel, and no honest program needs it
     bpf                321  280   perf_event_open    298  241   userfaultfd        323  282
     syslog             103  116
     # some arguments are harmless: see refuse_calls
@@ -158,40 +159,40 @@ REFUSED = """
     ioctl              16   29    socketpair         53   199   fcntl              72   25
 """
 CLONE_THREAD = 0x00010000
-# connected for good; one of datagrams could send to any service that has a path
+# a pair of datagrams could send to any service that has a path
 STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
-# copies of descriptors, their flags, locks of files; but not which process one signals
+# copies of descriptors, their flags, locks of files, but no signals to processes
 HARMLESS_FCNTLS = (*range(fcntl.F_SETLKW + 1), fcntl.F_DUPFD_CLOEXEC)
 # is it a terminal, how much can be read, to wait or not, to close when a program starts or not
 HARMLESS_IOCTLS = (
     *(termios.TCGETS, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
 )
-MAX_THREADS = 256  # no limit of the kernel's counts them without forbidding them
+MAX_THREADS = 256  # no limit of the kernel counts threads without forbidding them
 WATCH_SECONDS = 0.02  # between two counts
 
 
 def numbers_of_calls(machine: str) -> dict[str, int]:
-    """Call -> its number, of all in REFUSED that the machine has."""
+    """Return call -> number, for the calls in REFUSED that the machine has."""
     column = list(MACHINES).index(machine)
     found = re.findall(r"(\w+) +([\d-]+) +([\d-]+)", REFUSED)
     return {name: int(numbers[column]) for name, *numbers in found if numbers[column] != "-"}
 
 
-# ---- the child: what it does with them -----------------------------------------------------------
+# ---- the child: its protections ------------------------------------------------------------------
 
 
 class Sandbox:
     """The child's side of `run_program`.
 
-    Three processes. The first makes namespaces and waits. The second is the first of them, so that
-    with it all others end: it watches the third, which takes rights away from itself, then becomes
-    the program. `layers` says which protections are there."""
+    There are three processes. The first makes namespaces and waits. The second watches the third.
+    If the second ends, so do all others: it is the first of the namespace. The third gives up its
+    rights and becomes the program. `layers` says which protections are there."""
 
     def __init__(self, task: dict):
         self.task = task
         self.libc = ctypes.CDLL(None)
         self.layers = dict.fromkeys(task["layers"], False)
-        self.has_folder = False  # one of its own, of bounded size
+        self.has_folder = False  # its own, of bounded size
 
     def run(self) -> None:
         if "namespaces" in self.layers:
@@ -224,7 +225,7 @@ class Sandbox:
             for name, text in maps.items():  # without them no file can be made
                 with open(f"/proc/self/{name}", "w") as file:
                     file.write(text)
-        except OSError:  # a container may forbid it: then there is no folder
+        except OSError:  # a container may forbid it, and then there is no folder
             return
         folder = self.task["folder"].encode()
         options = f"size={16 * CODE_BYTES},nr_inodes=1000,mode=700".encode()
@@ -233,16 +234,16 @@ class Sandbox:
         os.chdir(folder)
 
     def wait_for_second(self) -> None:
-        """Returns in the second process alone."""
+        """Return in the second process only."""
         second = os.fork()
         if second:
             os._exit(os.waitpid(second, 0)[1] != 0)
         self.libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
     def wait_for_third(self) -> None:
-        """Returns in the third process alone; the second ends when it does, or in time."""
+        """Return in the third process only. The second ends with it, or when the time is over."""
         child_ends = {signal.SIGCHLD}
-        signal.pthread_sigmask(signal.SIG_BLOCK, child_ends)  # it waits until it is asked for
+        signal.pthread_sigmask(signal.SIG_BLOCK, child_ends)  # it stays pending until sigtimedwait
         third = os.fork()
         if third == 0:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, child_ends)
@@ -258,17 +259,17 @@ class Sandbox:
         os._exit(1)
 
     def threads(self) -> int:
-        """Of the program, where the kernel lists them: it may have ended meanwhile."""
+        """Count the threads of the program, if the kernel lists them."""
         with contextlib.suppress(OSError), open("/proc/thread-self/children") as file:
             return sum(len(os.listdir(f"/proc/{child}/task")) for child in file.read().split())
         return 0
 
     def drop_capabilities(self) -> None:
-        """A trainer that runs as root, and the owner of a namespace, have them."""
+        """Give up the capabilities of a trainer that runs as root, or of a namespace's owner."""
         self.libc.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))
 
     def restrict_files(self) -> None:
-        """Landlock: Python's own folders can be read, a folder of its own written, nothing else."""
+        """Landlock: it may read Python's own folders, write its own folder, and nothing else."""
         version = self.libc.syscall(
             LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_CREATE_RULESET_VERSION
         )
@@ -282,7 +283,7 @@ class Sandbox:
         self.layers["landlock"] = restricted and version >= LANDLOCK_TRUNCATE
 
     def readable_folders(self) -> list[str]:
-        """System libraries, and where Python's modules lie; not what a user added to its path."""
+        """Return the folders of system libraries and Python's modules, without a user's."""
         own = tuple(os.path.realpath(root) + os.sep for root in (sys.prefix, sys.base_prefix))
         modules = [path for path in sys.path if os.path.realpath(path).startswith(own)]
         return [*modules, "/lib", "/lib64", "/usr/lib"]
@@ -295,8 +296,8 @@ class Sandbox:
             os.close(folder)
 
     def refuse_calls(self) -> None:
-        """seccomp: the calls above are not permitted, newer ones are unknown, and all of another
-        architecture kill."""
+        """seccomp: refuse the calls above, report newer ones as unknown, and kill the process on a
+        call of another architecture."""
         machine = os.uname().machine
         if machine not in MACHINES:
             return
@@ -325,7 +326,7 @@ class Sandbox:
         self.layers["seccomp"] = filtered == 0
 
     def only(self, call: int, argument: int, test: int, values) -> list[tuple]:
-        """Lines of a filter that allow a call where the test of an argument holds for a value."""
+        """Return lines of a filter that allow a call if a test of its argument holds."""
         lines = [(LOAD, 0, 0, ARGUMENTS + 8 * argument)]
         for value in values:
             lines += [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]

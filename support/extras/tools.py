@@ -1,10 +1,10 @@
-"""A tool that answers in the middle of a completion: sampling in turns.
+"""A tool that answers in the middle of a completion. The completion is sampled in turns.
 
     --tool calculator                    answers <calc>12*34</calc> with =408
     --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
 
-What the tool returns is appended, and the policy goes on. The tool's tokens are no action of the
-policy's: `completion_mask` leaves them out: they enter no ratio, no KL, no entropy, no gradient."""
+The tool's reply is appended, and the policy continues. The tokens of the reply are no actions of
+the policy: `completion_mask` leaves them out of ratios, KL, entropy and gradients."""
 
 import dataclasses
 import re
@@ -22,31 +22,31 @@ from support.user import expecting, function_of, need, reason
 
 
 class Tool(NamedTuple):
-    """What answers completions while they are sampled."""
+    """A function that replies to completions while they are sampled."""
 
-    function: Callable[[str], str | None]  # of the completion so far -> what is appended to it
-    after: str  # it is asked when a completion has just written this
+    function: Callable[[str], str | None]  # completion so far -> reply, or None
+    after: str  # the trigger text: it is called when a completion has just written this
 
 
 def calculate(completion: str) -> str:
-    """`=408` after `<calc>12*34</calc>`; `=?` after what is not two numbers and + - or * between.
+    """Return `=408` for `<calc>12*34</calc>`, or `=?` for other calls.
 
-    Of digits alone, and few of them: a completion may hold anything."""
+    A call is two short numbers with + - or * between them. A completion may hold anything."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
     is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
     return f"={whole_value(call)}" if is_operation else "=?"
 
 
 TOOLS = {"calculator": Tool(calculate, after="</calc>")}
-LONGEST_REPLY = 100_000  # characters that are read: to tokenise more takes time
+LONGEST_REPLY = 100_000  # characters: to tokenise more takes time
 
 
 def parse_tool(place: str) -> Tool:
-    """Reads `--tool`: a name of TOOLS, or file.py:function@TEXT, asked after TEXT."""
+    """Read `--tool`: a name of TOOLS, or file.py:function@TEXT, called after TEXT."""
     if place in TOOLS:
         return TOOLS[place]
     where, _, after = place.partition("@")
-    expected = f"expected file.py:function@TEXT, asked after TEXT, or one of {', '.join(TOOLS)}"
+    expected = f"expected file.py:function@TEXT, called after TEXT, or one of {', '.join(TOOLS)}"
     with expecting(f"--tool {place}: {expected}"):
         need(":" in where and after, "it is neither")
         return Tool(function_of(where), after)
@@ -54,17 +54,17 @@ def parse_tool(place: str) -> Tool:
 
 @dataclasses.dataclass
 class Completion:
-    """One that is being written."""
+    """A completion that is being sampled."""
 
     prompt: list[int]
-    uniforms: Tensor  # of the tokens to come: as many as there is room for
+    uniforms: Tensor  # one for each token that there is room for
     tokens: list[int] = dataclasses.field(default_factory=list)
     own: list[bool] = dataclasses.field(default_factory=list)  # which tokens the policy wrote
-    logprobs: list[float] = dataclasses.field(default_factory=list)  # 0 where the tool did
-    ended: bool = False  # by an end token of the policy's
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # 0 for tokens of the tool
+    ended: bool = False  # by an end token of the policy
 
     def write(self, tokens: list[int], logprobs: list[float], own: bool):
-        """As much as there is room for."""
+        """Append as many tokens as there is room for."""
         room = len(self.uniforms)
         self.tokens += tokens[:room]
         self.logprobs += logprobs[:room]
@@ -84,18 +84,21 @@ class Completion:
 
 
 class Turns:
-    """Stands in for rollout.generate, with a tool: `generate` is told to stop at tokens with which
-    a completion may ask, too, and is called again with the replies, until all have ended."""
+    """Replace rollout.generate by one with a tool.
+
+    `generate` also stops at tokens that may complete the trigger text. It is called again with the
+    replies until all completions have ended."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate, self.tool, self.tokenizer = generate, tool, tokenizer
-        self.faults, self.fault = 0, ""  # how often it failed, and the first one's text
+        self.faults, self.fault = 0, ""  # how often the tool failed, and the first error
         self.asking = [token for token in range(len(tokenizer)) if self.may_ask(token)]
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
     def may_ask(self, token: int) -> bool:
-        """Whether the token's text holds what the tool is asked after, or begins with an end of it.
-        One with a part of a character reads as U+FFFD."""
+        """Return whether a token contains the trigger text, or begins with an end of it.
+
+        A token with a part of a character reads as U+FFFD."""
         text, after = self.read([token]), self.tool.after
         ends = tuple(after[start:] for start in range(len(after)))
         part = "\ufffd" in text and not after.isascii()
@@ -104,9 +107,11 @@ class Turns:
     def read(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def __call__(self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, **options) -> Rollout:
-        """The same tokens however turns fall: a row's uniforms alone decide on what it draws."""
-        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id}
+    def __call__(
+        self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options
+    ) -> Rollout:
+        """Sample completions with replies. Turns change no token: a row's uniforms decide alone."""
+        options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
         completions = []
         for prompt, group in zip(prompts, uniforms):
             completions += [Completion(prompt, row) for row in group]
@@ -116,30 +121,32 @@ class Turns:
             texts = [each.prompt + each.tokens for each in under_way]
             width = context_of(model.config) - max(map(len, texts))
             rest = [each.uniforms[:width] for each in under_way]
-            rest = pad_sequence(rest, batch_first=True)  # beyond a completion's room any will do
+            rest = pad_sequence(rest, batch_first=True)  # the padding is never used
             turn = self.generate(model, texts, rest[:, None], **options)
-            self.take(under_way, turn, eos_ids)
+            self.take(under_way, turn, eos_ids, stops)
             under_way = [each for each in under_way if len(each.uniforms) and not each.ended]
         written = [each.rollout() for each in completions]
         return Rollout.cat(written, pad_id).to(model.device)
 
-    def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int]):
-        """What a turn has sampled, and what the tool says to it."""
+    def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int], stops):
+        """Append the tokens of a turn, and the tool's replies."""
         rows = zip(turn.completions.tolist(), turn.sampler_logprobs.tolist(), turn.lengths.tolist())
         for each, (tokens, logprobs, length) in zip(completions, rows):
             each.write(tokens[:length], logprobs[:length], own=True)
             each.ended = each.tokens[-1] in eos_ids
+            if stops is not None:
+                each.ended |= bool(stops(torch.tensor([each.tokens])))
             if len(each.uniforms) and not each.ended and self.is_asked(each.tokens):
                 reply = self.reply(self.read(each.tokens))
                 each.write(reply, [0.0] * len(reply), own=False)
 
     def is_asked(self, ids: list[int]) -> bool:
-        """Whether the last token completes what the tool is asked after."""
+        """Return whether the last token completes the trigger text."""
         after = self.tool.after
         return self.read(ids).count(after) > self.read(ids[:-1]).count(after)
 
     def reply(self, text: str) -> list[int]:
-        """The tokens of what the tool returns; its text is plain text: nothing in it is control."""
+        """Return the tokens of the tool's reply, as plain text without control tokens."""
         try:
             said = self.tool.function(text)
             if said is None:
@@ -153,10 +160,9 @@ class Turns:
             return []
 
     def measure(self, run, samples: Rollout) -> dict[str, float | Tensor]:
-        """Replies of a completion, the share of the tool's tokens, and how often it failed since
-        it was last asked."""
+        """Return replies per completion, the share of the tool's tokens, and new failures."""
         if self.fault:
-            run.warn("tool", f"the tool failed, and said nothing: {self.fault}")
+            run.warn("tool", f"the tool failed and gave no reply: {self.fault}")
         failed = run.ranks.sum_numbers({"tool_faults": self.faults})
         self.faults = 0
         own, lengths = samples.completion_mask, samples.lengths

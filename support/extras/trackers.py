@@ -1,4 +1,4 @@
-"""Curves elsewhere, too: TensorBoard, Weights & Biases, Trackio."""
+"""Send metrics to TensorBoard, Weights & Biases or Trackio as well."""
 
 import importlib
 import time
@@ -9,10 +9,10 @@ from support.user import expecting
 
 
 def open_tracker(kind: str, folder: Path, flags: dict, began: float, done: int) -> Callable:
-    """What takes rows of metrics.jsonl. A resumed run goes on in the curve that it began.
+    """Return a function that sends a row of metrics.jsonl. A resumed run continues its own curve.
 
-    began: seconds since 1970, when the run did; done: its steps so far."""
-    with expecting(f"--track {kind}: expected that it starts"):
+    began is the start of the run in seconds since 1970, done the number of its steps so far."""
+    with expecting(f"--track {kind}: expected that the tracker starts"):
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 

@@ -40,7 +40,7 @@ from support.ranks import Ranks  # noqa: E402
 GB = 1e9
 CARDS = (24, 80)  # GB
 ROOM = 1.5  # GB of a card that we do not count on
-CACHE_GB = 2  # keys and values while sampling, in the table: with less, few completions run at once
+CACHE_GB = 2  # KV caches while sampling, in the table; with less, few completions run at once
 LORA_RANK = 16
 PROMPT, LONGEST = 200, 1024  # tokens
 MANY = 24  # prompts: a quarter of CACHE_GB, which is theirs, has room for 21 of the 0.6B model's
@@ -203,7 +203,7 @@ def sample(run: train.Run) -> None:
 
 LESS = "--gradient-checkpointing"  # the flag that needs less memory
 HEAD = ["", "trained", "weights", "AdamW", "gradients"]
-HEAD += [f"sampling, {CACHE_GB} GB of keys and values", "updating", f"updating, `{LESS}`"]
+HEAD += [f"sampling, {CACHE_GB} GB of KV cache", "updating", f"updating, `{LESS}`"]
 HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card in CARDS]]
 
 

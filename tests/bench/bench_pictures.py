@@ -6,6 +6,7 @@
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
 the built-in policy and of a pretrained model; runs of one algorithm are drawn as their mean.
+long.svg needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 told apart by colour-blind readers, and none of them says what no word, mark or dash says."""
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import html
+import json
 import math
 import os
 import statistics
@@ -293,6 +295,48 @@ def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
     return heights
 
 
+# ---- long.svg ------------------------------------------------------------------------------------
+
+LONG_ROWS = {"gspo": "gspo, 3e-4 and 4e-4", "grpo": "grpo", "gspo, 0.2": "gspo, 0.2"}
+LONG_LINES = ("curve", "curve", "edge")
+
+
+def long_picture(runs: list[dict]) -> str:
+    """Draw held-out accuracy by step, a panel for each learning rate: mean and range of seeds."""
+    runs = [run for run in runs if run["row"] in LONG_ROWS]
+    runs = [run for run in runs if (run["updates"], run["tokens"], run["more"]) == (16, 80, "")]
+    rates = sorted({run["lr"] for run in runs})
+    drawn, told, wide = [], [], 404 / len(rates)
+    count = len({run["seed"] for run in runs})
+    about = f"16 updates a step, answers of 80 tokens, {count} seeds"
+    drawn.append(words(16, 48, about, "dim"))
+    for panel, lr in enumerate(rates):
+        left = 58 + panel * wide
+        plot = Plot((0, 16), (0, 1), left=left, right=left + wide - 14, top=92, bottom=262)
+        name = f"{lr:.0e}".replace("e-0", "e-")
+        drawn.append(words((plot.left + plot.right) / 2, 82, f"lr {name}", "bold", "middle"))
+        labels = {share / 4: f"{share / 4:.0%}" if panel == 0 else "" for share in range(5)}
+        drawn += plot.ticks_of_y(labels)
+        drawn += plot.ticks_of_x([4, 8, 12, 16], "step" if panel == 0 else "")
+        for color, row in enumerate(LONG_ROWS):
+            curves = [run["solved"] for run in runs if (run["row"], run["lr"]) == (row, lr)]
+            values = {int(step): [curve[step] for curve in curves] for step in curves[0]}
+            points = [(step, statistics.fmean(those)) for step, those in values.items()]
+            low = [(step, min(those)) for step, those in values.items()]
+            high = [(step, max(those)) for step, those in values.items()]
+            drawn.append(plot.line(low + high[::-1], f"area color{color}"))
+            drawn.append(plot.line(points, f"{LONG_LINES[color]} color{color}"))
+            drawn += marks(plot, points, color)
+            ends = points[0][1], points[-1][1]
+            told.append(f"{row} at {name} from {ends[0]:.0%} to {ends[1]:.0%}")
+    for color, said in enumerate(LONG_ROWS.values()):
+        look = f"word bold color{color}"
+        drawn.append(words((16, 216, 296)[color], 306, f"{'●■┅'[color]} {said}", look))
+    drawn.append(words(16, 330, "line: mean; shaded: lowest to highest seed", "dim"))
+    title = "Held-out problems solved, long answers"
+    return svg(title, f"{about}: {'; '.join(told)}.", 344, drawn)
+
+
 # ---- loop.svg ------------------------------------------------------------------------------------
 
 
@@ -498,9 +542,13 @@ def main() -> None:
     )
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="folders, for curve.svg")
     parser.add_argument("--real", nargs="+", type=Path, default=[], help="folders, for real.svg")
+    parser.add_argument("--long", type=Path, help="rows of long.py, for long.svg")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures")
     arguments = parser.parse_args()
     drawn = {}
+    if arguments.long:
+        lines = arguments.long.read_text(encoding="utf-8").splitlines()
+        drawn["long"] = long_picture([json.loads(line) for line in lines])
     for name, folders in (("curve", arguments.run), ("real", arguments.real)):
         if folders:
             drawn[name] = curve_picture([read_story(folder) for folder in folders])

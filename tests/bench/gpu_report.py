@@ -1,18 +1,20 @@
-"""What this GPU does with the project, in one command of some ten minutes, for the README.
+"""Measure this project on your GPU in about ten minutes, and print a Markdown block.
 
-    python tests/bench/gpu_report.py                     # prints a Markdown block
+    python tests/bench/gpu_report.py
     python tests/bench/gpu_report.py --models qwen3-0.6b qwen3-1.7b
+    python tests/bench/gpu_report.py --train             # only prints two published runs
 
-Runs the tests that need a GPU; decode steps beside the time of reading the weights once, and
-`generate` beside transformers' (bench_rollout.py); a real training step by phase, and the memory
-that it took beside the memory that was counted. Random weights: nothing is downloaded. A part that
-fails says so in the block, and the others go on."""
+It runs the tests that need a GPU. It compares decode steps with the time of reading the weights
+once, and `generate` with transformers' (bench_rollout.py). It times a real training step by phase
+and compares its memory with the counted memory. Weights are random: nothing is downloaded. If a
+part fails, the block says so and the others continue."""
 
 import argparse
 import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import torch
 import transformers
@@ -52,6 +54,18 @@ def training(flags) -> str:
     return "\n".join(lines)
 
 
+def reference_runs() -> str:
+    """Return the scripts of published runs for one GPU, and how to use them."""
+    scripts = sorted(Path(ROOT, "docs/runs/published").glob("*.sh"))
+    texts = [f"---- bash {path.relative_to(ROOT)}\n\n{path.read_text()}" for path in scripts]
+    texts.append(
+        "Each script makes one published run, and then draws it over the published points in\n"
+        "runs/NAME/report.html. For GSPO instead of GRPO take --algo gspo, a quarter of\n"
+        "--completions-per-update, and no --clip-low and --clip-high. Please report the curve."
+    )
+    return "\n".join(texts)
+
+
 PARTS = {"Tests that need a GPU": gpu_tests, "Sampling": sampling, "A training step": training}
 
 
@@ -62,7 +76,13 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b"], help="of bench_rollout.py")
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6B", help="that is trained")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument(
+        "--train", action="store_true", help="print the commands of two published runs, and stop"
+    )
     flags = parser.parse_args()
+    if flags.train:
+        print(reference_runs())
+        return 0
     if not torch.cuda.is_available():
         print("error: no GPU here")
         return 2

@@ -1,12 +1,12 @@
-"""Trains on long answers, a process a run, and prints what came out: docs/results.md, Long answers.
+"""Runs the experiment on long answers, a process a run, and prints its tables.
 
-    python tests/bench/long.py                     # what is missing in docs/runs/long/rows.jsonl
-    python tests/bench/long.py --parts main        # of one part alone
-    python tests/bench/long.py --table             # trains nothing
-    python tests/bench/long.py --picture           # docs/pictures/long.svg, from the same rows
+    python tests/bench/long.py                     # every run that --out does not hold yet
+    python tests/bench/long.py --parts main why    # of these parts alone
+    python tests/bench/long.py --table             # the tables, and no run
 
-A finished run is one line of --out, so the command can be stopped at any time and given again.
-Delete lines to repeat runs. `--dry` lists the runs that are missing."""
+A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
+lines to repeat runs. --dry lists the missing runs. docs/results.md, "Long answers", has the plan
+and the results. bench_pictures.py --long draws the picture."""
 
 import argparse
 import dataclasses
@@ -60,7 +60,7 @@ OTHERS = ("gspo, 3e-3", "dapo's loss", "cispo", "sapo", "gmpo", "luspo", "dr-grp
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One run of train.py, but for its seed."""
+    """The settings of a run; its seed is apart."""
 
     row: str
     lr: float
@@ -103,7 +103,7 @@ METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", 
 
 
 def child(tokens: int, flags: list[str]) -> int:
-    """train.py, with chains of another length, and an algorithm more."""
+    """Run train.py with chains of another length, and with two more algorithms."""
     tasks.TASKS["chains"] = tasks.chains(LENGTHS[tokens])
     gspo.ALGOS["r-stops-at-s"] = gspo.Algorithm(mixed("token", "completion"))
     gspo.ALGOS["s-stops-at-r"] = gspo.Algorithm(mixed("completion", "token"))
@@ -113,9 +113,12 @@ def child(tokens: int, flags: list[str]) -> int:
 
 
 def mixed(weight: str, stop: str):
-    """A loss between GSPO and GRPO: the weight of a token's gradient is its own ratio r ("token")
-    or the completion's s; the gradient of a token ends where r leaves 0.8 to 1.2 ("token"), or of a
-    completion where s leaves GSPO's band. ("token", "token") is GRPO, the other two GSPO."""
+    """Return a loss between GSPO and GRPO.
+
+    weight: of a token's gradient, its own ratio r ("token") or the completion's s ("completion").
+    stop: the gradient of a token ends where r leaves 0.8 to 1.2 ("token"), or the gradient of a
+    completion ends where s leaves GSPO's band ("completion").
+    ("token", "token") is GRPO, ("completion", "completion") is GSPO."""
 
     def loss(logprobs, old_logprobs, advantages, mask, denom=None):
         log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
@@ -139,7 +142,7 @@ class Stopped(Exception):
 
 
 def train(experiment: Experiment, seed: int, started: set) -> dict:
-    """Runs train.py to its end; what the tables need of it."""
+    """Run train.py to its end, and return the numbers that the tables need."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
         command = [sys.executable, __file__, "--child", str(experiment.tokens), *experiment.flags]
@@ -166,7 +169,7 @@ def train(experiment: Experiment, seed: int, started: set) -> dict:
 
 
 def key(found: dict) -> tuple:
-    """That tells runs apart."""
+    """Return the settings and the seed."""
     names = [field.name for field in dataclasses.fields(Experiment)]
     return (*(found[name] for name in names), found["seed"])
 
@@ -176,7 +179,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def wanted(parts: list[str], seeds: list[int] | None) -> list[tuple[Experiment, int]]:
-    """Runs in their order: the first seed of everything in a part, then the second."""
+    """List the runs in their order: all experiments of a part with one seed, then the next seed."""
     found = []
     for part in parts:
         experiments, count = PARTS[part]
@@ -186,7 +189,7 @@ def wanted(parts: list[str], seeds: list[int] | None) -> list[tuple[Experiment, 
 
 
 def train_missing(runs: list[tuple[Experiment, int]], out: Path, jobs: int) -> None:
-    """Appends a line to the file for each run that it does not hold."""
+    """Append a line to the file for each run that it does not hold."""
     done = {key(found) for found in read_rows(out)}
     left = queue.SimpleQueue()
     for experiment, seed in runs:
@@ -232,7 +235,7 @@ def train_missing(runs: list[tuple[Experiment, int]], out: Path, jobs: int) -> N
 
 
 def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """Experiment -> its runs, by seed."""
+    """Return experiment -> its runs, by seed."""
     found: dict[tuple, list[dict]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         found.setdefault(key(row)[:-1], []).append(row)
@@ -240,7 +243,7 @@ def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def at_end(run: dict) -> float:
-    """The outcome: held-out percent, mean of the last two evaluations."""
+    """Return the outcome of a run: held-out percent, mean of the last two evaluations."""
     return 50 * sum(list(run["solved"].values())[-2:])
 
 
@@ -249,8 +252,8 @@ def spread(values: list[float]) -> str:
 
 
 def table(runs: dict[tuple, list[dict]]) -> str:
-    """Held-out percent: mean (lowest to highest seed); the other columns are means over steps and
-    seeds, entropy and length those of the last step."""
+    """Return held-out percent by step, mean (lowest to highest seed). Clip fraction, drift and norm
+    are means over steps and seeds. Entropy and length are those of the last step."""
     steps = [str(step) for step in range(0, STEPS + 1, EVERY)]
     head = ["", "lr", "seeds", "start", *[f"step {step}" for step in steps[1:]]]
     head += ["clipped", "`policy_kl`", "`grad_norm`", "entropy", "length"]
@@ -269,7 +272,7 @@ def table(runs: dict[tuple, list[dict]]) -> str:
 
 
 def permutation_p(differences: list[float]) -> float:
-    """Exact, two-sided: the share of all choices of signs with a mean as far from 0."""
+    """Return the exact two-sided p: the share of choices of signs whose sum is as far from 0."""
     seen = abs(sum(differences))
     signs = itertools.product((1, -1), repeat=len(differences))
     sums = [abs(sum(sign * each for sign, each in zip(some, differences))) for some in signs]
@@ -277,7 +280,7 @@ def permutation_p(differences: list[float]) -> float:
 
 
 def compare(first: list[dict], second: list[dict]) -> str:
-    """Paired by seed, at the end."""
+    """Compare the outcomes of two rows, paired by seed."""
     ends = [{run["seed"]: at_end(run) for run in runs} for runs in (first, second)]
     seeds = sorted(ends[0].keys() & ends[1].keys())
     if not seeds:
@@ -290,7 +293,7 @@ def compare(first: list[dict], second: list[dict]) -> str:
 
 
 def verdicts(runs: dict[tuple, list[dict]]) -> str:
-    """gspo beside every other row with the same settings."""
+    """Compare gspo with every other row of the same settings."""
     lines = []
     for settings, seeds in runs.items():
         ours = runs.get(("gspo", *settings[1:]))

@@ -1,18 +1,20 @@
-"""What surprised us in the peers' code, each shown by running that code, in its environment.
+"""Show surprises in the code of other projects by running that code, each in its own environment.
 
     TRL/bin/python tests/bench/peer_defects.py trl POLICY               # 1.16
     VERL/bin/python tests/bench/peer_defects.py verl                    # 0.9
     BOOK/bin/python tests/bench/peer_defects.py book rlhf-book/code POLICY
+    MLX/bin/python tests/bench/peer_defects.py mlx                      # 5.10.2, mlx[cpu], torch
+    python tests/bench/peer_defects.py nemo RECIPE BASE                 # two YAML files, only read
 
-POLICY is a folder of the built-in policy (a checkpoint of `python train.py --algo gspo`). Nothing
-is asserted: versions change, and a line that no longer shows a defect is good news. Where chance is
-involved the seed is fixed. Each takes less than a minute on a CPU. Where a peer means it so, its
-own word stands in the docstring."""
+POLICY is a folder of the built-in policy, a checkpoint of `python train.py --algo gspo`. Nothing is
+asserted: versions change, and a line that no longer shows a defect is good news. Seeds are fixed.
+Each takes less than a minute on a CPU. If a project intends it, the docstring quotes it."""
 
 import contextlib
 import importlib
 import io
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -185,6 +187,58 @@ def verl_geo_mean() -> None:
         print(f"verl, {name}: the gradient of 8 micro-batches is {ratio:.2f} times that of one")
 
 
+# ---- mlx-lm-lora ---------------------------------------------------------------------------------
+
+
+def mlx_ratio() -> None:
+    """trainer/grpo_trainer.py: log_ratio = logps - stop_gradient(logps). The ratio is always 1, so
+    epsilon (DAPO) and importance_sampling_level (GSPO) change nothing. Intended, a comment says:
+    "each rollout is used once". The settings are accepted all the same."""
+    mx = importlib.import_module("mlx.core")
+    objective = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")._grpo_objective
+    mx.random.seed(0)
+    logps, advantages = -mx.random.uniform(shape=(8, 6)), mx.random.normal(shape=(8,))
+    mask = mx.arange(6)[None] < mx.array([6, 5, 4, 3, 2, 6, 1, 4])[:, None]
+
+    def loss(logps, epsilon, level):
+        found, _, metrics = objective(
+            logps, logps, mask, advantages, 0.0, epsilon, epsilon, 6, level, "grpo"
+        )
+        return found, metrics["clip_ratio_total"]
+
+    gradients = {}
+    for level in ("token", "sequence"):
+        for epsilon in (1e-4, 0.2):
+            (_, clipped), gradients[level, epsilon] = mx.value_and_grad(loss)(logps, epsilon, level)
+            print(f"mlx-lm-lora, {level}, epsilon {epsilon:g}: clipped {clipped.item():.0%}")
+    first, *others = gradients.values()
+    gap = max(mx.abs(first - other).max().item() for other in others)
+    print(
+        f"mlx-lm-lora: these four gradients differ by up to {gap:.0e}, their largest is "
+        f"{mx.abs(first).max().item():.2f}"
+    )
+
+
+# ---- NeMo-RL -------------------------------------------------------------------------------------
+
+
+def nemo_recipe(recipe: str, base: str) -> None:
+    """examples/configs/recipes/llm/grpo-gspo-deepscaler-1.5b-8K.yaml and the grpo_math_1B.yaml that
+    it inherits from. Read, not run: the clip that GSPO's recipe gets, and its updates a rollout."""
+
+    def number(name: str) -> float:
+        found = [
+            re.search(rf"(?m)^ *{name}: *([-.\de]+)", Path(each).read_text())
+            for each in (recipe, base)
+        ]
+        return float(next(match[1] for match in found if match))
+
+    completions = number("num_prompts_per_step") * number("num_generations_per_prompt")
+    updates = completions / number("train_global_batch_size")
+    band = [number(f"ratio_clip_{end}") for end in ("min", "max")]
+    print(f"NeMo-RL, {Path(recipe).stem}: the clip is {band[0]}, {band[1]}, {updates:.0f} updates")
+
+
 # ---- the RLHF book's code ------------------------------------------------------------------------
 
 
@@ -250,6 +304,8 @@ def main() -> None:
     shown = {
         "trl": (trl_level, trl_positions, trl_sequence_weight),
         "verl": (verl_dual_clip, verl_geo_mean),
+        "mlx": (mlx_ratio,),
+        "nemo": (nemo_recipe,),
         "book": (book_kl, book_dead_groups, book_positions, book_temperature),
     }
     for show in shown[peer]:

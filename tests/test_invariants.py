@@ -1,0 +1,86 @@
+"""Properties of whole runs that a small fault would break without an error."""
+
+import pytest
+import torch
+
+import rollout
+import train
+from tools import BASE, digests, good, metrics, newest, timeless
+
+in_place = pytest.mark.usefixtures("place")
+
+
+@in_place
+@pytest.mark.parametrize("flags", ["--stale-steps 2", "--dtype bfloat16", "--lora-rank 2"])
+def test_evaluating_changes_nothing_in_training(flags, tmp_path):
+    """An evaluation may refresh a sampler that is a copy, but not one that must stay stale."""
+    often = good(tmp_path / "often", f"{BASE} --steps 4 --eval-every 1 {flags}").folder
+    never = good(tmp_path / "never", f"{BASE} --steps 4 --eval-every 0 {flags}").folder
+    for row, expected in zip(timeless(often)[:-1], timeless(never)[:-1], strict=True):
+        del row["eval_solved"]
+        assert row == expected
+    assert digests(often) == digests(never)
+
+
+@in_place
+def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
+    """Whole groups in a random order, which the seed and the step decide."""
+    orders = {}
+    for seed in (0, 0, 1):
+        seen.batches.clear()
+        flags = "--prompts-per-step 8 --group-size 2 --completions-per-update 4 --steps 3"
+        good(
+            tmp_path / f"{len(orders)}{seed}{len(list(tmp_path.iterdir()))}",
+            f"{BASE} {flags} --seed {seed}",
+        )
+        rows = [torch.cat([update.rows for update in batch.updates]) for batch in seen.batches]
+        for order in rows:
+            assert sorted(order.tolist()) == list(range(16))
+            assert (order[::2] % 2 == 0).all() and (order[1::2] == order[::2] + 1).all()
+        orders.setdefault(seed, []).append([tuple(order.tolist()) for order in rows])
+    assert orders[0][0] == orders[0][1]
+    assert len({*orders[0][0], *orders[1][0], tuple(range(16))}) == 7
+
+
+@in_place
+@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --stale-steps 2"])
+def test_an_evaluation_is_that_of_the_checkpoint(flags, tmp_path):
+    """In bfloat16 the sampler is a copy, which must have the weights after the step."""
+    first = good(tmp_path / "first", f"{BASE} --lr 1e-2 {flags}").folder
+    model = f"--model {newest(first)} --reward pay.py:even --steps 1"
+    again = good(tmp_path / "again", f"{model} {flags}")
+    before = (again.folder / "starts.jsonl").read_text()
+    assert f'"eval_solved": {metrics(first)[-1]["eval_solved"]}' in before
+    start = (first / "starts.jsonl").read_text()
+    assert f'"eval_solved": {metrics(first)[-1]["eval_solved"]}' not in start  # it did change
+
+
+@in_place
+def test_a_critic_starts_with_the_value_0(seen, tmp_path):
+    good(tmp_path, f"{BASE} --algo ppo")
+    first, second = seen.batches
+    assert torch.equal(first.values, torch.zeros_like(first.values))
+    assert (second.values[second.mask] != 0).all()
+
+
+def test_explained_variance_by_hand():
+    """Returns 1, 3, 5 have variance 8/3. Values 1, 2, 3 leave 0, 1, 2, of variance 2/3: 1 - 1/4."""
+    returns = torch.tensor([1.0, 3.0, 5.0])
+    cases = {
+        (1.0, 2.0, 3.0): 0.75,
+        (2.0, 4.0, 6.0): 1.0,
+        (7.0, 7.0, 7.0): 0.0,
+        (5.0, 3.0, 1.0): -3.0,
+    }
+    for values, expected in cases.items():
+        found = train.explained_variance(torch.tensor(values), returns)
+        assert found["explained_variance"].item() == pytest.approx(expected, abs=1e-6)
+    assert train.explained_variance(torch.zeros(0), torch.zeros(0)) == {}
+
+
+def test_a_uniform_of_0_samples_no_impossible_token():
+    """torch's uniform numbers may be 0. The first token has probability 0, 1e-42 and 1/3."""
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0], [-95.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    token, logprobs = rollout.sample_token(logits, torch.zeros(3), 1.0)
+    assert token.tolist() == [1, 1, 0]
+    assert logprobs.isfinite().all()

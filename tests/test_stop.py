@@ -1,0 +1,121 @@
+"""--stop: a completion ends with the token that completes a text. In both samplers, with a tool, in
+a resumed run, and with two processes."""
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+import rollout
+from support.user import UserError
+from test_ranks import alike, together
+from test_rollout import tiny
+from tools import BASE, digests, fast, good, metrics, refused, strict, timeless
+
+# tokens of one to three characters; "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
+WORDS = ["<pad>", "<eos>", "a", "b", "<s", "t>", "x<st>y", "st", "<", ">", "ab", "\n", "\n\n", "Q:"]
+TEXTS = ["<st>", "\n\nQ:"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    model = tokenizers.models.BPE(vocabulary, merges=[])
+    inner = tokenizers.Tokenizer(model)
+    inner.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+class Stops(rollout.StopTexts):
+    """Without the check that the tokenizer can write the texts: this one does not merge."""
+
+    def __init__(self, tokenizer, texts):
+        transformers.StopStringCriteria.__init__(self, tokenizer, texts)
+        self.width = self.maximum_token_len
+
+
+def first_stop(words: list[str]) -> int | None:
+    """By a loop over strings: the number of tokens up to a stop text or the end token."""
+    text = ""
+    for count, word in enumerate(words, 1):
+        new = text + word
+        if word == "<eos>" or any(
+            stop in new and new.rindex(stop) + len(stop) > len(text) for stop in TEXTS
+        ):
+            return count
+        text = new
+    return None
+
+
+@pytest.mark.parametrize("generate", [rollout.generate, fast.generate], ids=["plain", "fast"])
+def test_completions_end_with_the_token_that_completes_a_text(generate, tokenizer):
+    """300 completions of random tokens, against a loop over strings: a text in two tokens, inside
+    a longer one, two texts. The stop text stays, is trained on, and is no truncation."""
+    model = tiny(vocab_size=len(WORDS), eos_token_id=1)
+    uniforms = torch.rand(20, 15, 24, generator=torch.Generator().manual_seed(1))
+    prompts = [[2 + i % 3, *range(2, 2 + i % 5)] for i in range(20)]
+    options = dict(eos_ids=[1], pad_id=0, cache_gb=1e-4)
+    free = generate(model, prompts, uniforms, **{**options, "eos_ids": []})
+    out = generate(model, prompts, uniforms, stops=Stops(tokenizer, TEXTS), **options)
+    endings = set()
+    for i, ids in enumerate(free.completions.tolist()):
+        words = [WORDS[token] for token in ids]
+        count = first_stop(words)
+        length = count or len(words)
+        assert out.lengths[i] == length, words
+        assert out.completions[i, :length].tolist() == ids[:length]
+        assert out.truncated[i] == (count is None)
+        assert out.completion_mask[i].sum() == length
+        endings.add(words[length - 1])
+    assert {"<eos>", "t>", "x<st>y", "Q:", ">"} <= endings
+
+
+def test_a_text_that_no_tokens_write_is_refused(place, tmp_path):
+    assert "--stop 'z': no tokens" in refused(tmp_path, f"{BASE} --stop z")
+    assert "--stop: expected a text" in refused(tmp_path, BASE, "--stop", "")
+
+
+RUN = f"{BASE} --max-new-tokens 24 --stop 2; --stop #"
+
+
+def completions_of(folder) -> list[str]:
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return [strict(line)["completion"] for line in lines]
+
+
+def test_a_run_with_stop_texts_resumes_to_the_same_bits(place, tmp_path):
+    whole = good(tmp_path / "whole", f"{RUN} --steps 3 --save-every 1").folder
+    texts = completions_of(whole)
+    ended = [text for text in texts if text.endswith(("2;", "#"))]
+    assert len(ended) > 2
+    assert all(text.count("2;") + text.count("#") <= 1 for text in texts)
+    assert metrics(whole)[0]["truncated"] < 1
+    good(tmp_path / "part", f"{RUN} --steps 2 --save-every 1")
+    part = good(tmp_path / "part", "--resume --name run --steps 3", small=False).folder
+    assert timeless(part)[-1] == timeless(whole)[-1] and digests(part) == digests(whole)
+
+
+def test_two_processes_stop_alike(place, tmp_path):
+    flags = f"{RUN} --steps 1"
+    alike(together(1, tmp_path / "one", flags), together(2, tmp_path / "two", flags))
+
+
+def test_a_stop_text_ends_a_completion_between_turns_of_a_tool(place, seen, tmp_path):
+    """The tool answers 9 after ; and 2 ends the completion in whichever turn it comes."""
+    (place / "reply.py").write_text("def reply(text):\n    return '9'\n")
+    flags = f"{BASE} --tool reply.py:reply@; --stop 2 --max-new-tokens 30 --prompts-per-step 16"
+    good(tmp_path, f"{flags} --steps 1")
+    [batch] = seen.batches
+    texts, truncated = batch.samples.texts, batch.rollout.truncated.tolist()
+    assert any(";9" in text and text.endswith("2") for text in texts)
+    assert not any("2" in text[:-1] for text in texts)
+    for text, is_truncated in zip(texts, truncated):
+        assert not (is_truncated and text.endswith("2"))
+
+
+def test_a_stop_text_of_a_tokenizer_in_bytes_is_found():
+    with pytest.raises(UserError, match="no tokens of this tokenizer write it"):
+        empty = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "?": 1}, [], unk_token="?"))
+        rollout.StopTexts(transformers.PreTrainedTokenizerFast(tokenizer_object=empty), ["b"])
