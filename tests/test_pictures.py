@@ -1,5 +1,4 @@
-"""The pictures: well formed, told to those who listen, marks where the numbers are; and what is
-measured for them."""
+"""The pictures are well-formed, have descriptions for screen readers, and show right numbers."""
 
 import json
 import math
@@ -18,7 +17,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(text: str) -> ElementTree.Element:
-    """The root of a picture, which has a title and a description, and no word outside of it."""
+    """Return the root of a picture. It has a title and a description, and no word is outside."""
     root = ElementTree.fromstring(text)
     _, _, width, height = map(float, root.get("viewBox").split())
     assert root.find(f"{SVG}title").text and root.find(f"{SVG}desc").text.endswith(".")
@@ -134,7 +133,7 @@ def test_by_length_leaves_rare_lengths_out():
 
 
 def test_stays_know_who_moved_and_who_waited():
-    """Sample 0 ends after two steps, 2 takes its slot; at the end 1 moves from slot 1 to 0."""
+    """Sample 0 ends after two steps and 2 takes its slot. At the end 1 moves from slot 1 to 0."""
     steps = [{0: 0, 1: 1}, {0: 0, 1: 1}, {0: 2, 1: 1}, {0: 1}]
     stay = pictures.Stay
     assert pictures.stays(steps) == [
@@ -150,7 +149,7 @@ def test_stays_know_who_moved_and_who_waited():
 
 
 def test_log_ratios_are_those_of_the_updates(place):
-    """One step of a random policy: what training froze as pi_old is where they start from."""
+    """One step of a random policy: the ratios are relative to the log-probs that training froze."""
     words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
     run = train.start(train.parse_flags(words), Ranks())
     batches = []

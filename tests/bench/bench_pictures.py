@@ -1,4 +1,4 @@
-"""Draws the pictures of the README and of docs/, from numbers that it measures itself, as SVG.
+"""Draw the pictures of the README and of docs/ as SVG, from numbers that this program measures.
 
     python tests/bench/bench_pictures.py                 # docs/pictures: half a minute
     python tests/bench/bench_pictures.py --run runs/gspo-1 --real runs/gspo-0 runs/grpo-0
@@ -9,7 +9,7 @@ the built-in policy and of a pretrained model; runs of one algorithm are drawn a
 long.svg needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
-told apart by colour-blind readers, and none of them says what no word, mark or dash says."""
+distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
 
 import argparse
 import contextlib
@@ -73,7 +73,7 @@ svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card:
 
 
 def tag(name: str, *inside: str, **attributes) -> str:
-    """An element. What is inside is HTML already; attributes are written class_, stroke_width."""
+    """Return an element around HTML. Attributes are written class_, stroke_width."""
     words = [name]
     for key, value in attributes.items():
         text = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
@@ -82,7 +82,7 @@ def tag(name: str, *inside: str, **attributes) -> str:
 
 
 def svg(title: str, described: str, height: int, drawn: list[str]) -> str:
-    """A whole file: title and description for those who listen, the page, and what is drawn."""
+    """Return a whole file: title and description for screen readers, the page, the drawing."""
     inside = [
         tag("title", html.escape(title), id="title"),
         tag("desc", html.escape(described), id="described"),
@@ -106,7 +106,7 @@ def box(look: str, x: float, y: float, width: float, height: float, rx: int = 5)
 
 
 def band(plot: Plot, low: float, high: float, look: str) -> str:
-    """A strip between two values."""
+    """Return a strip between two values."""
     top, bottom = plot.y(high), plot.y(low)
     return box(look, plot.left, top, plot.right - plot.left, bottom - top, rx=0)
 
@@ -116,7 +116,7 @@ def across(plot: Plot, y: float, look: str) -> str:
 
 
 def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str]:
-    """Dots, of every other colour squares."""
+    """Return dots, or squares for every other colour."""
     look = f"dot color{color}"
     if color % 2 == 0:
         return [*plot.dots(points, look, radius=4.0)]
@@ -128,10 +128,10 @@ def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str
 
 @dataclasses.dataclass
 class Completion:
-    """What the updates of one step did to a completion that was sampled before them."""
+    """A completion, and the change of its log-probs by the updates of one step."""
 
     tokens: list[str]
-    log_ratios: list[float]  # a token each: log pi_theta after the updates - before them
+    log_ratios: list[float]  # per token: log pi_theta after the updates - before them
 
     @property
     def log_ratio(self) -> float:
@@ -146,9 +146,9 @@ class Completion:
 
 @contextlib.contextmanager
 def short_run() -> Iterator[train.Run]:
-    """GSPO with its defaults, on longer and shorter chains than those of the built-in task."""
+    """Start GSPO with its defaults, on longer and shorter chains than the built-in task has."""
     flags = f"--steps {STEPS} --max-new-tokens {MOST_TOKENS} --device cpu "
-    flags += "--eval-prompts 8 --eval-samples 0"  # the evaluation before is not read
+    flags += "--eval-prompts 8 --eval-samples 0"  # the first evaluation is not used
     with (
         mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
         tempfile.TemporaryDirectory() as folder,
@@ -159,7 +159,7 @@ def short_run() -> Iterator[train.Run]:
 
 
 def train_and_compare(run: train.Run, step: int) -> list[Completion]:
-    """The completions of a step, scored before its updates and after them."""
+    """Return the completions of a step, scored before its updates and after them."""
     batch = train.sample(run, step)
     train.score(run, batch)
     train.freeze(run, batch)
@@ -177,7 +177,7 @@ def train_and_compare(run: train.Run, step: int) -> list[Completion]:
 
 @torch.no_grad()
 def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
-    """Log-probs (N, T) under the policy as it is now."""
+    """Return log-probs (N, T) under the present policy."""
     return rollout.completion_logprobs(run.policy, samples, run.config.temperature)[0]
 
 
@@ -193,7 +193,7 @@ class Stay:
 
 
 def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
-    """One rollout in few slots: who was where, and the lengths of the completions."""
+    """Sample in few slots: return the stays of the samples, and the completions' lengths."""
     prompts = [next(run.prompts)[data.IDS] for _ in range(SAMPLED)]
     uniforms = torch.rand(SAMPLED, 1, MOST_TOKENS, generator=torch.Generator().manual_seed(0))
     config = run.policy.config
@@ -212,7 +212,7 @@ def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
 
 
 def stays(steps: list[dict[int, int]]) -> list[Stay]:
-    """Decode steps in which a slot holds the same sample, one after another, are one stay."""
+    """Join successive decode steps in which a slot holds the same sample."""
     found, under_way, seen = [], {}, set()
     for time, holders in enumerate(steps):
         for slot, sample in holders.items():
@@ -230,8 +230,8 @@ def stays(steps: list[dict[int, int]]) -> list[Stay]:
 
 
 def curve_picture(stories: list[Story]) -> str:
-    """Held-out accuracy by step, from before training. Runs of one algorithm are drawn as their
-    mean, with bars from the lowest seed to the highest."""
+    """Draw held-out accuracy by step. Runs of one algorithm are drawn as their mean, with bars from
+    the lowest seed to the highest."""
     by_algorithm: dict[str, list[Story]] = {}
     for story in stories:
         by_algorithm.setdefault(story.flags["algo"], []).append(story)
@@ -280,14 +280,14 @@ def curve_picture(stories: list[Story]) -> str:
 
 
 def accuracy_range(values: list[list[float]]) -> tuple[float, float]:
-    """The axis: 0 to 1, or the fifths around the values where these lie close together."""
+    """Return the ends of the axis: 0 and 1, or the fifths around values that are close together."""
     every = [value for those in values for value in those]
     low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
     return (low, high) if 0 < high - low < 0.7 else (0.0, 1.0)
 
 
 def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
-    """Heights of labels beside the ends of curves, from the lowest up, that do not touch."""
+    """Return heights of labels beside the ends of curves, from the lowest up, that do not touch."""
     heights = []
     for value, _ in lasts:
         wanted = plot.y(value) + 5
@@ -341,7 +341,7 @@ def long_picture(runs: list[dict]) -> str:
 
 
 def loop_picture() -> str:
-    """The three policies and the numbered phases of train.py."""
+    """Draw the three policies and the seven phases of train.py."""
     policies = {
         "old_policy": (1, 50, "π_old: samples", "completions"),
         "ref_policy": (2, 150, "π_ref: frozen,", "for a KL term"),
@@ -383,7 +383,7 @@ def loop_picture() -> str:
 
 
 def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines) -> list[str]:
-    """A box with a name and two lines of text."""
+    """Return a box with a name and two lines of text."""
     drawn = [box(look, x, y, width, 68), words(x + 10, y + 22, name, name_look)]
     return drawn + [words(x + 10, y + 40 + 18 * i, line, "dim") for i, line in enumerate(lines)]
 
@@ -392,14 +392,14 @@ def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines
 
 
 def varied(found: list[Completion]) -> Completion:
-    """Of the completions with 16 to 24 tokens whose ratios all fit on the axis, the one in which
-    most tokens have moved visibly, by 1% or more."""
+    """Choose the completion with the most ratios that differ visibly from 1, by 1% or more, among
+    those with 16 to 24 tokens whose ratios all fit on the axis."""
     some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
     return max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
 
 
 def ratios_picture(shown: Completion) -> str:
-    """Every token's ratio in GRPO's band, and close up, with the completion's s in GSPO's."""
+    """Draw each token's ratio in GRPO's band, and again enlarged, with s in GSPO's band."""
     ratios = [math.exp(value) for value in shown.log_ratios]
     s, places = math.exp(shown.log_ratio), (-1, len(ratios))
     near = max(1.5 * abs(s - 1), 1e-3)
@@ -437,13 +437,13 @@ def ratios_picture(shown: Completion) -> str:
 
 
 def deciles(values: list[float]) -> tuple[float, float, float]:
-    """10%, 50% and 90% of the values are below."""
+    """Return the values below which 10%, 50% and 90% of all are."""
     cuts = statistics.quantiles(values, n=10, method="inclusive")
     return cuts[0], cuts[4], cuts[8]
 
 
 def by_length(found: list[Completion], least: int = 50) -> dict[int, list[Completion]]:
-    """Those lengths alone that so many completions have."""
+    """Group completions by length, without lengths that fewer than `least` completions have."""
     lengths: dict[int, list[Completion]] = {}
     for one in found:
         lengths.setdefault(len(one.tokens), []).append(one)
@@ -451,14 +451,14 @@ def by_length(found: list[Completion], least: int = 50) -> dict[int, list[Comple
 
 
 def furthest_of_random_tokens(groups: dict[int, list[Completion]], length: int) -> float:
-    """The median over draws of max |log ratio| of `length` tokens drawn from all completions: the
-    quantile 0.5^(1 / length) of a token. A maximum grows with the number of draws by itself."""
+    """Return the median of max |log ratio| over `length` tokens that are sampled from all
+    completions: a token's quantile 0.5^(1 / length). A maximum of more numbers is larger."""
     tokens = [abs(x) for same in groups.values() for one in same for x in one.log_ratios]
     return float(torch.tensor(tokens, dtype=torch.float64).quantile(0.5 ** (1 / length)))
 
 
 def length_picture(groups: dict[int, list[Completion]]) -> str:
-    """How far ratios are from 1 against the length of the completion, on a log axis."""
+    """Draw the distance of ratios from 1 by the length of the completion, on a log axis."""
     last = max(groups)
     plot = Plot((0, last + 4), (-4, 0), left=70, right=462, top=62, bottom=262)
     drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(5)})]
@@ -483,7 +483,9 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
         drawn.append(words(76, plot.y(math.log10(clip)) + 16, said, f"word color{color}"))
     drawn.append(words(16, 318, "● furthest token, median", "word bold color0"))
     drawn.append(words(290, 318, "■ s, median", "word bold color1"))
-    drawn.append(words(16, 340, "┄ furthest of as many tokens, drawn from all completions", "dim"))
+    drawn.append(
+        words(16, 340, "┄ furthest of as many tokens, sampled from all completions", "dim")
+    )
     described = (
         f"From {min(groups)} to {last} tokens, medians: the furthest token goes from "
         f"{told[0][0]:.3f} to {told[0][1]:.3f}, the furthest of as many random tokens from "
@@ -496,12 +498,12 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
 
 
 def fixed_batches(lengths: list[int], size: int) -> int:
-    """Decode steps where a batch begins only when the one before it has ended."""
+    """Count decode steps if a batch begins only after the one before it has ended."""
     return sum(max(lengths[first : first + size]) for first in range(0, len(lengths), size))
 
 
 def slots_picture(found: list[Stay], lengths: list[int]) -> str:
-    """A row for each slot, time to the right, a bar for each completion."""
+    """Draw a row for each slot and a bar for each completion, with time to the right."""
     slots, ends = 1 + max(stay.slot for stay in found), max(stay.end for stay in found)
     bottom = 44 + 28 * slots
     plot = Plot((0, ends), (0, 1), left=58, right=462, top=44, bottom=bottom)
