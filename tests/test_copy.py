@@ -299,7 +299,7 @@ def test_trl_subclass_has_the_gradients_of_trls_own_gspo(models, tmp_path):
 @needs("trl")
 @pytest.mark.parametrize("extra", ["nothing", "old", "tools", "token weights", "weights"])
 def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
-    """With what else TRL may hand in: log-probs before the updates, a mask without the tokens of
+    """With the optional inputs of TRL: log-probs before the updates, a mask without the tokens of
     tools, weights against the mismatch of vLLM; the last of three micro-batches."""
     import trl
 
@@ -354,7 +354,7 @@ def test_trl_script_takes_four_updates_a_rollout_and_clips(models, tmp_path, mon
 
 
 def one_batch(lengths, generator) -> dict:
-    """What TRL's trainer hands to its loss, of four completions of up to 6 tokens."""
+    """The inputs of the loss of TRL's trainer: four completions of up to 6 tokens."""
     completion_mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
     return {
         "prompt_ids": torch.randint(3, 18, (4, 3), generator=generator),

@@ -35,14 +35,6 @@ def first_cells(page: str) -> set[str]:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def test_the_readme_is_short():
-    """A page of ten minutes: lines, and words beside code and tables."""
-    assert README.count("\n") <= 250
-    prose = re.sub(r"(?s:```.*?```|\$\$.*?\$\$)|(?m:^\|.*$)", "", README)
-    assert prose.rstrip()[-99:] in README[-999:]  # the last paragraph is counted, too
-    assert len(prose.split()) <= 2300
-
-
 def test_the_console_of_the_readme_is_that_of_the_default_run():
     """Of docs/runs/gspo, which --report draws beside a user's."""
     rows = [json.loads(line) for line in (ROOT / "docs/runs/gspo/metrics.jsonl").open()]

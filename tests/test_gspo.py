@@ -439,7 +439,7 @@ def test_module_imports_nothing_but_torch_and_the_standard_library():
     assert imported - sys.stdlib_module_names == {"torch"}
 
 
-# ---- what the objectives have in common, and what sets them apart --------------------------------
+# ---- common properties, and differences ----------------------------------------------------------
 
 
 def test_first_update_is_reinforce():
@@ -495,8 +495,7 @@ def exact_kl():
     ref = [math.exp(each) for each in REF.tolist()]
     kl = sum(p * math.log(p / q) for p, q in zip(pi, ref))
     reverse = [p * (math.log(p / q) - kl) for p, q in zip(pi, ref)]
-    forward = [p - q for p, q in zip(pi, ref)]
-    return kl, reverse, forward
+    return kl, reverse, [p - q for p, q in zip(pi, ref)]
 
 
 def test_kl_estimators_have_their_means_and_gradients():
@@ -574,8 +573,7 @@ def test_dead_group_has_advantage_exactly_zero(name):
             both = function(torch.cat([dead, living]), size)
             assert torch.equal(both[:size], torch.zeros(size))
             assert (both[size:].abs().max() > 0) == (size > 1)
-    nearly = torch.tensor([0.0, 1e-7])  # only equal rewards are dead
-    assert function(nearly, 2)[1] > 0
+    assert function(torch.tensor([0.0, 1e-7]), 2)[1] > 0  # only equal rewards are dead
 
 
 # ---- advantages of tokens ------------------------------------------------------------------------
@@ -638,8 +636,7 @@ def test_whitened_equal_returns_are_exactly_zero():
         rewards = torch.zeros(mask.shape)
         for row, length in enumerate(lengths):
             rewards[row, max(length - 1, 0)] = 0.1
-        actual = gspo.reinforce_plus_plus_advantages(rewards, mask)
-        assert torch.equal(actual, torch.zeros(mask.shape))
+        assert not gspo.reinforce_plus_plus_advantages(rewards, mask).any()
 
 
 def step_loop(rewards, steps, size):
@@ -733,13 +730,12 @@ OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two; the others' a
     "rloo": [1, -1, -4, 4],
     "reinforce": [-0.25, -1.25, -1.25, 2.75],
 }
-UNITS = {"constant": "completion", "sum": "completion"}
 
 
 def test_algorithms_are_those_of_the_papers():
     """The trainer counts the denominator by `unit`, which must be the unit of the loss's mean: a
     sequence ratio with a mean over tokens has another gradient."""
-    units = {case.function: UNITS.get(case.mean, case.mean) for case in POLICY_CASES}
+    units = {c.function: "token" if c.mean == "token" else "completion" for c in POLICY_CASES}
     assert len(gspo.ALGOS) == 16
     for name, row in gspo.ALGOS.items():
         loss = LOSSES.get(name, name.replace("-", "_")) + "_loss"

@@ -1,14 +1,20 @@
-"""docs/from-ppo-to-gspo.md: what it shows of gspo.py is what stands there.
+"""docs/from-ppo-to-gspo.md: its diffs are those of gspo.py, its numbers are right, and GitHub shows
+its formulas.
 
 After a change of a loss: python tests/test_lesson.py
 """
 
 import ast
+import contextlib
 import difflib
 import inspect
+import io
 import re
 import sys
 from pathlib import Path
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 if __name__ == "__main__":
@@ -22,7 +28,7 @@ DIFF = re.compile(r"<!-- diff (\w+) (\w+) -->\n```diff\n.*?```\n", re.DOTALL)
 
 
 def lines_of(name: str) -> list[str]:
-    """The source of a loss without its docstring and without what all losses take."""
+    """The source of a loss without its docstring and the arguments that all losses share."""
     source = inspect.getsource(getattr(gspo, name))
     function = ast.parse(source).body[0]
     given = function.args
@@ -50,6 +56,75 @@ def test_diffs_of_the_lesson_are_those_of_gspo():
     text = PAGE.read_text(encoding="utf-8")
     assert len(DIFF.findall(text)) == text.count("```diff") > 3
     assert text == with_diffs(text), "a loss has changed: python tests/test_lesson.py"
+
+
+def test_bandit_prints_the_numbers_of_the_page():
+    text = PAGE.read_text(encoding="utf-8")
+    program, printed = re.search(
+        r"```python\n(# bandit.*?)```\n\n```text\n(.*?)```", text, re.S
+    ).groups()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), torch.random.fork_rng():
+        exec(program, {})
+    assert out.getvalue() == printed
+
+
+def test_numbers_of_the_text_are_right():
+    """One or four of 8 completions right, two right (an exercise), and a group of eight times 0.1
+    without the test for equal rewards."""
+    for right, wanted in ((1, (2.47, -0.35)), (4, (0.94, -0.94)), (2, (1.62, -0.54))):
+        rewards = torch.tensor([1.0] * right + [0.0] * (8 - right))
+        found = gspo.group_advantages(rewards, 8)
+        assert (found[0].item(), found[-1].item()) == pytest.approx(wanted, abs=0.005)
+    equal = torch.full((8,), 0.1)
+    rounding = (equal - equal.mean()) / (equal.std() + 1e-6)
+    assert rounding[0].item() == pytest.approx(-0.0074, abs=1e-4)
+
+
+def test_kl_upside_down_is_wrong():
+    """pi = (0.5, 0.5), ref = (0.9, 0.1): KL = 0.511. k3 of pi / ref averages 1.267."""
+    mean = upside_down = 0.0
+    for ref in (0.9, 0.1):
+        new, reference, mask = (
+            torch.tensor([[0.5]]).log(),
+            torch.tensor([[ref]]).log(),
+            torch.ones(1, 1),
+        )
+        mean += 0.5 * gspo.kl_penalty(new, reference, mask)[0].item()
+        upside_down += 0.5 * gspo.kl_penalty(reference, new, mask)[0].item()
+    kl = 0.5 * torch.tensor([0.5 / 0.9, 0.5 / 0.1]).log().sum().item()
+    assert (mean, upside_down) == (pytest.approx(kl, rel=1e-5), pytest.approx(1.267, abs=5e-4))
+    assert round(kl, 3) == 0.511
+
+
+def test_tests_that_the_lesson_names_exist():
+    written = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(names) > 3
+    assert [name for name in names if f"def {name}(" not in written] == []
+
+
+# ---- formulas of all pages -----------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_formulas_are_safe_from_markdown(page):
+    """Within $...$ and $$...$$ GitHub removes the backslash of `\\,` and `\\{`, and reads _..._ as
+    emphasis. ```math blocks and $`...`$ are left alone; in a table a | would end the cell."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"(?ms)^```math\n(.*?)^```$", text)
+    inline = re.findall(r"\$`([^`\n]*)`\$", text)
+    for formula in (*blocks, *inline):
+        assert formula.count("{") == formula.count("}") and "$" not in formula, formula
+        assert formula.count(r"\left") == formula.count(r"\right"), formula
+    for row in re.findall(r"(?m)^\|.*$", text):
+        assert not any("|" in formula for formula in re.findall(r"\$`([^`]*)`\$", row)), row
+    rest = re.sub(r"(?ms)^ *```.*?^ *```$|^    .*?$", "", text)
+    rest = re.sub(r"\$`[^`\n]*`\$|`[^`]*`", "", rest)
+    for paragraph in rest.split("\n\n"):
+        assert paragraph.count("$") < 2, paragraph
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The pictures: well formed, told to those who listen, marks where the numbers are; and what is
-measured for them."""
+"""The pictures are well-formed, have descriptions for screen readers, and show right numbers."""
 
 import json
 import math
+import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -11,13 +11,13 @@ import bench_pictures as pictures
 import train
 from support.extras.report import Plot, read_story
 from support.ranks import Ranks
-from tools import ROOT, command_line
+from tools import ROOT, command_line, write_rows
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(text: str) -> ElementTree.Element:
-    """The root of a picture, which has a title and a description, and no word outside of it."""
+    """Return the root of a picture. It has a title and a description, and no word is outside."""
     root = ElementTree.fromstring(text)
     _, _, width, height = map(float, root.get("viewBox").split())
     assert root.find(f"{SVG}title").text and root.find(f"{SVG}desc").text.endswith(".")
@@ -42,29 +42,35 @@ def test_pictures_of_the_pages_are_well_formed(path):
     drawn(path.read_text(encoding="utf-8"))
 
 
-def story_of(folder, algo: str, before: float, held_out: dict[int, float]):
-    folder.mkdir()
-    flags = {"algo": algo, "model": "tiny", "data": None, "task": "arithmetic"}
-    (folder / "config.json").write_text(json.dumps(flags))
-    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "eval_solved": before}) + "\n")
-    (folder / "evaluations.jsonl").touch()
-    rows = [{"step": step, "eval_solved": value} for step, value in held_out.items()]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def story_of(folder, algo: str, held_out: dict[int, float]):
+    """A copy of the reference run with another algorithm, evaluated at step 0 and at later ones."""
+    shutil.copytree(ROOT / "docs/runs/gspo", folder)
+    flags = json.loads((folder / "config.json").read_text())
+    write_rows(folder / "config.json", [flags | {"algo": algo}])
+    [start] = map(json.loads, (folder / "starts.jsonl").open())
+    write_rows(folder / "starts.jsonl", [start | {"eval_solved": held_out.pop(0)}])
+    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    rows = [row | {"step": step, "eval_solved": value} for step, value in held_out.items()]
+    write_rows(folder / "metrics.jsonl", rows)
     return read_story(folder)
 
 
 def test_curve_begins_before_training_and_is_the_mean_of_seeds(tmp_path):
     stories = [
-        story_of(tmp_path / "a", "gspo", 0.2, {5: 0.5, 10: 1.0}),
-        story_of(tmp_path / "b", "gspo", 0.4, {5: 0.7, 10: 0.8}),
-        story_of(tmp_path / "c", "grpo", 0.3, {5: 0.6, 10: 0.9}),
-        story_of(tmp_path / "d", "grpo", 0.3, {5: 0.6, 10: 0.9}),
+        story_of(tmp_path / "a", "gspo", {0: 0.2, 5: 0.5, 10: 1.0}),
+        story_of(tmp_path / "b", "gspo", {0: 0.4, 5: 0.7, 10: 0.8}),
+        story_of(tmp_path / "c", "grpo", {0: 0.3, 5: 0.6, 10: 0.9}),
+        story_of(tmp_path / "d", "grpo", {0: 0.3, 5: 0.6, 10: 0.9}),
     ]
     root = drawn(pictures.curve_picture(stories))
-    plot = Plot((0, 10), (0, 1), left=58, right=462, top=62, bottom=262)
-    expected = [(plot.x(step), plot.y(y)) for step, y in ((0, 0.3), (5, 0.6), (10, 0.9))]
-    for curve in of_class(root, "curve"):
+    plot = Plot((-1 / 3, 10 + 1 / 3), (0, 1), left=58, right=368, top=62, bottom=262)
+    for curve, beside in zip(of_class(root, "curve"), (-1 / 12, 1 / 12), strict=True):
+        points = ((beside, 0.3), (5 + beside, 0.6), (10 + beside, 0.9))
+        expected = [(plot.x(step), plot.y(y)) for step, y in points]
         assert places(curve) == [pytest.approx(place, abs=0.06) for place in expected]
+    labels = [each for each in of_class(root, "word") if "90%" in each.text]
+    heights = [float(each.get("y")) for each in labels]
+    assert abs(heights[0] - heights[1]) == 20  # they would touch otherwise
     bars = [places(bar) for bar in of_class(root, "thin") if "color0" in bar.get("class")]
     assert [y for _, y in bars[0]] == [pytest.approx(plot.y(y), abs=0.06) for y in (0.2, 0.4)]
     told = root.find(f"{SVG}desc").text
@@ -108,10 +114,17 @@ def test_length_picture_has_medians_of_each_length():
         spread = [(k - 5) / 100 / length for k in range(11)]  # medians: 0.03 / length
         groups[length] = [pictures.Completion(["1"] * length, [value] * length) for value in spread]
     root = drawn(pictures.length_picture(groups))
-    plot = Plot((0, 12), (-5, 0), left=70, right=462, top=62, bottom=262)
+    plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
         medians = [(plot.x(x), plot.y(math.log10(0.03 / x))) for x in (4, 8)]
         assert places(curve) == [pytest.approx(place, abs=0.06) for place in medians]
+
+
+def test_random_tokens_have_a_larger_maximum_where_there_are_more():
+    """Tokens 0.1, 0.2, ..., 1.0: the median of the larger of two is the quantile 0.5^(1/2)."""
+    groups = {10: [pictures.Completion(["1"] * 10, [k / 10 for k in range(1, 11)])]}
+    found = [pictures.furthest_of_random_tokens(groups, length) for length in (1, 2)]
+    assert found == pytest.approx([0.55, 0.1 + 0.9 * 0.5**0.5])
 
 
 def test_by_length_leaves_rare_lengths_out():
@@ -120,7 +133,7 @@ def test_by_length_leaves_rare_lengths_out():
 
 
 def test_stays_know_who_moved_and_who_waited():
-    """Sample 0 ends after two steps, 2 takes its slot; at the end 1 moves from slot 1 to 0."""
+    """Sample 0 ends after two steps and 2 takes its slot. At the end 1 moves from slot 1 to 0."""
     steps = [{0: 0, 1: 1}, {0: 0, 1: 1}, {0: 2, 1: 1}, {0: 1}]
     stay = pictures.Stay
     assert pictures.stays(steps) == [
@@ -136,7 +149,7 @@ def test_stays_know_who_moved_and_who_waited():
 
 
 def test_log_ratios_are_those_of_the_updates(place):
-    """One step of a random policy: what training froze as pi_old is where they start from."""
+    """One step of a random policy: the ratios are relative to the log-probs that training froze."""
     words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
     run = train.start(train.parse_flags(words), Ranks())
     batches = []

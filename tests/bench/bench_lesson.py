@@ -1,10 +1,10 @@
-"""The measurements of docs/from-ppo-to-gspo.md that no other benchmark makes, on one CPU core.
+"""Measure the numbers of docs/from-ppo-to-gspo.md that no other benchmark has, on one CPU core.
 
     python tests/bench/bench_lesson.py variance  # of the gradient, by length and by weight
     python tests/bench/bench_lesson.py variants  # GSPO without its root, k3 upside down
     python tests/bench/bench_lesson.py stops     # how far s is from 1 where GSPO does not clip
 
-A variant is a row of ALGOS, or another function in the place of ours: what a reader would change.
+A variant is a row of ALGOS, or another function in the place of ours.
 """
 
 import argparse
@@ -30,14 +30,14 @@ from gspo import as_columns, completion_mean, masked_mean, policy_metrics  # noq
 def rootless_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """gspo_loss without 1 / length in s: the ratio of whole completions, a product of L numbers."""
+    """Compute gspo_loss without 1 / length in s: the ratio is a product of L numbers."""
     length = mask.sum(1, keepdim=True)
     log_ratio = length * completion_mean(logprobs - old_logprobs.detach(), mask)
     advantages = completion_mean(as_columns(advantages), mask)
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    # its gradient is L times that of s: divided here, so that the two are alike at ratio 1
+    # its gradient is L times that of s; divided by L, both are equal at ratio 1
     loss = -masked_mean(
         torch.min(unclipped, clipped) / length.clamp(min=1), mask, "completion", denom
     )
@@ -46,7 +46,7 @@ def rootless_loss(
 
 
 def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, *, per="completion"):
-    """k3 with pi / pi_ref where pi_ref / pi belongs."""
+    """Compute k3 with pi / pi_ref, which is upside down."""
     x = torch.where(mask > 0, logprobs - ref_logprobs.detach(), 0.0)
     loss = masked_mean(x.exp() - x - 1, mask, per, denom)
     return loss, {"kl": loss.detach()}
@@ -58,7 +58,7 @@ import train  # noqa: E402  # after the row above, which --algo then takes
 from support import tasks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
-VARIANTS = {  # name -> (flags, what stands for gspo.kl_penalty)
+VARIANTS = {  # name -> (flags, replacement of gspo.kl_penalty)
     "gspo": ("--algo gspo", gspo.kl_penalty),
     "without 1 / length, the same band": ("--algo rootless", gspo.kl_penalty),
     "without 1 / length, 0.2": (
@@ -71,7 +71,7 @@ VARIANTS = {  # name -> (flags, what stands for gspo.kl_penalty)
 
 
 def run_variants(names: list[str], seeds: list[int]) -> None:
-    """A line a variant: means over seeds, of 50 steps."""
+    """Print a line per variant: means over seeds, of 50 steps."""
     rows = {}
     for name in names:
         flags, gspo.kl_penalty = VARIANTS[name]
@@ -98,8 +98,8 @@ def run_variants(names: list[str], seeds: list[int]) -> None:
 
 
 def stops(seeds: list[int]) -> None:
-    """Of the default run: how many completions with A != 0 the clip stops, by update of a step, and
-    the distance |s - 1| of the others."""
+    """Print, for the default run, the share of completions with A != 0 that the clip stops, and the
+    distance |s - 1| of the others."""
     noted = collections.defaultdict(list)  # pairs (|s - 1|, whether it is stopped)
 
     def noting_loss(
@@ -161,9 +161,9 @@ WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
 
 
 def drifted(run, step: int):
-    """A rollout and, after its updates, its log-ratios (N, T)."""
+    """Return a rollout after its updates."""
     train.snapshot(run)
-    batch = train.collect(run, step)
+    batch = train.sample(run, step)
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)
@@ -173,8 +173,8 @@ def drifted(run, step: int):
 
 
 def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Weight -> the gradient of one completion's objective, (1 / L) sum of weight A grad log pi;
-    and its log-ratios."""
+    """Return the gradient of one completion's objective, (1 / L) sum of weight A grad log pi, for
+    each weight, and its log-ratios."""
     one = torch.tensor([row])
     mask, advantage = batch.mask[row], float(batch.advantages[row])
     logprobs = run.logprobs(run.policy, batch.rollout[one])[0][0][mask]
@@ -188,8 +188,8 @@ def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tens
 
 
 def variance(warm_up: int, measured: int) -> None:
-    """Of chains of 1 to 8 operations, by length: the variance of one completion's gradient, over
-    that of the same gradient without any weight."""
+    """Print, for chains of 1 to 8 operations, the variance of one completion's gradient by length,
+    relative to that of the same gradient without a weight."""
     tasks.ARITHMETIC_OPERATIONS = (1, 8)
     totals, squares = collections.defaultdict(float), collections.defaultdict(list)
     log_ratios = collections.defaultdict(list)

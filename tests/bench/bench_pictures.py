@@ -1,4 +1,4 @@
-"""Draws the pictures of the README and of docs/, from numbers that it measures itself, as SVG.
+"""Draw the pictures of the README and of docs/ as SVG, from numbers that this program measures.
 
     python tests/bench/bench_pictures.py                 # docs/pictures: half a minute
     python tests/bench/bench_pictures.py --run runs/gspo-1 --real runs/gspo-0 runs/grpo-0
@@ -9,7 +9,7 @@ the built-in policy and of a pretrained model; runs of one algorithm are drawn a
 long.svg needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
-told apart by colour-blind readers, and none of them says what no word, mark or dash says."""
+distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
 
 import argparse
 import contextlib
@@ -34,6 +34,7 @@ import torch  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from support import data, tasks  # noqa: E402
+from support.extras import fast_sampling  # noqa: E402
 from support.extras.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -72,7 +73,7 @@ svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card:
 
 
 def tag(name: str, *inside: str, **attributes) -> str:
-    """An element. What is inside is HTML already; attributes are written class_, stroke_width."""
+    """Return an element around HTML. Attributes are written class_, stroke_width."""
     words = [name]
     for key, value in attributes.items():
         text = f"{value:.1f}" if isinstance(value, float) else html.escape(str(value))
@@ -81,7 +82,7 @@ def tag(name: str, *inside: str, **attributes) -> str:
 
 
 def svg(title: str, described: str, height: int, drawn: list[str]) -> str:
-    """A whole file: title and description for those who listen, the page, and what is drawn."""
+    """Return a whole file: title and description for screen readers, the page, the drawing."""
     inside = [
         tag("title", html.escape(title), id="title"),
         tag("desc", html.escape(described), id="described"),
@@ -105,7 +106,7 @@ def box(look: str, x: float, y: float, width: float, height: float, rx: int = 5)
 
 
 def band(plot: Plot, low: float, high: float, look: str) -> str:
-    """A strip between two values."""
+    """Return a strip between two values."""
     top, bottom = plot.y(high), plot.y(low)
     return box(look, plot.left, top, plot.right - plot.left, bottom - top, rx=0)
 
@@ -115,7 +116,7 @@ def across(plot: Plot, y: float, look: str) -> str:
 
 
 def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str]:
-    """Dots, of every other colour squares."""
+    """Return dots, or squares for every other colour."""
     look = f"dot color{color}"
     if color % 2 == 0:
         return [*plot.dots(points, look, radius=4.0)]
@@ -127,10 +128,10 @@ def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str
 
 @dataclasses.dataclass
 class Completion:
-    """What the updates of one step did to a completion that was sampled before them."""
+    """A completion, and the change of its log-probs by the updates of one step."""
 
     tokens: list[str]
-    log_ratios: list[float]  # a token each: log pi_theta after the updates - before them
+    log_ratios: list[float]  # per token: log pi_theta after the updates - before them
 
     @property
     def log_ratio(self) -> float:
@@ -145,9 +146,9 @@ class Completion:
 
 @contextlib.contextmanager
 def short_run() -> Iterator[train.Run]:
-    """GSPO with its defaults, on longer and shorter chains than those of the built-in task."""
+    """Start GSPO with its defaults, on longer and shorter chains than the built-in task has."""
     flags = f"--steps {STEPS} --max-new-tokens {MOST_TOKENS} --device cpu "
-    flags += "--eval-prompts 8 --eval-samples 0"  # the evaluation before is not read
+    flags += "--eval-prompts 8 --eval-samples 0"  # the first evaluation is not used
     with (
         mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
         tempfile.TemporaryDirectory() as folder,
@@ -158,8 +159,8 @@ def short_run() -> Iterator[train.Run]:
 
 
 def train_and_compare(run: train.Run, step: int) -> list[Completion]:
-    """The completions of a step, scored before its updates and after them."""
-    batch = train.collect(run, step)
+    """Return the completions of a step, scored before its updates and after them."""
+    batch = train.sample(run, step)
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)
@@ -176,7 +177,7 @@ def train_and_compare(run: train.Run, step: int) -> list[Completion]:
 
 @torch.no_grad()
 def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
-    """Log-probs (N, T) under the policy as it is now."""
+    """Return log-probs (N, T) under the present policy."""
     return rollout.completion_logprobs(run.policy, samples, run.config.temperature)[0]
 
 
@@ -192,29 +193,26 @@ class Stay:
 
 
 def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
-    """One rollout in few slots: who was where, and the lengths of the completions."""
+    """Sample in few slots: return the stays of the samples, and the completions' lengths."""
     prompts = [next(run.prompts)[data.IDS] for _ in range(SAMPLED)]
     uniforms = torch.rand(SAMPLED, 1, MOST_TOKENS, generator=torch.Generator().manual_seed(0))
     config = run.policy.config
     per_token = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     room = (SLOTS + 0.5) * per_token * (max(map(len, prompts)) + MOST_TOKENS) / 1e9
-    steps, decode = [], rollout.Slots.decode_one_token
+    steps, decode = [], fast_sampling.Slots.decode_one_token
 
     def watch(slots, rows, span):
-        alive = slots.alive[:rows].nonzero()[:, 0].tolist()
-        steps.append({slot: int(slots.row[slot]) for slot in alive})
+        active = slots.active[:rows].nonzero()[:, 0].tolist()
+        steps.append({slot: int(slots.row[slot]) for slot in active})
         decode(slots, rows, span)
 
-    with (
-        mock.patch.object(rollout.Slots, "decode_one_token", watch),
-        mock.patch.object(rollout, "extra", lambda name: None),  # a slot for each, as on a GPU
-    ):
-        samples = rollout.generate(run.policy, prompts, uniforms, cache_gb=room, **run.ends)
+    with mock.patch.object(fast_sampling.Slots, "decode_one_token", watch):
+        samples = fast_sampling.generate(run.policy, prompts, uniforms, cache_gb=room, **run.ends)
     return stays(steps), samples.lengths.tolist()
 
 
 def stays(steps: list[dict[int, int]]) -> list[Stay]:
-    """Decode steps in which a slot holds the same sample, one after another, are one stay."""
+    """Join successive decode steps in which a slot holds the same sample."""
     found, under_way, seen = [], {}, set()
     for time, holders in enumerate(steps):
         for slot, sample in holders.items():
@@ -232,8 +230,8 @@ def stays(steps: list[dict[int, int]]) -> list[Stay]:
 
 
 def curve_picture(stories: list[Story]) -> str:
-    """Held-out accuracy by step, from before training. Runs of one algorithm are drawn as their
-    mean, with bars from the lowest seed to the highest."""
+    """Draw held-out accuracy by step. Runs of one algorithm are drawn as their mean, with bars from
+    the lowest seed to the highest."""
     by_algorithm: dict[str, list[Story]] = {}
     for story in stories:
         by_algorithm.setdefault(story.flags["algo"], []).append(story)
@@ -245,10 +243,13 @@ def curve_picture(stories: list[Story]) -> str:
         for name, seeds in by_algorithm.items()
     }
     low, high = accuracy_range([each for those in values.values() for each in those.values()])
-    plot = Plot((0, steps[-1]), (low, high), left=58, right=368, top=62, bottom=262)
+    margin = steps[-1] / 30 if len(values) > 1 else 0  # bars stand side by side
+    x_range = (-margin, steps[-1] + margin)
+    plot = Plot(x_range, (low, high), left=58, right=368, top=62, bottom=262)
     ticks = {low + (high - low) * i / 4: f"{low + (high - low) * i / 4:.0%}" for i in range(5)}
     drawn = [*plot.ticks_of_y(ticks)]
-    drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "step")  # where marks are
+    drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
+    drawn.append(words(368, 294, "training step", "dim", "end"))
     flags, told = stories[0].flags, []
     model = Path(flags["model"]).name.removesuffix("-Instruct")
     about = f"{model} on {flags['data'] or flags['task']}, greedy"
@@ -261,7 +262,7 @@ def curve_picture(stories: list[Story]) -> str:
     for i, (name, those) in enumerate(values.items()):
         points = [(step, statistics.fmean(those[step])) for step in steps]
         look = f"color{i % 4}"
-        beside = (i - (len(values) - 1) / 2) * steps[-1] / 60  # so that bars stand side by side
+        beside = (i - (len(values) - 1) / 2) * steps[-1] / 60
         points = [(step + beside, value) for step, value in points]
         drawn.append(plot.line(points, f"curve {look}"))
         drawn += marks(plot, points, i % 4)
@@ -273,20 +274,20 @@ def curve_picture(stories: list[Story]) -> str:
         drawn.append(words(380, heights[name], label, f"word bold {look}"))
         told.append(f"{name} goes from {first:.1%} to {last:.1%} in {steps[-1]} steps")
     if several:
-        drawn.append(words(16, 302, "bars: from the lowest to the highest seed", "dim"))
+        drawn.append(words(16, 316, "bars: from the lowest to the highest seed", "dim"))
     described = f"{about}: {'; '.join(told)}."
-    return svg("Held-out problems solved", described, 316 if several else 292, drawn)
+    return svg("Held-out problems solved", described, 330 if several else 306, drawn)
 
 
 def accuracy_range(values: list[list[float]]) -> tuple[float, float]:
-    """The axis: 0 to 1, or the fifths around the values where these lie close together."""
+    """Return the ends of the axis: 0 and 1, or the fifths around values that are close together."""
     every = [value for those in values for value in those]
     low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
-    return (low, high) if high - low <= 0.6 and high > low else (0.0, 1.0)
+    return (low, high) if 0 < high - low < 0.7 else (0.0, 1.0)
 
 
 def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
-    """Heights of labels beside the ends of curves, from the lowest up, that do not touch."""
+    """Return heights of labels beside the ends of curves, from the lowest up, that do not touch."""
     heights = []
     for value, _ in lasts:
         wanted = plot.y(value) + 5
@@ -340,7 +341,7 @@ def long_picture(runs: list[dict]) -> str:
 
 
 def loop_picture() -> str:
-    """The three policies and the numbered phases of train.py."""
+    """Draw the three policies and the seven phases of train.py."""
     policies = {
         "old_policy": (1, 50, "π_old: samples", "completions"),
         "ref_policy": (2, 150, "π_ref: frozen,", "for a KL term"),
@@ -382,7 +383,7 @@ def loop_picture() -> str:
 
 
 def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines) -> list[str]:
-    """A box with a name and two lines of text."""
+    """Return a box with a name and two lines of text."""
     drawn = [box(look, x, y, width, 68), words(x + 10, y + 22, name, name_look)]
     return drawn + [words(x + 10, y + 40 + 18 * i, line, "dim") for i, line in enumerate(lines)]
 
@@ -391,14 +392,14 @@ def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines
 
 
 def varied(found: list[Completion]) -> Completion:
-    """Of the completions with 16 to 24 tokens whose ratios all fit on the axis, the one whose
-    tokens have moved furthest, in the median."""
+    """Choose the completion with the most ratios that differ visibly from 1, by 1% or more, among
+    those with 16 to 24 tokens whose ratios all fit on the axis."""
     some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
-    return max(some, key=lambda one: statistics.median(map(abs, one.log_ratios)))
+    return max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
 
 
 def ratios_picture(shown: Completion) -> str:
-    """Every token's ratio in GRPO's band, and close up, with the completion's s in GSPO's."""
+    """Draw each token's ratio in GRPO's band, and again enlarged, with s in GSPO's band."""
     ratios = [math.exp(value) for value in shown.log_ratios]
     s, places = math.exp(shown.log_ratio), (-1, len(ratios))
     near = max(1.5 * abs(s - 1), 1e-3)
@@ -418,8 +419,10 @@ def ratios_picture(shown: Completion) -> str:
                 drawn += plot.dots([(i, ratio)], "dot color0", radius=3.5)
         drawn.append(across(plot, s, "curve color1"))
     for i, token in enumerate(shown.tokens):
-        said = "end" if i == len(ratios) - 1 and len(token) > 1 else token
-        drawn.append(words(close.x(i), 352, said, "dim", anchor="middle"))
+        if i == len(ratios) - 1 and len(token) > 1:
+            drawn.append(words(close.x(i) - 8, 352, "end", "dim"))
+        else:
+            drawn.append(words(close.x(i), 352, token, "dim", anchor="middle"))
     drawn.append(words(16, 380, "● r of a token", "word bold color0"))
     drawn.append(words(150, 380, f"▬ s = {s:.4f}, geometric mean", "word bold color1"))
     out = sum(not GRPO_BAND[0] <= ratio <= GRPO_BAND[1] for ratio in ratios)
@@ -434,13 +437,13 @@ def ratios_picture(shown: Completion) -> str:
 
 
 def deciles(values: list[float]) -> tuple[float, float, float]:
-    """10%, 50% and 90% of the values are below."""
+    """Return the values below which 10%, 50% and 90% of all are."""
     cuts = statistics.quantiles(values, n=10, method="inclusive")
     return cuts[0], cuts[4], cuts[8]
 
 
 def by_length(found: list[Completion], least: int = 50) -> dict[int, list[Completion]]:
-    """Those lengths alone that so many completions have."""
+    """Group completions by length, without lengths that fewer than `least` completions have."""
     lengths: dict[int, list[Completion]] = {}
     for one in found:
         lengths.setdefault(len(one.tokens), []).append(one)
@@ -448,18 +451,19 @@ def by_length(found: list[Completion], least: int = 50) -> dict[int, list[Comple
 
 
 def furthest_of_random_tokens(groups: dict[int, list[Completion]], length: int) -> float:
-    """The median over draws of max |log ratio| of `length` tokens drawn from all completions: the
-    quantile 0.5^(1 / length) of a token. A maximum grows with the number of draws by itself."""
+    """Return the median of max |log ratio| over `length` tokens that are sampled from all
+    completions: a token's quantile 0.5^(1 / length). A maximum of more numbers is larger."""
     tokens = [abs(x) for same in groups.values() for one in same for x in one.log_ratios]
     return float(torch.tensor(tokens, dtype=torch.float64).quantile(0.5 ** (1 / length)))
 
 
 def length_picture(groups: dict[int, list[Completion]]) -> str:
-    """How far ratios are from 1 against the length of the completion, on a log axis."""
+    """Draw the distance of ratios from 1 by the length of the completion, on a log axis."""
     last = max(groups)
-    plot = Plot((0, last + 4), (-5, 0), left=70, right=462, top=62, bottom=262)
-    drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(6)})]
-    drawn += plot.ticks_of_x(list(groups)[:: math.ceil(len(groups) / 7)], "tokens")
+    plot = Plot((0, last + 4), (-4, 0), left=70, right=462, top=62, bottom=262)
+    drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(5)})]
+    drawn += plot.ticks_of_x(list(groups)[:: math.ceil(len(groups) / 7)], "")
+    drawn.append(words(462, 294, "tokens of the completion", "dim", "end"))
     drawn.append(words(16, 48, "|log ratio| after a step; middle 80% shaded", "dim"))
     told = []
     for color, name in enumerate(("furthest", "log_ratio")):
@@ -477,27 +481,29 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
     for color, clip, said in ((0, 0.2, "GRPO's clip, 0.2"), (1, 4e-4, "GSPO's clip, 0.0004")):
         drawn.append(across(plot, math.log10(clip), f"edge color{color}"))
         drawn.append(words(76, plot.y(math.log10(clip)) + 16, said, f"word color{color}"))
-    drawn.append(words(16, 306, "● furthest token, median", "word bold color0"))
-    drawn.append(words(290, 306, "■ s, median", "word bold color1"))
-    drawn.append(words(16, 328, "–  the same for as many random tokens of any completion", "dim"))
+    drawn.append(words(16, 318, "● furthest token, median", "word bold color0"))
+    drawn.append(words(290, 318, "■ s, median", "word bold color1"))
+    drawn.append(
+        words(16, 340, "┄ furthest of as many tokens, sampled from all completions", "dim")
+    )
     described = (
         f"From {min(groups)} to {last} tokens, medians: the furthest token goes from "
         f"{told[0][0]:.3f} to {told[0][1]:.3f}, the furthest of as many random tokens from "
         f"{null[0][1]:.3f} to {null[-1][1]:.3f}, s from {told[1][0]:.4f} to {told[1][1]:.4f}."
     )
-    return svg("How far from 1 ratios are, by length", described, 342, drawn)
+    return svg("How far from 1 ratios are, by length", described, 354, drawn)
 
 
 # ---- slots.svg -----------------------------------------------------------------------------------
 
 
 def fixed_batches(lengths: list[int], size: int) -> int:
-    """Decode steps where a batch begins only when the one before it has ended."""
+    """Count decode steps if a batch begins only after the one before it has ended."""
     return sum(max(lengths[first : first + size]) for first in range(0, len(lengths), size))
 
 
 def slots_picture(found: list[Stay], lengths: list[int]) -> str:
-    """A row for each slot, time to the right, a bar for each completion."""
+    """Draw a row for each slot and a bar for each completion, with time to the right."""
     slots, ends = 1 + max(stay.slot for stay in found), max(stay.end for stay in found)
     bottom = 44 + 28 * slots
     plot = Plot((0, ends), (0, 1), left=58, right=462, top=44, bottom=bottom)
