@@ -447,7 +447,7 @@ class Flags:
     model: str | None = flag(None, "a folder, or a name on the hub; required")
     prompt: str | None = flag(None, "a text; required")
     system: str | None = flag(None, "system message, for tokenizers with a chat template")
-    prompt_template: str = flag("{prompt}", "text around the prompt, with {prompt} in it")
+    prompt_template: str = flag("{prompt}", "text around {prompt}; \\n is a line break")
     chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
     stop: list[str] | None = flag(None, "text that ends a completion; may be given several times")
     samples: int = flag(4, "completions", low=1)

@@ -80,7 +80,7 @@ class OwnFlags:
 
     system: str | None = flag(None, "system message, for chat templates", heading="prompts")
     chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
-    prompt_template: str = flag("{prompt}", "text around the prompt, with {prompt} in it")
+    prompt_template: str = flag("{prompt}", "text around {prompt}; \\n is a line break")
 
     prompts_per_step: int = flag(32, "prompts P of a rollout step", heading="rollout", low=1)
     group_size: int = flag(8, "completions G of a prompt", low=2)
@@ -432,9 +432,12 @@ def complete(
     texts, lengths = [], rollouts.lengths.tolist()
     for ids, length in zip(rollouts.completions.tolist(), lengths):
         texts.append(run.tokenizer.decode(ids[:length], skip_special_tokens=True))
-    rows = [row for row in rows for _ in range(group_size)]
-    rows = [{**row, "tokens": length} for row, length in zip(rows, lengths)]
-    return Samples(rollouts, texts, rows)
+    answered = []  # rows as the reward reads them
+    for i, length in enumerate(lengths):
+        row = {**rows[i // group_size], "tokens": length}
+        row.pop(data.IDS)
+        answered.append(row)
+    return Samples(rollouts, texts, answered)
 
 
 # ---- 3. score ------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weights, mode
     flags = ["--model", "models/tiny", "--steps", "1", "--reward", reward]
     row = metrics(good(tmp_path, "", *flags).folder)[0]
     judged = seen.batches[0].samples
-    paid, verdicts = [], []
+    rewarded, verdicts = [], []
     for text, data, score in zip(judged.texts, judged.rows, judged.scores, strict=True):
         even = score.terms.get("even", 0.0)
         expected = weights[0] * even + weights[1] * score_of(model, data["prompt"] + text)
