@@ -99,7 +99,7 @@ def test_a_page_that_cannot_be_written_costs_a_warning(monkeypatch, tmp_path):
 
 
 def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_path):
-    """pay.py:steps rewards steps, too. dapo does not read these: equal outcomes make a dead group."""
+    """pay.py:steps rewards steps, too. dapo reads outcomes alone: equal ones make a dead group."""
     good(tmp_path, f"{BASE} --algo dapo --reward pay.py:steps --steps 2")
     for batch in seen.batches:
         outcomes = [score.reward for score in batch.samples.scores]
