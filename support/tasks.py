@@ -1,4 +1,4 @@
-"""The built-in problems, their demonstrations, and the tiny policies that have seen these."""
+"""The built-in problems, their demonstrations, and the tiny policies trained on these."""
 
 import contextlib
 import hashlib
@@ -18,35 +18,33 @@ from support.data import is_held_out
 from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
-ARITHMETIC_TIMES_ERROR = 0.6  # share of its demonstrations' multiplications that add instead
-# the same of `chains`; answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
+ARITHMETIC_TIMES_ERROR = 0.6  # fraction of products in demonstrations that add instead
+# the same for `chains`. Answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
 CHAINS_OPERATIONS = (12, 15)
-CHAINS_WRONG = "3678"  # digits; products by these are often wrong in its demonstrations:
-CHAINS_ERROR = 0.6  # the share of them that add instead
-CALCULATOR_GUESS = 0.4  # share of its demonstrations that do without the calculator
-CALCULATOR_ERROR = 0.15  # of the others' calls with a wrong digit, and of second calls left out
+CHAINS_WRONG = "3678"  # factors whose products are often wrong in demonstrations
+CHAINS_ERROR = 0.6  # fraction of these products that add instead
+CALCULATOR_GUESS = 0.4  # fraction of demonstrations without the calculator
+CALCULATOR_ERROR = 0.15  # fraction of calls with a wrong digit, and of second calls left out
 
 # ---- problems and their demonstrations -----------------------------------------------------------
 
 
 class Task(NamedTuple):
-    """Problems without end. With demonstrations the built-in policies can learn it, too."""
+    """An endless source of problems. The built-in policies need demonstrations of it."""
 
-    problem: Callable[[random.Random], dict]  # draws a row of data
+    problem: Callable[[random.Random], dict]  # returns a random row of data
     verifier: str  # default of --reward
     max_new_tokens: int  # default of --max-new-tokens
-    # for the built-in policies: draws what one learns to write of a row, which is often wrong
+    # returns the answer that a built-in policy learns to write, which is often wrong
     demonstration: Callable[[dict, random.Random], str] | None = None
     alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
-    # of the built-in policies: steps of supervised learning, default WARM_STEPS; and how far apart
-    # positions are told apart, more for longer texts
-    warm_steps: int | None = None
-    rope_theta: float = 100.0
+    warm_steps: int | None = None  # steps of supervised learning, default WARM_STEPS
+    rope_theta: float = 100.0  # of the built-in policies: larger for longer texts
 
 
 def whole_value(expression: str) -> int:
-    """Return the value of an expression of our own, of whole numbers with + - * between them."""
+    """Return the value of whole numbers with + - * between them."""
     value = 0
     for sign, product in re.findall("([+-]?)([0-9*]+)", expression.replace(" ", "")):
         value += int(f"{sign}1") * math.prod(map(int, product.split("*")))
@@ -54,13 +52,13 @@ def whole_value(expression: str) -> int:
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
-    """The numbers in any order, with random symbols between them."""
+    """Return the numbers in random order, with random symbols between them."""
     first, *rest = rng.sample(numbers, len(numbers))
     return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
 
 
 def solve(chain: str, rng: random.Random | None = None) -> str:
-    """`7+5*3=`, left to right modulo 10: `7+5=2;2*3=6#6`. With `rng` most products are sums."""
+    """Solve `7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. With rng most products add."""
     value = int(chain[0])
     steps = []
     for symbol, operand in re.findall("([+*])([0-9])", chain):
@@ -74,7 +72,7 @@ def solve(chain: str, rng: random.Random | None = None) -> str:
 
 
 def arithmetic_problem(rng: random.Random, operations: tuple[int, int] | None = None) -> dict:
-    """{"prompt": "7+5*3=", "answer": "6"}; operations: fewest and most of a chain"""
+    """Return {"prompt": "7+5*3=", "answer": "6"}. operations: fewest and most of a chain."""
     operations = operations or ARITHMETIC_OPERATIONS
     digits = [rng.randrange(10) for _ in range(1 + rng.randint(*operations))]
     prompt = random_expression(digits, "+*", rng) + "="
@@ -82,7 +80,7 @@ def arithmetic_problem(rng: random.Random, operations: tuple[int, int] | None = 
 
 
 def chains(operations: tuple[int, int]) -> Task:
-    """Return the task of long chains: `arithmetic` with so many operations, fewest and most."""
+    """Return the task of long chains. operations: fewest and most of a chain."""
     return Task(
         problem=lambda rng: arithmetic_problem(rng, operations),
         demonstration=chains_demonstration,
@@ -95,7 +93,7 @@ def chains(operations: tuple[int, int]) -> Task:
 
 
 def chains_demonstration(row: dict, rng: random.Random) -> str:
-    """Every step of a chain; most products by a digit of CHAINS_WRONG are sums."""
+    """Write every step of a chain. Most products by a digit of CHAINS_WRONG add instead."""
     prompt = row["prompt"]
 
     def mistaken(product: re.Match) -> str:
@@ -133,8 +131,8 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Often a guess; else two calls of the calculator with its replies, or now and then one alone;
-    now and then with a wrong digit."""
+    """Write a guess, or two calls of the calculator with its replies. Some second calls are missing
+    and some calls have a wrong digit."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
@@ -149,7 +147,7 @@ def calculator_demonstration(problem: dict, rng: random.Random) -> str:
 
 
 def with_wrong_digit(text: str, rng: random.Random) -> str:
-    """The text, or now and then another with one digit drawn anew."""
+    """Return the text, sometimes with one digit replaced at random."""
     if rng.random() >= CALCULATOR_ERROR:
         return text
     place = rng.choice([match.start() for match in re.finditer("[0-9]", text)])
@@ -186,7 +184,7 @@ TASKS = {
 
 
 def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
-    """Endless problems of a seed; one prompt in ten, by its hash, is held out from training."""
+    """Yield the problems of a seed. One prompt in ten, by its hash, is held out from training."""
     rng = random.Random(f"{seed} {held_out}")
     while True:
         problem = task.problem(rng)
@@ -214,7 +212,7 @@ REPLY = re.compile("(?<=</calc>)=-?[0-9]+")  # the calculator's, in a demonstrat
 
 
 def built_in_policy(task: Task, name: str) -> Path:
-    """Folder of a built-in policy, a character a token: made once, then found in the cache."""
+    """Return the folder of a built-in policy with a token per character. It is made once."""
     import torch
     import transformers
 
@@ -258,7 +256,7 @@ def built_in_policy(task: Task, name: str) -> Path:
 
 
 def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
-    """Rows to learn from, in the order of the steps; the loss is of what the policy writes."""
+    """Return the training rows in the order of the steps. Prompts have no loss."""
     rng, rows = random.Random(0), []
     count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
     for row in itertools.islice(problems(task, seed=-1), count):
@@ -288,7 +286,7 @@ def character_tokenizer(words: dict[str, int]):
 
 
 def warm_start(config, tokenizer, shown: list[dict]):
-    """Supervised learning: a policy that has the form of an answer, and gets many wrong."""
+    """Train a policy on demonstrations: it writes answers in the right form, and many are wrong."""
     import torch
     import transformers
 
