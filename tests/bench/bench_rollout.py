@@ -1,19 +1,17 @@
-"""How fast rollout.py samples and scores, beside what transformers offers, in one table each.
+"""Speed of sampling and of log-probs: plain (rollout.py), fast (support/extras), transformers.
 
     python tests/bench/bench_rollout.py                     # the model of 3 M parameters: minutes
     python tests/bench/bench_rollout.py --models 80m,135m --rows 64 --repeats 3
 
-The same model, prompts and lengths for all: lengths are forced, from a seeded long-tailed draw.
-Contestants take turns, and the ratios are medians over the turns. What models of random weights
-sample has nothing in common; what it gains to compute common prefixes once is the last table, of
-the built-in policy, with support/extras/packing.py and without. On a GPU:
+The same model, prompts and long-tailed lengths for all. Contestants take turns, and the ratios are
+medians over the turns. Samples of random weights share no prefix, those of the built-in policy, in
+the last table, do. On a GPU:
 
     python tests/bench/bench_rollout.py --models qwen3-0.6b,qwen3-1.7b,qwen3-4b --rows 64,256,512 \
         --longest 1024 --only sampling,decoding,scoring
 """
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
@@ -27,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rollout as R  # noqa: E402
 from support import tasks  # noqa: E402
+from support.extras import fast_sampling, fast_scoring  # noqa: E402
 
 GROUP, PROMPT = 8, 24
 COPIED = {"cuda": 2**28, "cpu": 2**26}  # numbers of a copy that tells the memory's speed
@@ -95,48 +94,35 @@ def ratio(times, name, base):
     return f"{statistics.median(b / a for a, b in zip(times[name], times[base])):.2f}"
 
 
-@contextlib.contextmanager
-def replaced(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    yield
-    setattr(owner, name, before)
+class Lengths(StoppingCriteria):
+    """Ends a completion at a length that its first token decides on, for all contestants."""
 
-
-def without_packing():
-    return replaced(R, "extra", lambda name: None)
-
-
-class Forced(StoppingCriteria):
-    """`generate` ends each completion at its given length."""
-
-    def __init__(self, lengths, prompt):
+    def __init__(self, lengths, prompt=0):
         self.lengths, self.prompt = lengths, prompt
+        self.width = int(lengths.max())
 
-    def __call__(self, ids, scores, **kwargs):
-        return ids.shape[1] - self.prompt >= self.lengths.to(ids.device)
+    def __call__(self, tokens, scores=None, **options):
+        tokens = tokens[:, self.prompt :]
+        count = (tokens < 2**31 - 1).sum(1)  # of fast sampling's: larger numbers are no tokens
+        first = tokens.gather(1, (tokens.shape[1] - count)[:, None])[:, 0]
+        return count >= self.lengths[first % len(self.lengths)]
 
 
 def sampling(name, rows, longest, repeats):
     model = build(name)
-    lengths = long_tailed(rows, longest)
-    ends = lengths.to(model.device)
+    lengths = long_tailed(rows, longest).to(model.device)
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, model.config.vocab_size, (rows // GROUP, PROMPT), generator=draw)
     uniforms = torch.rand(rows // GROUP, GROUP, longest, generator=draw)
-    ids, plain_draw = prompts.to(model.device), R.Slots.draw
+    ids, sampled = prompts.to(model.device), {}
 
-    def draw_until_end(slots, logits):
-        plain_draw(slots, logits)
-        _, _, step, row, alive = slots.state[: len(logits)].unbind(1)
-        alive *= step < ends[row]
-
-    def ours():
-        with replaced(R.Slots, "draw", draw_until_end):
-            R.generate(model, prompts.tolist(), uniforms, eos_ids=[], pad_id=0)
+    def ours(name, generate):
+        stops = Lengths(lengths)
+        out = generate(model, prompts.tolist(), uniforms, eos_ids=[], pad_id=0, stops=stops)
+        sampled[name] = int(out.lengths.sum())
 
     def theirs():
-        model.generate(
+        out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
@@ -145,14 +131,22 @@ def sampling(name, rows, longest, repeats):
             num_return_sequences=GROUP,
             max_new_tokens=longest,
             pad_token_id=0,
-            stopping_criteria=[Forced(lengths, PROMPT)],
+            stopping_criteria=[Lengths(lengths, PROMPT)],
         )
+        first = out[:, PROMPT]
+        sampled["generate"] = int(lengths[first % len(lengths)].sum())
 
-    times = turns(model.device, {"ours": ours, "generate": theirs}, repeats)
-    speed = {name: lengths.sum().item() / statistics.median(t) for name, t in times.items()}
+    contestants = {
+        "plain": lambda: ours("plain", R.generate),
+        "fast": lambda: ours("fast", fast_sampling.generate),
+        "generate": theirs,
+    }
+    times = turns(model.device, contestants, repeats)
+    speed = {name: sampled[name] / statistics.median(t) for name, t in times.items()}
     print(
-        f"| {name} | {rows} | {lengths.float().mean():.0f} | {speed['ours']:.0f} "
-        f"| {speed['generate']:.0f} | **{ratio(times, 'ours', 'generate')}** |",
+        f"| {name} | {rows} | {speed['plain']:.0f} | {speed['fast']:.0f} "
+        f"| {speed['generate']:.0f} | **{ratio(times, 'plain', 'generate')}** "
+        f"| **{ratio(times, 'fast', 'plain')}** |",
         flush=True,
     )
 
@@ -166,24 +160,26 @@ def memory_speed(device):
 
 def decoding(name, rows, context, repeats):
     """One step of rows that all have so much context, beside the time it takes to read the weights
-    and the keys and values once, at the speed of a copy."""
+    and the KV cache once, at the speed of a copy."""
     model = build(name)
     device = model.device
     bytes_per_second = memory_speed(device)
-    page = R.Page.blank([[0]] * rows, torch.zeros(rows, context - 1), 0, device)
+    output = fast_sampling.Output.empty(torch.zeros(rows, context - 1), 0, device)
     with torch.no_grad():
-        slots = R.Slots(model, page, [], 1.0, R.free_gb(device))
+        slots = fast_sampling.Slots(model, [[0]] * rows, output, R.free_gb(device))
+    slots.temperature, slots.stops = 1.0, None
+    slots.eos_ids = output.tokens.new_tensor([])
     start = torch.zeros_like(slots.state)
     start[:, 1], start[:, 3], start[:, 4] = context - 1, torch.arange(rows), 1
     start[:, 2] = context - 2  # tokens sampled so far
-    step = R.DecodeStep(slots)
+    step = fast_sampling.DecodeStep(slots)
 
     def work():
         for _ in range(4):
             slots.state.copy_(start)
             step((rows, context))
 
-    with torch.no_grad(), R.our_attention(model, slots):
+    with torch.no_grad(), fast_scoring.our_attention(model, slots):
         spent = statistics.median(turns(device, {"step": work}, repeats)["step"]) / 4
     weights = sum(parameter.nbytes for parameter in model.parameters())
     read = weights + sum(memory.nbytes for memory in slots.keys + slots.values)
@@ -237,19 +233,19 @@ def scoring(name, rows, prompt, longest, repeats):
     out = random_rollout(model, rows, prompt, longest)
     tokens = 2 * (prompt + longest) * GROUP
 
-    def ours():
-        parts = R.micro_batches(model, out, tokens)
-        run(model, lambda part: R.completion_logprobs(model, part, 1.0), out, parts)
-
-    def plain():
-        with without_packing():
-            ours()
+    def ours(way):
+        parts = way.micro_batches(out, tokens)
+        run(model, lambda part: way.completion_logprobs(model, part, 1.0), out, parts)
 
     def theirs():
         by_length = out.lengths.argsort(descending=True).split(16)
         run(model, lambda part: padded(model, part), out, by_length)
 
-    contestants = {"ours": ours, "plain": plain, "padded": theirs}
+    contestants = {
+        "ours": lambda: ours(fast_scoring),
+        "plain": lambda: ours(R),
+        "padded": theirs,
+    }
     times = turns(model.device, contestants, repeats)
     useful = {name: 1e6 * statistics.median(t) / out.lengths.sum() for name, t in times.items()}
     print(
@@ -262,7 +258,7 @@ def scoring(name, rows, prompt, longest, repeats):
 
 def sharing(repeats):
     """32 groups of 8 completions of the built-in policy, and a pass with gradients over a quarter:
-    what they begin with in common is computed once, or for each of them."""
+    shared prefixes go through the model once, or once per completion."""
     task = tasks.TASKS["arithmetic"]
     source = str(tasks.built_in_policy(task, "tiny"))
     model, tokenizer = R.load_model(source, "cpu"), R.inspect_model(source)[0]
@@ -270,24 +266,20 @@ def sharing(repeats):
     prompts = [tokenizer.encode(next(problems)["prompt"]) for _ in range(32)]
     uniforms = torch.rand(32, GROUP, 64, generator=torch.Generator().manual_seed(0))
     ends = R.end_and_pad_ids(model, tokenizer)
-
-    def sampled():
-        return R.generate(model, prompts, uniforms, **ends)
-
-    out = sampled()
+    out = R.generate(model, prompts, uniforms, **ends)
     quarter = [torch.arange(64)]
 
-    def scored():
-        run(model, lambda part: R.completion_logprobs(model, part, 1.0), out, quarter)
+    def scored(way):
+        run(model, lambda part: way.completion_logprobs(model, part, 1.0), out, quarter)
 
-    def alone(work):
-        with without_packing():
-            work()
-
-    found = []
-    for work in (sampled, scored):
-        times = turns(model.device, {"ours": work, "plain": lambda: alone(work)}, repeats)  # noqa: B023
-        found.append(ratio(times, "ours", "plain"))
+    sampled = {
+        "plain": lambda: R.generate(model, prompts, uniforms, **ends),
+        "fast": lambda: fast_sampling.generate(model, prompts, uniforms, **ends),
+    }
+    passes = {"plain": lambda: scored(R), "fast": lambda: scored(fast_scoring)}
+    found = [
+        ratio(turns(model.device, works, repeats), "fast", "plain") for works in (sampled, passes)
+    ]
     texts = zip(out.texts(), out.prompt_lengths.tolist())
     prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
     print(
@@ -297,12 +289,13 @@ def sharing(repeats):
 
 
 TABLES = {
-    "sampling": "model | completions | mean length | ours, useful tokens/s | `generate` | ratio",
-    "decoding": "model | rows | context | a step, ms | weights, keys and values once | share",
-    "scoring": "model | completions | prompt | mean length | ours, µs per useful token "
-    "| without packing.py | padded, full logits | ours / plain | ours / padded",
-    "sharing": "tokens sampled by the built-in policy | distinct prefixes | sampling, times as "
-    "fast as without packing.py | forward and backward of 64",
+    "sampling": "model | completions | plain, tokens/s | fast | `generate` | plain / `generate` "
+    "| fast / plain",
+    "decoding": "model | rows | context | a step, ms | weights and KV cache once | share",
+    "scoring": "model | completions | prompt | mean length | fast, µs per useful token "
+    "| plain | padded, full logits | fast / plain | fast / padded",
+    "sharing": "tokens sampled by the built-in policy | distinct prefixes | fast sampling / plain "
+    "| fast log-probs / plain, forward and backward of 64",
 }
 
 
