@@ -61,7 +61,7 @@ class Rollout(typing.NamedTuple):
     def completions(self) -> Tensor:  # (N, T)
         return self.tokens[:, self.prompt_width :]
 
-    def texts(self) -> list[list[int]]:
+    def sequences(self) -> list[list[int]]:
         """The token ids of each row, prompt and completion, without padding."""
         starts = self.prompt_width - self.prompt_lengths
         ends = self.prompt_width + self.lengths
@@ -136,9 +136,9 @@ def generate(
 ) -> Rollout:
     """Sample completions of P prompts (token ids).
 
-    uniforms (P, group_size, max_new_tokens), in [0, 1), decide on the tokens; cache_gb, the memory
-    for KV caches, does not. Temperature 0 is greedy. stops, see `StopTexts`, ends completions at
-    stop strings."""
+    uniforms (P, group_size, max_new_tokens), in [0, 1): equal numbers give equal tokens, up to
+    rounding, whatever cache_gb (the memory for KV caches) is. Temperature 0 is greedy. stops ends
+    completions at stop strings, see `StopTexts`."""
     check_context(model, prompts, uniforms)
     parts = batches(model, prompts, uniforms, cache_gb or free_gb(model.device))
     prompts = [prompt for prompt in prompts for _ in range(uniforms.shape[1])]  # one a sample
@@ -173,7 +173,7 @@ def generate(
             if step == uniforms.shape[1] - 1 or len(active) == 0:
                 break
 
-            # a row splits where its samples part; rows whose samples have all ended leave
+            # samples with different tokens get rows of their own; finished rows are dropped
             vocabulary = logits.shape[1]
             next_rows, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
             parent, token = next_rows // vocabulary, next_rows % vocabulary
@@ -193,14 +193,16 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
         token = logp.argmax(-1, keepdim=True)
     else:
         mass = logp.exp().cumsum(-1)
-        uniform = uniform.clamp(min=2**-25)[:, None]  # 0 would select a token of probability 0
+        uniform = uniform.clamp(min=2**-25)[
+            :, None
+        ]  # 0 would select the first token, however unlikely
         token = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
         token = token.clamp(max=logits.shape[1] - 1)
     logprobs = logp.gather(1, token)
     return token[:, 0], logprobs[:, 0]
 
 
-@torch.inference_mode()  # of the forward passes alone: what it returns can take no gradient
+@torch.inference_mode()  # only here: inference tensors cannot enter autograd later
 def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
     """Read new tokens (rows, n) into the cache and return the logits (rows, V) after the last one.
 
@@ -277,7 +279,8 @@ def free_gb(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return 0.8 * (free + cached) / 1e9
-    return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, which share the memory
+    return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / processes
 
 
 class StopTexts(transformers.StopStringCriteria):
@@ -337,7 +340,7 @@ def completion_states(model, rollout: Rollout) -> Tensor:
     """Return the hidden states (tokens, H) that predict the completions' tokens, row by row, from
     one forward pass over prompts and completions. Padding on the right: no token before it sees it.
     """
-    ids = padded(rollout.texts(), model.device)
+    ids = padded(rollout.sequences(), model.device)
     hidden = body_of(model)(ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
     return hidden.flatten(0, 1)[predicting(rollout)]
 
@@ -414,13 +417,13 @@ def check_scorer(
     """UserError for a model whose log-probs by our sampler or scorer differ from those of its own
     forward pass. Prompts of two lengths show errors of padding.
 
-    In a mixture of experts one log-prob in ten may differ: rounding decides between two experts
-    with equal weights."""
+    In a mixture of experts rounding decides between two experts with nearly equal scores, so there
+    one log-prob in ten may differ."""
     name = model.config.model_type
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
     samples = sampler(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
     scored, _ = scorer(model, samples, temperature=1.0)
-    own = torch.stack([text_logprobs(model, text)[-8:] for text in samples.texts()])
+    own = torch.stack([text_logprobs(model, text)[-8:] for text in samples.sequences()])
     allowed = 0.1 if has_experts(model.config) else 0.0
     for who, found in (("sampler", samples.sampler_logprobs), ("scorer", scored)):
         gap = (found - own).abs()
@@ -470,7 +473,7 @@ def completions_of(flags: Flags) -> Iterator[str]:
     ends = end_and_pad_ids(model, tokenizer)
     options = {"temperature": flags.temperature, "stops": stops, **ends}
     samples = generate(model, [ids], uniforms, **options)
-    for completion in samples.texts():
+    for completion in samples.sequences():
         yield tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
 
 

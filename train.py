@@ -137,7 +137,7 @@ def own_numbers(algorithm: gspo.Algorithm) -> dict[str, typing.Any]:
 NUMBER_FLAGS = flags_of({algo: own_numbers(row) for algo, row in gspo.ALGOS.items()}, gspo.NUMBERS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
-# flags of the algorithms whose advantages read these
+# what advantages read -> flags that only such algorithms have
 FLAGS_OF_INPUTS = {"values": {"critic_lr"}, "teacher": {"teacher"}}
 KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha", "lr_schedule")  # by --resume
 SHOWN_PROMPTS = 4  # of a step in samples.jsonl, of an evaluation in report.html
@@ -515,7 +515,7 @@ def place_rewards(
     """Return rewards at tokens, and the ends of steps, (N, T) each. An outcome (N,) stands at the
     last token, the reward of a step, (end in characters, reward), at the token that completes it.
     """
-    own = own_tokens(samples)
+    own = last_own_token(samples)
     last = own[:, -1:]
     zeros = torch.zeros_like(samples.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
@@ -529,9 +529,9 @@ def place_rewards(
     return token_rewards, step_ends
 
 
-def own_tokens(samples: rollout.Rollout) -> Tensor:
-    """Return (N, T) for each token the index of the policy's last own token up to it. A tool's
-    tokens are no action: their rewards go to the action before them."""
+def last_own_token(samples: rollout.Rollout) -> Tensor:
+    """Return (N, T): for each token the index of the latest token, up to it, that the policy wrote.
+    A tool's tokens are no action: their rewards go to the action before them."""
     mask = samples.completion_mask
     steps = torch.arange(mask.shape[1], device=mask.device)
     return (steps * mask).cummax(1).values
@@ -581,7 +581,7 @@ def freeze(run: Run, batch: Batch) -> None:
 
 
 def plan(run: Run, batch: Batch) -> list[Update]:
-    """Divide whole groups, in a random order, into updates."""
+    """Divide the rows, group after group in a random order, into updates."""
     config = run.config
     active = find_active_rows(run, batch)
     groups = torch.arange(len(active)).view(-1, config.group_size)
@@ -639,7 +639,7 @@ def advantages(run: Run, batch: Batch) -> Tensor:
     if algorithm.reads == "tokens":
         return compute(token_rewards, batch.mask, **numbers)
     # a truncated completion is not over: the critic's last value stands for the rest
-    last = own_tokens(batch.rollout)[:, -1:]
+    last = last_own_token(batch.rollout)[:, -1:]
     bootstrap = batch.values.gather(1, last)[:, 0] * batch.rollout.truncated
     found, batch.returns = compute(token_rewards, batch.values, batch.mask, bootstrap, **numbers)
     return found
@@ -666,7 +666,7 @@ def improve(run: Run, batch: Batch) -> list[dict]:
                 batch.first_logprobs = batch.new_logprobs.clone()
             if not all_finite(run, batch, metrics):
                 continue
-            run.optimizer.step()  # without active rows by momentum alone: nothing to measure
+            run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
             if len(update.active) > 0:
                 run.progress.bad_in_a_row = 0
                 made.append(metrics)
@@ -704,8 +704,8 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     """Sum the gradient of one update over micro-batches and processes. Return its metrics."""
     unit = run.algorithm.unit
     denom = count_units(batch.mask[update.active], unit)
-    # metrics are means over active rows, of which denom counts the units. The loss is a mean over
-    # all rows, of which the others add 0: hence the share
+    # denom counts active rows only, so metrics are means over these. The loss is a mean over all
+    # rows, and the others add 0, so it is multiplied by active / all
     share = denom / count_units(batch.mask[update.rows], unit)
     totals = collections.Counter()
     run.optimizer.zero_grad()
@@ -740,11 +740,9 @@ def losses(
     metrics["entropy"] = mean_entropy.detach()
 
     if run.ref_policy is not None:
-        in_loss = logprobs
-        if algorithm.kl_in == "reward":  # there it counts, here it is a metric
-            in_loss = logprobs.detach()
-        kl, kl_metrics = gspo.kl_penalty(in_loss, batch.ref_logprobs[rows], mask, denom, per=unit)
-        loss = loss + config.kl_coef * kl
+        kl, kl_metrics = gspo.kl_penalty(logprobs, batch.ref_logprobs[rows], mask, denom, per=unit)
+        if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
+            loss = loss + config.kl_coef * kl
         metrics |= kl_metrics
 
     if run.critic is not None:
@@ -825,7 +823,7 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
     row |= run.seconds
     row["tokens_per_second"] = lengths.sum() / run.seconds["seconds_step"]
-    numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # JSON
+    numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # as JSON
     return {"step": batch.step, **numbers}
 
 
@@ -861,9 +859,8 @@ def teacher_gap(teacher_logprobs: Tensor, logprobs: Tensor) -> dict[str, Tensor]
 
 
 def report(run: Run, batch: Batch, row: dict) -> None:
-    """Evaluate, save a checkpoint, and write the console line, the rows of the step and the page.
-
-    The checkpoint comes before everything that may fail."""
+    """Evaluate, write the console line and the rows of the step, save a checkpoint, and then do what
+    may fail without ending the run: a tracker and the page."""
     config, step = run.config, batch.step
     last = step == config.steps
     run.step_seconds.append(row["seconds_step"])
@@ -880,11 +877,18 @@ def report(run: Run, batch: Batch, row: dict) -> None:
         save(run)
     if config.device == "mps":  # its allocator keeps memory of every shape that it has seen
         torch.mps.empty_cache()
+    if run.tracker and run.ranks.first:
+        try_to(run, "--track", lambda: run.tracker(row))
     if (evaluates or stopping) and run.write_page and run.ranks.first:
-        try:
-            run.write_page([run.folder], run.folder / "report.html")
-        except Exception as error:  # it may cost the page, never the run
-            run.warn("page", f"report.html was not written: {reason(error)}")
+        try_to(run, "report.html", lambda: run.write_page([run.folder], run.folder / "report.html"))
+
+
+def try_to(run: Run, name: str, write: Callable) -> None:
+    """Call write. An error costs one warning, never the run."""
+    try:
+        write()
+    except Exception as error:
+        run.warn(name, f"{name} was not written: {reason(error)}")
 
 
 def write_rows(run: Run, batch: Batch, row: dict) -> None:
@@ -900,8 +904,6 @@ def write_rows(run: Run, batch: Batch, row: dict) -> None:
     folders.append_rows(run.folder / "samples.jsonl", samples)
     answers = [each for each in run.answers if each["step"] == batch.step]  # evaluated just now
     folders.append_rows(run.folder / "evaluations.jsonl", answers)
-    if run.tracker:
-        run.tracker(row)
 
 
 def warn(run: Run, batch: Batch, row: dict) -> None:
@@ -1064,7 +1066,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     if saved and config.lora_rank:
         extra("lora").check_base(run.policy, saved)
     first_evaluation(run)
-    own_folder(run)
+    claim_folder(run)
     return run
 
 
@@ -1084,8 +1086,9 @@ def plug_in(run: Run, tool=None, sampler: Callable | None = None) -> None:
     run.completion_values = scoring.completion_values
     run.predicting = scoring.predicting
     run.micro_batches = scoring.micro_batches
-    # two lengths: errors of padding show
-    prompts = [row[data.IDS][-64 - i :] for i, row in enumerate(run.held_out[:2])]
+    # of two lengths: errors of padding show
+    ids = run.held_out[0][data.IDS][-64:]
+    prompts = [ids, ids[1:] or ids * 2]
     rollout.check_scorer(
         run.policy, prompts, run.ends["pad_id"], run.generate, run.completion_logprobs
     )
@@ -1135,7 +1138,7 @@ def make_optimizer(run: Run) -> torch.optim.Optimizer:
 
 
 def parameter_group(prefix: str, module: torch.nn.Module, lr: float) -> dict:
-    """prefix: of the metric that is the norm of its gradient."""
+    """Return a group of the optimiser. The norm of its gradient is logged as {prefix}grad_norm."""
     parameters = [each for each in module.parameters() if each.requires_grad]
     return {"params": parameters, "lr": lr, "initial_lr": lr, "norm": f"{prefix}grad_norm"}
 
@@ -1182,7 +1185,9 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
         return None, Progress()
     with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    done = f"--steps {config.steps}: {saved} has {progress.step} of the whole run; ask for more"
+    done = (
+        f"--steps {config.steps}: {saved} has {progress.step} steps already; pass a larger --steps"
+    )
     need(progress.step < config.steps, done)
     return saved, progress
 
@@ -1198,7 +1203,7 @@ def first_evaluation(run: Run) -> None:
     say(f"{len(run.held_out)} prompts held out, before step 1: {percent(run.progress.before)}")
 
 
-def own_folder(run: Run) -> None:
+def claim_folder(run: Run) -> None:
     """Make the run's folder and lock it. The first process does it for all."""
     config = run.config
     if run.ranks.first:

@@ -96,7 +96,7 @@ def test_micro_batches_together_give_the_scores_of_all(kind):
             assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(whole))), name
             for rows in parts:
                 assert torch.equal(rows, rows.sort().values)
-                texts = out[rows].texts()
+                texts = out[rows].sequences()
                 prefixes = {tuple(text[: n + 1]) for text in texts for n in range(len(text))}
                 assert len(prefixes) <= tokens or len(rows) == 1, name
                 logprobs, _ = fast.completion_logprobs(model, out[rows], 1.0)
@@ -133,7 +133,7 @@ def test_the_trie_of_the_worked_example():
 
 def prefixes_read(out) -> set:
     """What a model must read to predict every completion token: of each text all but the last."""
-    return {tuple(text[: n + 1]) for text in out.texts() for n in range(len(text) - 1)}
+    return {tuple(text[: n + 1]) for text in out.sequences() for n in range(len(text) - 1)}
 
 
 @pytest.mark.parametrize("temperature", [0.05, 1.0])

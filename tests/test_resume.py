@@ -177,7 +177,7 @@ def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
             file.write(tail)
     good(tmp_path / "torn", "--resume --name run", small=False)
     same_run(whole, folder)
-    # needs train.own_folder to call folders.repair
+    # needs train.claim_folder to call folders.repair
     starts = [strict(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
     assert len(starts) == 2 and (folder / "report.html").exists()
 

@@ -118,7 +118,7 @@ def sampled(
 
 def own_logprobs(model, out, temperature=1.0):
     """Log-probs and entropies of each row from a forward pass of its own, without any padding."""
-    for text, n in zip(out.texts(), out.prompt_lengths):
+    for text, n in zip(out.sequences(), out.prompt_lengths):
         ids = torch.tensor([text])
         logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
         logp = (logits[n - 1 : -1].float() / temperature).log_softmax(-1)
@@ -443,10 +443,10 @@ def test_uniforms_alone_decide_whoever_samples_and_no_global_state_moves(way):
     whole = R.generate(model, PROMPTS, uniforms, **ends)
     shares = [R.generate(model, PROMPTS[i::2], uniforms[i::2], **ends) for i in (0, 1)]
     for i, share in enumerate(shares):
-        texts = [text for group in range(i, 4, 2) for text in whole.texts()[3 * group :][:3]]
-        assert share.texts() == texts
+        texts = [text for group in range(i, 4, 2) for text in whole.sequences()[3 * group :][:3]]
+        assert share.sequences() == texts
     assert torch.equal(state, torch.get_rng_state())
-    assert sampled(model, seed=1).texts() != whole.texts()
+    assert sampled(model, seed=1).sequences() != whole.sequences()
 
 
 def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_apart(way):
@@ -640,12 +640,12 @@ def test_rows_and_joined_rollouts_keep_every_token(way):
     mask[1, 1] = mask[3, 0] = False
     first = first._replace(completion_mask=mask)
     rows = first[[3, 0]]
-    assert rows.texts() == [first.texts()[3], first.texts()[0]]
+    assert rows.sequences() == [first.sequences()[3], first.sequences()[0]]
     assert torch.equal(first[torch.tensor([3, 0])].completions, rows.completions)
     both = R.Rollout.cat([first, second], pad_id=7)
     assert both.prompt_width == 12
     assert both.completions.shape[1] == max(len(one.completions[0]) for one in (first, second))
-    assert both.texts() == first.texts() + second.texts()
+    assert both.sequences() == first.sequences() + second.sequences()
     assert both.tokens[0, 0] == 7 and both.truncated.tolist() == [
         *first.truncated.tolist(),
         *second.truncated.tolist(),
@@ -865,7 +865,7 @@ def test_a_critic_begins_at_zero_and_reads_the_state_before_each_token(way):
     critic.value.data = torch.randn(33, generator=torch.Generator().manual_seed(0))
     values = R.completion_values(critic, out)
     assert not values[~out.completion_mask].any()
-    for row, text, size in zip(values, out.texts(), out.prompt_lengths):
+    for row, text, size in zip(values, out.sequences(), out.prompt_lengths):
         with torch.no_grad():
             hidden = policy.model(torch.tensor([text]), use_cache=False)[0][0, size - 1 : -1]
         expected = hidden @ critic.value[:-1] + critic.value[-1]

@@ -108,7 +108,7 @@ def test_a_start_that_is_killed_leaves_nothing_that_stands_in_the_way(monkeypatc
     def killed(*args, **kwargs):
         raise SystemExit(9)
 
-    for where in ("evaluate", "own_folder"):
+    for where in ("evaluate", "claim_folder"):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
             patch.setattr(train, where, killed)
             launch(tmp_path, BASE)

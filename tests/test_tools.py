@@ -81,7 +81,7 @@ def same_as_by_hand(out, rows):
     for i, (tokens, given, logprobs, cut) in enumerate(rows):
         length = len(tokens)
         assert out.lengths[i] == length and bool(out.truncated[i]) == cut
-        assert out.texts()[i][-length:] == tokens
+        assert out.sequences()[i][-length:] == tokens
         assert out.completion_mask[i, :length].tolist() == [not each for each in given]
         assert not out.completion_mask[i, length:].any()
         assert out.sampler_logprobs[i, :length].tolist() == pytest.approx(logprobs, abs=2e-5)
@@ -157,7 +157,7 @@ def test_a_share_of_the_prompts_is_what_it_is_among_all(model):
     for prompt, drawn in zip(PROMPTS, uniforms()):
         parts.append(turns(model, [ids_of(prompt)], drawn[None], eos_ids=[END], pad_id=0))
     joined = rollout.Rollout.cat(parts, pad_id=0)
-    assert joined.texts() == whole.texts()
+    assert joined.sequences() == whole.sequences()
     width = joined.completion_mask.shape[1]
     assert torch.equal(joined.completion_mask, whole.completion_mask[:, :width])
 

@@ -345,7 +345,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
         assert len(judged.rows) == 16
         assert {row["prompt"][0] for row in judged.rows} == {"3"}
         for i, (text, data) in enumerate(zip(judged.texts, judged.rows)):
-            ids = batch.rollout.texts()[i]
+            ids = batch.rollout.sequences()[i]
             size = int(batch.rollout.prompt_lengths[i])
             assert tokenizer.decode(ids[:size]) == data["prompt"]
             assert tokenizer.decode(ids[size:], skip_special_tokens=True) == text

@@ -64,7 +64,7 @@ def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
     """Divide the rows, in their order, into parts of at most so many distinct prefixes, or one row.
     Groups stay together, except at the borders of parts."""
     parts, trie = [[]], {}
-    for row, text in enumerate(rollout.texts()):
+    for row, text in enumerate(rollout.sequences()):
         path_of(text, trie)
         if len(trie) > tokens and parts[-1]:
             parts.append([])
@@ -136,7 +136,7 @@ class Block(typing.NamedTuple):
         counts = torch.tensor(counts, device=device)[:, None]
         ends = torch.tensor([[len(path)] for path in paths], device=device)
         positions = ends - counts + steps
-        # padding must attend to some key, too: a sliding window moves on, and 0 * nan is nan
+        # a query on padding must see a key, or its softmax is NaN: keep it inside sliding windows
         positions = positions.clamp(max=keys.shape[1] - 1)
         queries = keys.gather(1, positions)
         is_new = (steps < counts).flatten().nonzero()[:, 0]
@@ -181,7 +181,7 @@ class Packed:
 
     def __init__(self, rollout: Rollout):
         trie, device = {}, rollout.tokens.device
-        texts, sizes = rollout.texts(), rollout.prompt_lengths.tolist()
+        texts, sizes = rollout.sequences(), rollout.prompt_lengths.tolist()
         distinct = dict.fromkeys(tuple(text[:size]) for text, size in zip(texts, sizes))
         _, prompts = add(list(distinct), trie)
         paths, longer = add([text[:-1] for text in texts], trie)
@@ -274,7 +274,7 @@ def mask_between(queries: Tensor, keys: Tensor, sees) -> Tensor:
     return torch.where(sees(0, 0, queries, keys), 0.0, -torch.inf)
 
 
-# where shared key heads beside a mask would use the kernel that keeps all scores
+# devices where key heads shared by query heads, with a mask, use a slow kernel: copy the heads
 EXPAND_HEADS = {"cuda"}
 
 

@@ -246,7 +246,7 @@ def compare(model, way: Way) -> tuple[str, str]:
         with torch.no_grad():
             scored, _ = way.completion_logprobs(model, out, temperature=1.0)
             own = torch.zeros_like(scored)
-            for row, length, text in zip(own, out.lengths, out.texts()):
+            for row, length, text in zip(own, out.lengths, out.sequences()):
                 row[:length] = R.text_logprobs(model, text)[-length:]
         sampler_gap = float((out.sampler_logprobs - own).abs().max())
         scorer_gap = float((scored - own).abs().max())

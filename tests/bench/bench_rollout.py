@@ -280,7 +280,7 @@ def sharing(repeats):
     found = [
         ratio(turns(model.device, works, repeats), "fast", "plain") for works in (sampled, passes)
     ]
-    texts = zip(out.texts(), out.prompt_lengths.tolist())
+    texts = zip(out.sequences(), out.prompt_lengths.tolist())
     prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
     print(
         f"| {int(out.lengths.sum())} | {len(prefixes)} | **{found[0]}** | **{found[1]}** |",
