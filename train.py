@@ -859,8 +859,8 @@ def teacher_gap(teacher_logprobs: Tensor, logprobs: Tensor) -> dict[str, Tensor]
 
 
 def report(run: Run, batch: Batch, row: dict) -> None:
-    """Evaluate, write the console line and the rows of the step, save a checkpoint, and then do what
-    may fail without ending the run: a tracker and the page."""
+    """Evaluate, write the console line and the rows of the step, and save a checkpoint. The tracker
+    and the page come last: they may fail without ending the run."""
     config, step = run.config, batch.step
     last = step == config.steps
     run.step_seconds.append(row["seconds_step"])
