@@ -107,3 +107,28 @@ def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_p
             assert len(set(outcomes[group : group + 4])) > 1
         advantages = batch.advantages.view(-1, 4)
         assert (advantages != 0).any(1).all()
+
+
+def test_truncated_completions_that_teach_are_no_reason_for_a_warning(tmp_path):
+    """A teacher has advantages for them. Without one nothing is left after the overlong filter."""
+    flags = f"{BASE} --max-new-tokens 1 --steps 10 --prompts-per-step 2"
+    taught = good(tmp_path / "one", f"{flags} --algo opd --teacher models/moe")
+    assert metrics(taught.folder)[0]["truncated"] > 0.5 and "taught nothing" not in taught.out
+    quiet = good(tmp_path / "other", f"{flags} --overlong-filter --group-size 2")
+    assert "taught nothing: all completions are truncated" in quiet.out
+
+
+def test_a_tracker_that_fails_costs_a_warning(monkeypatch, tmp_path):
+    def fails(row):
+        assert list((tmp_path / "run/checkpoints").iterdir())  # it was saved before
+        raise OSError("no network")
+
+    claim_folder = train.claim_folder
+
+    def with_tracker(run):
+        claim_folder(run)
+        run.tracker = fails
+
+    monkeypatch.setattr(train, "claim_folder", with_tracker)
+    result = good(tmp_path, f"{BASE} --steps 1")
+    assert result.out.count("warning: --track was not written: OSError: no network") == 1
