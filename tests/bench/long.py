@@ -99,6 +99,7 @@ PARTS = {
         3,
     ),
     "longer-fast": (grid(BASIC, (2e-4,), tokens=170), 3),
+    "norm": (grid(BASIC, (4e-4,), more="--max-grad-norm 0.03"), 3),  # not in the plan
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", "truncated")
 
