@@ -297,7 +297,7 @@ def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
 
 # ---- long.svg ------------------------------------------------------------------------------------
 
-LONG_ROWS = {"gspo": "gspo, 3e-4 and 4e-4", "grpo": "grpo", "gspo, 0.2": "gspo, 0.2"}
+LONG_ROWS = {"gspo": "gspo, 3e-4 and 4e-4", "grpo": "grpo", "gspo, 0.2": "gspo, 0.2, dashed"}
 LONG_LINES = ("curve", "curve", "edge")
 
 
@@ -331,7 +331,7 @@ def long_picture(runs: list[dict]) -> str:
             told.append(f"{row} at {name} from {ends[0]:.0%} to {ends[1]:.0%}")
     for color, said in enumerate(LONG_ROWS.values()):
         look = f"word bold color{color}"
-        drawn.append(words((16, 216, 296)[color], 306, f"{'●■┅'[color]} {said}", look))
+        drawn.append(words((16, 216, 296)[color], 306, f"{'●■●'[color]} {said}", look))
     drawn.append(words(16, 330, "line: mean; shaded: lowest to highest seed", "dim"))
     title = "Held-out problems solved, long answers"
     return svg(title, f"{about}: {'; '.join(told)}.", 344, drawn)

@@ -54,6 +54,10 @@ ROWS = {  # name -> flags of train.py
     "reinforce": "--algo reinforce",
 }
 BASIC = ("gspo", "gspo, 0.2", "grpo")
+WHY = {  # weight of a token's gradient -> without a stop, with GRPO's clip, with GSPO's
+    "r": ("grpo, no clip", "grpo", "grpo, gspo's clip"),
+    "s": ("gspo, 0.2", "gspo, grpo's clip", "gspo"),
+}
 BETWEEN = ("grpo, no clip", "grpo, gspo's clip", "gspo, grpo's clip")
 OTHERS = ("gspo, 3e-3", "dapo's loss", "cispo", "sapo", "gmpo", "luspo", "dr-grpo", "reinforce")
 
@@ -95,6 +99,7 @@ PARTS = {
         3,
     ),
     "longer-fast": (grid(BASIC, (2e-4,), tokens=170), 3),
+    "norm": (grid(BASIC, (4e-4,), more="--max-grad-norm 0.03"), 3),  # not in the plan
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", "truncated")
 
@@ -247,6 +252,10 @@ def at_end(run: dict) -> float:
     return 50 * sum(list(run["solved"].values())[-2:])
 
 
+def mean_drift(run: dict) -> float:
+    return statistics.fmean(run["policy_kl"])
+
+
 def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.0f} ({min(values):.0f}–{max(values):.0f})"
 
@@ -279,9 +288,9 @@ def permutation_p(differences: list[float]) -> float:
     return sum(each >= seen - 1e-9 for each in sums) / len(sums)
 
 
-def compare(first: list[dict], second: list[dict]) -> str:
+def compare(first: list[dict], second: list[dict], outcome=at_end) -> str:
     """Compare the outcomes of two rows, paired by seed."""
-    ends = [{run["seed"]: at_end(run) for run in runs} for runs in (first, second)]
+    ends = [{run["seed"]: outcome(run) for run in runs} for runs in (first, second)]
     seeds = sorted(ends[0].keys() & ends[1].keys())
     if not seeds:
         return "no common seed"
@@ -301,6 +310,37 @@ def verdicts(runs: dict[tuple, list[dict]]) -> str:
             where = f"{settings[1]:g} x{settings[2]} {settings[3]} tokens {settings[4]}"
             lines.append(f"gspo - {settings[0]}, {where}: {compare(ours, seeds)}")
     return "\n".join(lines)
+
+
+def why(runs: dict[tuple, list[dict]]) -> str:
+    """Return the table of weight by stop at 4e-4: outcome, `policy_kl` of the first step and of all
+    16. Then compare neighbours in a column, in a row, and rows as means over both clips."""
+    lines = ["| weight | no stop | GRPO's clip | GSPO's clip |", "| --- | --- | --- | --- |"]
+    cells = {name: runs.get((name, 4e-4, 16, 80, "")) for row in WHY.values() for name in row}
+    if not all(cells.values()):
+        return ""
+    for weight, names in WHY.items():
+        line = []
+        for name in names:
+            first = statistics.fmean(run["policy_kl"][0] for run in cells[name])
+            drift = statistics.fmean(map(mean_drift, cells[name]))
+            ends = spread([at_end(run) for run in cells[name]])
+            line.append(f"{ends}, {first:.4f}, {drift:.4f}")
+        lines.append(f"| {weight} | {' | '.join(line)} |")
+    pairs = list(zip(WHY["s"], WHY["r"]))
+    pairs += [pair for row in WHY.values() for pair in itertools.combinations(row[::-1], 2)]
+    lines.append("")
+    for one, other in pairs:
+        said = compare(cells[one], cells[other])
+        drift = compare(cells[one], cells[other], lambda run: 1e4 * mean_drift(run))
+        lines.append(f"{one} - {other}: {said}\n    1e4 policy_kl: {drift}")
+    both = [
+        [sum(at_end(run) for run in pair) / 2 for pair in zip(*(cells[name] for name in row[1:]))]
+        for row in (WHY["s"], WHY["r"])
+    ]
+    gaps = [one - other for one, other in zip(*both)]
+    said = f"{statistics.fmean(gaps):+.1f} points, p {permutation_p(gaps):.3f}"
+    return "\n".join([*lines, f"s - r, mean of both clips: {said}"])
 
 
 def main() -> None:
@@ -326,7 +366,7 @@ def main() -> None:
     if not arguments.table:
         train_missing(runs, arguments.out, arguments.jobs)
     found = grouped(read_rows(arguments.out))
-    print(table(found), verdicts(found), sep="\n\n")
+    print(table(found), verdicts(found), why(found), sep="\n\n")
 
 
 if __name__ == "__main__":
