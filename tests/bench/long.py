@@ -312,6 +312,10 @@ def verdicts(runs: dict[tuple, list[dict]]) -> str:
     return "\n".join(lines)
 
 
+def ranks(values: list[float]) -> list[int]:
+    return [sorted(values).index(value) for value in values]
+
+
 def why(runs: dict[tuple, list[dict]]) -> str:
     """Return the table of weight by stop at 4e-4: outcome, `policy_kl` of the first step and of all
     16. Then compare neighbours in a column, in a row, and rows as means over both clips."""
@@ -340,7 +344,17 @@ def why(runs: dict[tuple, list[dict]]) -> str:
     ]
     gaps = [one - other for one, other in zip(*both)]
     said = f"{statistics.fmean(gaps):+.1f} points, p {permutation_p(gaps):.3f}"
-    return "\n".join([*lines, f"s - r, mean of both clips: {said}"])
+    lines.append(f"s - r, mean of both clips: {said}")
+    rows = [runs[name] for name in runs if name[1:] == (4e-4, 16, 80, "")]
+    ends = [statistics.fmean(map(at_end, row)) for row in rows]
+    for steps in (4, STEPS):
+        drifts = [
+            statistics.fmean(x for run in row for x in run["policy_kl"][:steps]) for row in rows
+        ]
+        ranked = statistics.correlation(ranks(drifts), ranks(ends))
+        said = f"policy_kl of {steps} steps with the outcome, {len(rows)} rows"
+        lines.append(f"rank correlation of {said}: {ranked:.2f}")
+    return "\n".join(lines)
 
 
 def main() -> None:
