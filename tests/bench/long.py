@@ -14,6 +14,8 @@ import itertools
 import json
 import os
 import queue
+import random
+import re
 import signal
 import statistics
 import subprocess
@@ -33,6 +35,8 @@ from support import tasks  # noqa: E402
 
 STEPS, EVERY, PROMPTS = 16, 4, 128  # rollout steps, between evaluations, held-out prompts
 COMPLETIONS = 256  # of a step
+# the real model: 64 completions of about 80 tokens, 16 updates a step
+REAL = "--prompts-per-step 8 --max-new-tokens 128 --steps 12 --eval-prompts 32"
 # fewest and most operations of a chain, by the tokens of a mean answer
 LENGTHS = {40: (6, 7), 80: (12, 15), 170: (24, 32), 340: (48, 62)}
 
@@ -71,12 +75,19 @@ class Experiment:
     updates: int = 16  # of a step
     tokens: int = 80  # of a mean answer
     more: str = ""  # further flags
+    task: str = "chains"
 
-    @property
-    def flags(self) -> list[str]:
-        found = f"{ROWS[self.row]} --task chains --lr {self.lr:g} --steps {STEPS} {self.more} "
-        found += f"--completions-per-update {COMPLETIONS // self.updates} --eval-every {EVERY} "
-        return (found + f"--eval-prompts {PROMPTS} --eval-samples 0 --save-every 0").split()
+    def flags(self, real: Path) -> list[str]:
+        """real: a folder with a pretrained model, for the task "numbers"."""
+        found = f"{ROWS[self.row]} --lr {self.lr:g} {self.more} --eval-every {EVERY} "
+        found += "--eval-samples 0 --save-every 0 "
+        if self.task == "chains":
+            found += f"--task chains --steps {STEPS} --eval-prompts {PROMPTS} "
+            found += f"--completions-per-update {COMPLETIONS // self.updates}"
+        else:
+            found += f"{REAL} --model {real} --data train.jsonl --eval-data test.jsonl "
+            found += f"--reward {__file__}:counted --completions-per-update {64 // self.updates}"
+        return found.split()
 
 
 def grid(rows, rates, **others) -> list[Experiment]:
@@ -99,9 +110,45 @@ PARTS = {
         3,
     ),
     "longer-fast": (grid(BASIC, (2e-4,), tokens=170), 3),
+    "longest": (grid(BASIC, (5e-5,), tokens=340), 3),  # this and the next: planned later
+    "real": (grid(BASIC, (3e-5,), tokens=80, task="numbers"), 3),
+    "others-slowest": (grid(OTHERS, (1e-4,)), 3),
     "norm": (grid(BASIC, (4e-4,), more="--max-grad-norm 0.03"), 3),  # not in the plan
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", "truncated")
+
+
+# ---- the real model's task -----------------------------------------------------------------------
+
+
+def write_numbers(folder: Path) -> None:
+    """Write train.jsonl and test.jsonl: questions for 14 to 20 numbers in a row, up or down."""
+    rng, rows = random.Random(0), []
+    for first, count in itertools.product(range(1, 80), range(14, 21)):
+        last = first + count - 1
+        prompt = f"List the numbers from {first} to {last}, separated by commas."
+        rows.append({"prompt": prompt, "answer": [first, last]})
+        prompt = f"Count down from {last} to {first}. Separate the numbers by commas."
+        rows.append({"prompt": prompt, "answer": [last, first]})
+    rng.shuffle(rows)
+    for name, part in (("test", rows[:32]), ("train", rows[32:])):
+        Path(folder, f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def counted(completion: str, answer: list[int]) -> float:
+    """Return the share of the numbers that come first and in order. One more number halves it."""
+    first, last = answer
+    step = 1 if last > first else -1
+    expected = list(range(first, last + step, step))
+    found = [int(number) for number in re.findall("[0-9]{1,4}", completion)]
+    if found[:2] == [first, last]:  # "The numbers from 4 to 23 are: 4, 5 ..."
+        found = found[2:]
+    right = 0
+    for number, next_one in zip(found, expected):
+        if number != next_one:
+            break
+        right += 1
+    return right / len(expected) / (2 if len(found) > len(expected) else 1)
 
 
 # ---- one run -------------------------------------------------------------------------------------
@@ -146,16 +193,19 @@ class Stopped(Exception):
     pass
 
 
-def train(experiment: Experiment, seed: int, started: set) -> dict:
+def train(experiment: Experiment, seed: int, real: Path, started: set) -> dict:
     """Run train.py to its end, and return the numbers that the tables need."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
-        command = [sys.executable, __file__, "--child", str(experiment.tokens), *experiment.flags]
+        write_numbers(Path(folder))
+        command = [sys.executable, __file__, "--child", str(experiment.tokens)]
+        command += experiment.flags(real)
         command += ["--seed", str(seed), "--runs", folder, "--name", "one"]
         process = subprocess.Popen(
             ["nice", "-n", "10", *command],
             stdout=log,
             stderr=log,
+            cwd=folder,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         started.add(process)
@@ -176,7 +226,7 @@ def train(experiment: Experiment, seed: int, started: set) -> dict:
 def key(found: dict) -> tuple:
     """Return the settings and the seed."""
     names = [field.name for field in dataclasses.fields(Experiment)]
-    return (*(found[name] for name in names), found["seed"])
+    return (*(found.get(name, "chains") for name in names), found["seed"])
 
 
 def read_rows(path: Path) -> list[dict]:
@@ -193,7 +243,7 @@ def wanted(parts: list[str], seeds: list[int] | None) -> list[tuple[Experiment, 
     return found
 
 
-def train_missing(runs: list[tuple[Experiment, int]], out: Path, jobs: int) -> None:
+def train_missing(runs: list[tuple[Experiment, int]], out: Path, real: Path, jobs: int) -> None:
     """Append a line to the file for each run that it does not hold."""
     done = {key(found) for found in read_rows(out)}
     left = queue.SimpleQueue()
@@ -214,7 +264,7 @@ def train_missing(runs: list[tuple[Experiment, int]], out: Path, jobs: int) -> N
         while not left.empty():
             experiment, seed = left.get()
             try:
-                found = train(experiment, seed, started)
+                found = train(experiment, seed, real, started)
             except Stopped as error:
                 failed.append(error)
                 print(error, flush=True)
@@ -267,11 +317,14 @@ def table(runs: dict[tuple, list[dict]]) -> str:
     head = ["", "lr", "seeds", "start", *[f"step {step}" for step in steps[1:]]]
     head += ["clipped", "`policy_kl`", "`grad_norm`", "entropy", "length"]
     lines = [head, ["---"] * len(head)]
-    for (row, lr, updates, tokens, more), seeds in runs.items():
-        name = f"`{row}`" + f" {more}" * bool(more) + f", {updates} updates" * (updates != 16)
+    for (row, lr, updates, tokens, more, task), seeds in runs.items():
+        name = f"`{row}`" + ", real model" * (task == "numbers") + f" {more}" * bool(more)
+        name += f", {updates} updates" * (updates != 16)
         name += f", {tokens} tokens" * (tokens != 80)
         line = [name, f"{lr:.0e}".replace("e-0", "e-"), str(len(seeds))]
-        line += [spread([100 * run["solved"][step] for run in seeds]) for step in steps]
+        for step in steps:
+            at_step = [100 * run["solved"][step] for run in seeds if step in run["solved"]]
+            line.append(spread(at_step) if at_step else "")
         means = [statistics.fmean(x for run in seeds for x in run[name]) for name in METRICS[:3]]
         line += [f"{means[0]:.2%}", f"{means[1]:.4f}", f"{means[2]:.2f}"]
         line += [f"{statistics.fmean(run['entropy'][-1] for run in seeds):.2f}"]
@@ -316,11 +369,14 @@ def ranks(values: list[float]) -> list[int]:
     return [sorted(values).index(value) for value in values]
 
 
+MAIN = (4e-4, 16, 80, "", "chains")  # settings of the rows that say why
+
+
 def why(runs: dict[tuple, list[dict]]) -> str:
     """Return the table of weight by stop at 4e-4: outcome, `policy_kl` of the first step and of all
     16. Then compare neighbours in a column, in a row, and rows as means over both clips."""
     lines = ["| weight | no stop | GRPO's clip | GSPO's clip |", "| --- | --- | --- | --- |"]
-    cells = {name: runs.get((name, 4e-4, 16, 80, "")) for row in WHY.values() for name in row}
+    cells = {name: runs.get((name, *MAIN)) for row in WHY.values() for name in row}
     if not all(cells.values()):
         return ""
     for weight, names in WHY.items():
@@ -345,7 +401,7 @@ def why(runs: dict[tuple, list[dict]]) -> str:
     gaps = [one - other for one, other in zip(*both)]
     said = f"{statistics.fmean(gaps):+.1f} points, p {permutation_p(gaps):.3f}"
     lines.append(f"s - r, mean of both clips: {said}")
-    rows = [runs[name] for name in runs if name[1:] == (4e-4, 16, 80, "")]
+    rows = [runs[name] for name in runs if name[1:] == MAIN]
     ends = [statistics.fmean(map(at_end, row)) for row in rows]
     for steps in (4, STEPS):
         drifts = [
@@ -366,6 +422,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/long/rows.jsonl")
+    parser.add_argument("--real", type=Path, default=Path("real"), help="folder of a real model")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--dry", action="store_true", help="list the runs that are missing")
@@ -375,10 +432,10 @@ def main() -> None:
         done = {key(found) for found in read_rows(arguments.out)}
         for experiment, seed in runs:
             if key(dataclasses.asdict(experiment) | {"seed": seed}) not in done:
-                print(seed, *experiment.flags)
+                print(seed, *experiment.flags(arguments.real))
         return
     if not arguments.table:
-        train_missing(runs, arguments.out, arguments.jobs)
+        train_missing(runs, arguments.out, arguments.real, arguments.jobs)
     found = grouped(read_rows(arguments.out))
     print(table(found), verdicts(found), why(found), sep="\n\n")
 
