@@ -233,7 +233,7 @@ class Run:
     predicting: Callable | None = None
     micro_batches: Callable | None = None
     experts: typing.Any = None  # records the routing of a mixture
-    meters: list[Callable] = dataclasses.field(default_factory=list)  # (run, samples) -> metrics
+    meters: list[Callable] = dataclasses.field(default_factory=list)  # (run, rollout) -> metrics
     write_adapter: Callable | None = None
     open_tracker: Callable | None = None
     write_page: Callable | None = None
@@ -256,21 +256,21 @@ class Run:
         enabled = self.config.dtype == "bfloat16"
         return torch.autocast(self.config.device, torch.bfloat16, enabled=enabled)
 
-    def logprobs(self, model, samples: rollout.Rollout) -> tuple[Tensor, Tensor]:
-        """Return log-probs and, with gradients, entropies (N, T). The policy, pi_old, the reference
-        and the teacher all come this way."""
+    def logprobs(self, model, part: rollout.Rollout) -> tuple[Tensor, Tensor]:
+        """Return log-probs and, with gradients, entropies (n, T) of a micro-batch. The policy,
+        pi_old, the reference and the teacher all come this way."""
         entropy_grad = None  # no other pass needs entropies
         if torch.is_grad_enabled():
             entropy_grad = self.config.entropy_coef > 0
         with self.autocast():
             return self.completion_logprobs(
-                model, samples, self.config.temperature, entropy_grad=entropy_grad
+                model, part, self.config.temperature, entropy_grad=entropy_grad
             )
 
-    def values(self, samples: rollout.Rollout) -> Tensor:
-        """Return the critic's values (N, T)."""
+    def values(self, part: rollout.Rollout) -> Tensor:
+        """Return the critic's values (n, T) of a micro-batch."""
         with self.autocast():
-            return self.completion_values(self.critic, samples)
+            return self.completion_values(self.critic, part)
 
     def routing(self, rows: Tensor):
         """Return the context of a pass of the policy over some rows of the batch."""
@@ -510,18 +510,18 @@ def verdicts(run: Run, scores: list[rewards.Score], group_size: int, with_steps:
 
 
 def place_rewards(
-    outcomes: Tensor, steps: list, samples: rollout.Rollout, tokenizer
+    outcomes: Tensor, steps: list, rolled_out: rollout.Rollout, tokenizer
 ) -> tuple[Tensor, Tensor]:
     """Return rewards at tokens, and the ends of steps, (N, T) each. An outcome (N,) stands at the
     last token, the reward of a step, (end in characters, reward), at the token that completes it.
     """
-    own = last_own_token(samples)
+    own = last_own_token(rolled_out.completion_mask)
     last = own[:, -1:]
-    zeros = torch.zeros_like(samples.sampler_logprobs)
+    zeros = torch.zeros_like(rolled_out.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
-    step_ends = torch.zeros_like(samples.completion_mask).scatter(1, last, True)
+    step_ends = torch.zeros_like(rolled_out.completion_mask).scatter(1, last, True)
     for i, steps_of_row in enumerate(steps):
-        ids = samples.completions[i, : samples.lengths[i]].tolist()
+        ids = rolled_out.completions[i, : rolled_out.lengths[i]].tolist()
         for end, reward in steps_of_row:
             token = own[i, token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward
@@ -529,10 +529,9 @@ def place_rewards(
     return token_rewards, step_ends
 
 
-def last_own_token(samples: rollout.Rollout) -> Tensor:
+def last_own_token(mask: Tensor) -> Tensor:
     """Return (N, T): for each token the index of the latest token, up to it, that the policy wrote.
     A tool's tokens are no action: their rewards go to the action before them."""
-    mask = samples.completion_mask
     steps = torch.arange(mask.shape[1], device=mask.device)
     return (steps * mask).cummax(1).values
 
@@ -564,18 +563,18 @@ def freeze(run: Run, batch: Batch) -> None:
         batch.values = torch.zeros_like(batch.old_logprobs)
         if run.experts:
             run.experts.forget()
-        for rows, samples in (part for update in batch.updates for part in update.parts):
+        for rows, part in itertools.chain.from_iterable(each.parts for each in batch.updates):
             if run.config.old_logprobs == "sampler":
-                batch.old_logprobs[rows] = samples.sampler_logprobs
+                batch.old_logprobs[rows] = part.sampler_logprobs
             else:
                 with run.routing(rows):
-                    batch.old_logprobs[rows], _ = run.logprobs(run.policy, samples)
+                    batch.old_logprobs[rows], _ = run.logprobs(run.policy, part)
             if run.ref_policy is not None:
-                batch.ref_logprobs[rows], _ = run.logprobs(run.ref_policy, samples)
+                batch.ref_logprobs[rows], _ = run.logprobs(run.ref_policy, part)
             if run.teacher is not None:
-                batch.teacher_logprobs[rows], _ = run.logprobs(run.teacher, samples)
+                batch.teacher_logprobs[rows], _ = run.logprobs(run.teacher, part)
             if run.critic is not None:
-                batch.values[rows] = run.values(samples)
+                batch.values[rows] = run.values(part)
         frozen = (batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs, batch.values)
         run.ranks.sum(*frozen)  # rows of other processes are 0
 
@@ -591,15 +590,19 @@ def plan(run: Run, batch: Batch) -> list[Update]:
     for rows in groups[order].flatten().split(config.completions_per_update):
         needed = rows[active[rows]]
         own = run.ranks.share(needed)
-        samples = batch.rollout[own]
-        parts = run.micro_batches(samples, config.micro_batch_tokens)
-        updates.append(Update(rows, needed, [(own[part], samples[part]) for part in parts]))
+        parts = []
+        for chosen in run.micro_batches(batch.rollout[own], config.micro_batch_tokens):
+            parts.append((own[chosen], batch.rollout[own[chosen]]))
+        updates.append(Update(rows, needed, parts))
     return updates
 
 
 def find_active_rows(run: Run, batch: Batch) -> Tensor:
     """Return (N,) which rows need a forward pass. Where rewards alone decide on advantages, rows
-    with advantage 0 need none, unless a KL penalty or an entropy bonus reads their log-probs."""
+    with advantage 0 need none, unless a KL penalty or an entropy bonus reads their log-probs.
+
+    The advantages are computed here for this question alone. `compare` computes those of the loss,
+    for all algorithms alike, when the log-probs are there."""
     active = batch.mask.any(1).cpu()
     by_rewards = run.algorithm.reads in ("outcomes", "steps")
     if by_rewards and run.ref_policy is None and run.config.entropy_coef == 0:
@@ -639,7 +642,7 @@ def advantages(run: Run, batch: Batch) -> Tensor:
     if algorithm.reads == "tokens":
         return compute(token_rewards, batch.mask, **numbers)
     # a truncated completion is not over: the critic's last value stands for the rest
-    last = last_own_token(batch.rollout)[:, -1:]
+    last = last_own_token(batch.rollout.completion_mask)[:, -1:]
     bootstrap = batch.values.gather(1, last)[:, 0] * batch.rollout.truncated
     found, batch.returns = compute(token_rewards, batch.values, batch.mask, bootstrap, **numbers)
     return found
@@ -709,8 +712,8 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     share = denom / count_units(batch.mask[update.rows], unit)
     totals = collections.Counter()
     run.optimizer.zero_grad()
-    for rows, samples in update.parts:
-        loss, logprobs, metrics = losses(run, batch, rows, samples, denom)
+    for rows, part in update.parts:
+        loss, logprobs, metrics = losses(run, batch, rows, part, denom)
         (share * loss).backward()
         batch.new_logprobs[rows] = logprobs
         metrics["loss"] = share * loss.detach()
@@ -719,13 +722,13 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
 
 
 def losses(
-    run: Run, batch: Batch, rows: Tensor, samples: rollout.Rollout, denom: Tensor
+    run: Run, batch: Batch, rows: Tensor, part: rollout.Rollout, denom: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the loss, its log-probs (n, T), and its share of metrics."""
     config, algorithm, unit = run.config, run.algorithm, run.algorithm.unit
     mask = batch.mask[rows]
     with run.routing(rows):
-        logprobs, entropy = run.logprobs(run.policy, samples)
+        logprobs, entropy = run.logprobs(run.policy, part)
     loss, metrics = algorithm.loss(
         logprobs,
         batch.old_logprobs[rows],
@@ -747,7 +750,7 @@ def losses(
 
     if run.critic is not None:
         critic_loss, critic_metrics = gspo.value_loss(
-            run.values(samples),
+            run.values(part),
             batch.values[rows],
             batch.returns[rows],
             mask,
@@ -784,8 +787,8 @@ def clip_gradients(run: Run) -> dict[str, float]:
 
 def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line."""
-    samples, correct = batch.rollout, batch.correct
-    lengths = samples.completion_mask.sum(1).float()
+    correct = batch.correct
+    lengths = batch.rollout.completion_mask.sum(1).float()
     row = {}
     row["reward"] = batch.rewards.mean()
     row["reward_std"] = batch.rewards.std()
@@ -801,7 +804,7 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     row["length_mean"] = lengths.mean()
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
-    row["truncated"] = samples.truncated.float().mean()
+    row["truncated"] = batch.rollout.truncated.float().mean()
     size = batch.advantages.abs()
     row["advantage_abs"] = size.mean() if size.dim() == 1 else size[batch.mask].mean()
     for name in updates[0] if updates else []:  # clip_fraction, ratio_mean, entropy, grad_norm, ...
@@ -809,7 +812,7 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     row["bad_updates"] = batch.bad_updates
     active, first = batch.active, batch.updates[0].active
     moved = batch.new_logprobs - batch.old_logprobs
-    apart = batch.first_logprobs - samples.sampler_logprobs
+    apart = batch.first_logprobs - batch.rollout.sampler_logprobs
     row |= drift("policy", moved[active], batch.mask[active])
     row |= drift("sampler", apart[first], batch.mask[first])
     if run.critic is not None:
@@ -818,7 +821,7 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
         row |= teacher_gap(batch.teacher_logprobs[batch.mask], batch.old_logprobs[batch.mask])
     row["verifier_faults"] = len(batch.faults)
     for meter in run.meters:
-        row |= meter(run, samples)
+        row |= meter(run, batch.rollout)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
     row |= run.seconds
