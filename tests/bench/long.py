@@ -36,7 +36,7 @@ from support import tasks  # noqa: E402
 STEPS, EVERY, PROMPTS = 16, 4, 128  # rollout steps, between evaluations, held-out prompts
 COMPLETIONS = 256  # of a step
 # the real model: 64 completions of about 80 tokens, 16 updates a step
-REAL = "--prompts-per-step 8 --max-new-tokens 128 --steps 12 --eval-prompts 32"
+REAL = "--prompts-per-step 8 --max-new-tokens 128 --temperature 0.6 --steps 8 --eval-prompts 32"
 # fewest and most operations of a chain, by the tokens of a mean answer
 LENGTHS = {40: (6, 7), 80: (12, 15), 170: (24, 32), 340: (48, 62)}
 
@@ -111,7 +111,7 @@ PARTS = {
     ),
     "longer-fast": (grid(BASIC, (2e-4,), tokens=170), 3),
     "longest": (grid(BASIC, (5e-5,), tokens=340), 3),  # this and the next: planned later
-    "real": (grid(BASIC, (3e-5,), tokens=80, task="numbers"), 3),
+    "real": (grid(BASIC, (1e-5,), tokens=80, task="numbers"), 3),
     "others-slowest": (grid(OTHERS, (1e-4,)), 3),
     "norm": (grid(BASIC, (4e-4,), more="--max-grad-norm 0.03"), 3),  # not in the plan
 }
