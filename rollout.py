@@ -193,9 +193,8 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
         token = logp.argmax(-1, keepdim=True)
     else:
         mass = logp.exp().cumsum(-1)
-        uniform = uniform.clamp(min=2**-25)[
-            :, None
-        ]  # 0 would select the first token, however unlikely
+        # 0 would select the first token, however unlikely
+        uniform = uniform.clamp(min=2**-25)[:, None]
         token = torch.searchsorted(mass, uniform * mass[:, -1:], right=True)
         token = token.clamp(max=logits.shape[1] - 1)
     logprobs = logp.gather(1, token)

@@ -920,9 +920,8 @@ def warn(run: Run, batch: Batch, row: dict) -> None:
     seen = batch.advantages.view(len(batch.mask), -1).masked_select(batch.mask)
     run.quiet_steps = 0 if seen.any() else run.quiet_steps + 1
     if run.quiet_steps == 10 or run.quiet_steps == len(run.step_seconds) == config.steps:
-        why = (
-            "all rewards of a group are equal (another --reward? other prompts? more --group-size?)"
-        )
+        cure = "another --reward? other prompts? more --group-size?"
+        why = f"all rewards of a group are equal ({cure})"
         if row["truncated"] == 1:
             why = "all completions are truncated (--max-new-tokens)"
         run.warn("quiet", f"{run.quiet_steps} steps taught nothing: {why}")
@@ -1188,10 +1187,8 @@ def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
         return None, Progress()
     with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    done = (
-        f"--steps {config.steps}: {saved} has {progress.step} steps already; pass a larger --steps"
-    )
-    need(progress.step < config.steps, done)
+    done = f"{saved} has {progress.step} steps already; pass a larger --steps"
+    need(progress.step < config.steps, f"--steps {config.steps}: {done}")
     return saved, progress
 
 
@@ -1262,9 +1259,8 @@ def check_resumed(config: Config, saved: dict) -> None:
     for name, without in (("kl_coef", 0), ("stale_steps", 1)):  # which models it has
         value, before = getattr(config, name), saved.get(name, getattr(config, name))
         same = (value == without) == (before == without)
-        need(
-            same, f"{dashed(name)} {value}: a resumed run keeps its models; it began with {before}"
-        )
+        kept = f"a resumed run keeps its models; it began with {before}"
+        need(same, f"{dashed(name)} {value}: {kept}")
     fits = config.lr_schedule == "constant" or config.steps == saved.get("steps", config.steps)
     need(fits, f"--steps: --lr-schedule {config.lr_schedule} ends after {saved.get('steps')} steps")
 
