@@ -133,11 +133,12 @@ def own_numbers(algorithm: gspo.Algorithm) -> dict[str, typing.Any]:
     return {name: default for name, default in numbers.items() if not hasattr(OwnFlags, name)}
 
 
-# Every flag. A keyword-only parameter that is added to a loss in gspo.py is a flag at once
+# Every flag. A keyword-only parameter of a loss in gspo.py is one at once: clip_low of gspo_loss is
+# --clip-low and config.clip_low, and `numbers_for` passes it to the loss
 NUMBER_FLAGS = flags_of({algo: own_numbers(row) for algo, row in gspo.ALGOS.items()}, gspo.NUMBERS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
-# what advantages read -> flags that only such algorithms have
+# input of advantages -> flags that only such algorithms have
 FLAGS_OF_INPUTS = {"values": {"critic_lr"}, "teacher": {"teacher"}}
 KEPT_FLAGS = ("algo", "model", "task", "lora_rank", "lora_alpha", "lr_schedule")  # by --resume
 SHOWN_PROMPTS = 4  # of a step in samples.jsonl, of an evaluation in report.html
