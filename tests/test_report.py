@@ -236,7 +236,7 @@ def test_any_two_values_have_a_place_and_labels(tmp_path, values):
 
 def test_a_long_run_stays_a_small_page(tmp_path):
     rows = [step_row(step, reward=step) for step in range(1, 2001)]
-    evaluations = [evaluation(step, "prompt", "x" * 10_000) for step in range(0, 2001, 20)]
+    evaluations = [evaluation(step, "prompt", "x" * 10_000) for step in range(0, 2001, 16)]
     _, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
     cards = page.of_class("card")
