@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,15 +36,13 @@ def first_cells(page: str) -> set[str]:
 
 def test_the_console_of_the_readme_is_that_of_the_default_run():
     """Of docs/runs/gspo, which --report draws beside a user's."""
-    rows = [json.loads(line) for line in (ROOT / "docs/runs/gspo/metrics.jsonl").open()]
-    start = json.loads((ROOT / "docs/runs/gspo/starts.jsonl").read_text())
-    said = [
+    story = report.read_story(ROOT / "docs/runs/gspo")
+    before, after = [
         f"solved {row['eval_solved']:.1%}, pass@8 {row['eval_pass@8']:.1%}"
-        for row in (start, rows[-1])
+        for row in (story.starts[0], story.rows[-1])
     ]
-    assert f"held out: {said[0]} -> {said[1]}" in README
-    flags = json.loads((ROOT / "docs/runs/gspo/config.json").read_text())
-    assert report.health(rows, flags) == []
+    assert f"held out: {before} -> {after}" in README
+    assert report.health(story.rows, story.flags) == []
 
 
 def test_objectives_are_those_of_algos():
@@ -59,7 +56,7 @@ def test_verifiers_are_those_of_rewards():
     assert names <= first_cells("verifiers.md")
 
 
-SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-samples 2"
+RUN = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-samples 2 --name run"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +70,7 @@ SHORT = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-s
     ],
 )
 def test_every_metric_is_explained(place, flags):
-    run = good(".", f"{SHORT} {flags} --name run", small=False)
+    run = good(".", f"{RUN} {flags}", small=False)
     explained = first_cells("metrics.md")
     for name in metrics(run.folder)[-1].keys() - {"step"}:
         name = re.sub(r"^reward/.*", "reward/NAME", re.sub(r"@\d+", "@K", name))
@@ -89,25 +86,34 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+def path_of(page: str) -> Path:
+    return ROOT / page if page == "README.md" else ROOT / "docs" / page
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """To a file of the project, and to a heading of it."""
-    path = ROOT / page if page == "README.md" else ROOT / "docs" / page
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
-            target = path.parent / name if name else path
+            target = path_of(page).parent / name if name else path_of(page)
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text()), link
 
 
-def test_every_page_has_a_link_from_the_readme():
-    reached = {
-        name
-        for page in PAGES.values()
-        for name in re.findall(r"\]\((?:docs/)?(\w[\w-]*\.md)", page)
-    }
-    assert PAGES.keys() - {"README.md"} <= reached
+def test_every_page_has_a_link_from_another():
+    text = "".join(PAGES.values())
+    linked = set(re.findall(r"\]\((?:docs/)?(\w[\w-]*\.md)", text))
+    assert PAGES.keys() - {"README.md"} <= linked
+
+
+def test_tests_that_the_pages_name_exist():
+    text = "".join(PAGES.values())
+    written = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for name in re.findall(r"`tests/([a-z_]+\.py)`", text):
+        assert (ROOT / "tests" / name).exists(), name
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in written, name
 
 
 def commands() -> list[str]:
@@ -126,13 +132,13 @@ def commands() -> list[str]:
 def test_commands_are_accepted(command, place):
     words = shlex.split(command, comments=True)
     if "--resume" in words:  # of a run that there is
-        good("runs", "--model models/tiny --reward pay.py:even --name gspo-1", small=True)
-    files = {"mine.jsonl", "train.jsonl", "test.jsonl"} & set(words)
-    for name in files:
+        good("runs", "--model models/tiny --reward pay.py:even --name gspo-1")
+    for name in {"mine.jsonl", "train.jsonl", "test.jsonl"} & set(words):
         write_rows(name, [{"prompt": f"{i}+1=", "answer": "2"} for i in range(9)])
-    for source in (source for page in PAGES for source in blocks(page, "python")):
-        if named := re.match(r"# (\w+\.py)\n", source):  # a file of the reader's own
-            Path(named[1]).write_text(source)
+    for page in PAGES:
+        for source in blocks(page, "python"):
+            if named := re.match(r"# (\w+\.py)\n", source):  # a file of the reader's own
+                Path(named[1]).write_text(source)
     train.parse_flags(words)
 
 
@@ -150,19 +156,23 @@ def test_flags_that_the_pages_name_exist():
 # ---- examples ------------------------------------------------------------------------------------
 
 
+def example(page: str, part: str) -> str:
+    """The program of a page with this part."""
+    [source] = [each for each in blocks(page, "python") if part in each]
+    return source
+
+
 def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
     scope = {}
-    [source] = [each for each in blocks("README.md", "python") if "gspo_loss(" in each]
-    exec(source, scope)
+    exec(example("README.md", "gspo_loss("), scope)
     # A = ±0.7071 in both groups, s = 1, 4 completions of 6 tokens: dloss/dlogpi = -A / 24
     expected = torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None].expand(4, 6) * 0.5**0.5 / 24
     torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
 
 
 def test_reward_example_pays_and_trains(place):
-    [source] = [each for each in blocks("README.md", "python") if "def last_digit" in each]
+    source, scope = example("README.md", "def last_digit"), {}
     Path("my_reward.py").write_text(source)
-    scope = {}
     exec(source, scope)
     pay = [scope["last_digit"](text, "6") for text in ("2*3=6#6", "#5", "6", "#66x")]
     assert pay == [1.0, 0.0, 0.0, 0.0]
@@ -170,9 +180,7 @@ def test_reward_example_pays_and_trains(place):
     rows = [row, *({"prompt": f"{i}+{i}*3=", "answer": "6"} for i in range(9))]
     write_rows("mine.jsonl", rows)
     [command] = [each for each in commands() if "my_reward.py" in each]
-    run = good(
-        "runs", f"{command} {SHORT} --name run --model models/tiny --max-new-tokens 8", small=False
-    )
+    run = good("runs", f"{command} {RUN} --model models/tiny --max-new-tokens 8", small=False)
     assert "reward/last_digit" in metrics(run.folder)[0]
 
 
@@ -194,17 +202,17 @@ def applied(step: str, project: Path) -> None:
 
 
 PROGRAM = """
-import json, shlex, sys, torch
+import json, sys, torch
 import rollout, train
 from support import tasks
 
-print(train.main(["--positive-weight", "0.2"]))
+print("refused", train.main(["--positive-weight", "0.2"]))
 rollout.TOP_P = 0.7
 logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)
 token, logprobs = rollout.sample_token(logits, (torch.arange(800) + 0.5) / 800, 1.0)
-print(json.dumps([token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()]))
+print("nucleus", [token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()])
 rollout.TOP_P, tasks.WARM_STEPS = 1.0, 40
-print(train.main(sys.argv[1:]))
+print("trained", train.main(sys.argv[1:]))
 train.MASTERED = type("Everything", (set,), {"__contains__": lambda self, text: True})()
 rollout.TOP_P = 1.0
 print("mastered", train.main([*sys.argv[1:], "--name", "mastered"]))
@@ -213,28 +221,27 @@ print("mastered", train.main([*sys.argv[1:], "--name", "mastered"]))
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """What a copy of the project printed, in which the steps of the page were done; the copy."""
+    """A copy of the project, in which the steps of the page were done, and the output of PROGRAM
+    in it."""
     project = tmp_path_factory.mktemp("extended")
     left = shutil.ignore_patterns("__pycache__", ".git", ".venv", "runs", ".pytest_cache")
     shutil.copytree(ROOT, project, ignore=left, dirs_exist_ok=True)
     for step in blocks("extending.md", "python"):
         applied(step, project)
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
-    flags = command.partition("train.py ")[2] + f" {SHORT} --steps 2 --group-size 16"
-    flags += " --name run --track csv"
-    out, err, cache = (project / name for name in ("out", "err", "cache"))
-    given = (program, PROGRAM, *shlex.split(flags))
-    process = fork(*given, out=out, err=err, folder=project, XDG_CACHE_HOME=str(cache))
+    flags = command.partition("train.py ")[2] + f" {RUN} --steps 2 --group-size 16 --track csv"
+    here = {"out": project / "out", "folder": project, "XDG_CACHE_HOME": str(project / "cache")}
+    process = fork(program, PROGRAM, *shlex.split(flags), **here)
     process.join(300)
     process.kill()  # if a step never ends
-    return SimpleNamespace(stdout=out.read_text(), stderr=err.read_text()), project
+    return project, (project / "out").read_text()
 
 
 def test_extended_as_the_page_says_it_trains(extended):
     """The page's command, short: each of the additions is at work."""
-    done, project = extended
-    assert "\n0\n" in done.stdout, done.stderr
-    assert done.stdout.endswith("\nmastered 0\n"), done.stderr  # no step waits for a new prompt
+    project, said = extended
+    assert "trained 0\n" in said, said
+    assert said.endswith("mastered 0\n"), said  # no step waits for a new prompt
     config = strict((project / "runs/run/config.json").read_text())
     assert (config["positive_weight"], config["weight_decay"], config["top_p"]) == (0.2, 0.01, 0.9)
     row = metrics(project / "runs/run")[0]
@@ -245,27 +252,24 @@ def test_extended_as_the_page_says_it_trains(extended):
     assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
 
 
-def test_the_sampler_of_the_page_trains(place):
-    """Its recorded log-probs are those of the trainer: sampler_kl is rounding."""
-    [source] = [each for each in blocks("extending.md", "python") if "# my_sampler.py" in each]
-    Path("my_sampler.py").write_text(source)
-    flags = "--sampler my_sampler.py:generate --model models/tiny --reward pay.py:even"
-    row = metrics(
-        good("runs", f"{SHORT} {flags} --name run --temperature 0.7", small=False).folder
-    )[0]
-    assert abs(row["sampler_kl"]) < 1e-9 and 1 < row["length_mean"] < 40
-
-
 def test_the_flag_of_the_page_is_refused_elsewhere(extended):
-    done, _ = extended
-    assert done.stdout.startswith("2\n") and "--positive-weight 0.2: gspo has none" in done.stderr
+    assert "--positive-weight 0.2: gspo has none" in extended[1]
+    assert "refused 2\n" in extended[1]
 
 
 def test_the_nucleus_of_the_page_is_renormalised(extended):
     """Of 0.5, 0.3, 0.15, 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
-    counts, chances = json.loads(extended[0].stdout.splitlines()[1])
+    counts, chances = json.loads(re.search(r"nucleus (.*)", extended[1])[1])
     assert counts == [0, 500, 0, 300]
     assert chances == pytest.approx([3 / 8, 5 / 8])
+
+
+def test_the_sampler_of_the_page_trains(place):
+    """Its recorded log-probs are those of the trainer: sampler_kl is rounding."""
+    Path("my_sampler.py").write_text(example("extending.md", "# my_sampler.py"))
+    flags = f"{RUN} --sampler my_sampler.py:generate --model models/tiny --reward pay.py:even"
+    row = metrics(good("runs", f"{flags} --temperature 0.7", small=False).folder)[0]
+    assert abs(row["sampler_kl"]) < 1e-9 and 1 < row["length_mean"] < 40
 
 
 def test_the_new_loss_of_the_page_weighs_what_it_says():
@@ -274,15 +278,7 @@ def test_the_new_loss_of_the_page_weighs_what_it_says():
     exec(blocks("extending.md", "python")[0], scope)
     logprobs = torch.full((2, 3), -1.0, requires_grad=True)
     mask = torch.tensor([[True, True, False], [True, True, False]])
-    loss, _ = scope["w_reinforce_loss"](
-        logprobs, logprobs.detach(), torch.tensor([1.0, -2.0]), mask
-    )
-    loss.backward()
+    advantages = torch.tensor([1.0, -2.0])
+    scope["w_reinforce_loss"](logprobs, logprobs.detach(), advantages, mask)[0].backward()
     expected = torch.tensor([[-0.025, -0.025, 0], [0.5, 0.5, 0]])
     torch.testing.assert_close(logprobs.grad, expected)
-
-
-def test_tests_that_the_pages_name_exist():
-    for page in PAGES.values():
-        for name in re.findall(r"`tests/([a-z_]+\.py)`", page):
-            assert (ROOT / "tests" / name).exists(), name

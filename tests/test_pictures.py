@@ -1,17 +1,15 @@
 """The pictures are well-formed, have descriptions for screen readers, and show right numbers."""
 
-import json
 import math
-import shutil
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
 import bench_pictures as pictures
 import train
-from support.extras.report import Plot, read_story
+from support.extras.report import Plot, Story
 from support.ranks import Ranks
-from tools import ROOT, command_line, write_rows
+from tools import ROOT, command_line
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -35,44 +33,34 @@ def places(path) -> list[tuple[float, float]]:
     return [tuple(map(float, pair.split())) for pair in pairs]
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "docs/pictures").glob("*.svg")), ids=lambda p: p.name
-)
-def test_pictures_of_the_pages_are_well_formed(path):
-    drawn(path.read_text(encoding="utf-8"))
+def assert_near(found, expected):
+    assert found == [pytest.approx(place, abs=0.06) for place in expected]
 
 
-def story_of(folder, algo: str, held_out: dict[int, float]):
-    """A copy of the reference run with another algorithm, evaluated at step 0 and at later ones."""
-    shutil.copytree(ROOT / "docs/runs/gspo", folder)
-    flags = json.loads((folder / "config.json").read_text())
-    write_rows(folder / "config.json", [flags | {"algo": algo}])
-    [start] = map(json.loads, (folder / "starts.jsonl").open())
-    write_rows(folder / "starts.jsonl", [start | {"eval_solved": held_out.pop(0)}])
-    row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    rows = [row | {"step": step, "eval_solved": value} for step, value in held_out.items()]
-    write_rows(folder / "metrics.jsonl", rows)
-    return read_story(folder)
+def test_pictures_of_the_pages_are_well_formed():
+    for path in (ROOT / "docs/pictures").glob("*.svg"):
+        drawn(path.read_text(encoding="utf-8"))
 
 
-def test_curve_begins_before_training_and_is_the_mean_of_seeds(tmp_path):
-    stories = [
-        story_of(tmp_path / "a", "gspo", {0: 0.2, 5: 0.5, 10: 1.0}),
-        story_of(tmp_path / "b", "gspo", {0: 0.4, 5: 0.7, 10: 0.8}),
-        story_of(tmp_path / "c", "grpo", {0: 0.3, 5: 0.6, 10: 0.9}),
-        story_of(tmp_path / "d", "grpo", {0: 0.3, 5: 0.6, 10: 0.9}),
-    ]
+def story_of(algo: str, *held_out: float):
+    """A run that was evaluated before training and every five steps."""
+    flags = {"algo": algo, "model": "tiny", "data": None, "task": "arithmetic"}
+    rows = [{"step": 5 * i, "eval_solved": solved} for i, solved in enumerate(held_out)]
+    return Story(algo, flags, rows[:1], rows[1:], [])
+
+
+def test_curve_begins_before_training_and_is_the_mean_of_seeds():
+    stories = [story_of("gspo", 0.2, 0.5, 1.0), story_of("gspo", 0.4, 0.7, 0.8)]
+    stories += [story_of("grpo", 0.3, 0.6, 0.9)] * 2
     root = drawn(pictures.curve_picture(stories))
     plot = Plot((-1 / 3, 10 + 1 / 3), (0, 1), left=58, right=368, top=62, bottom=262)
     for curve, beside in zip(of_class(root, "curve"), (-1 / 12, 1 / 12), strict=True):
         points = ((beside, 0.3), (5 + beside, 0.6), (10 + beside, 0.9))
-        expected = [(plot.x(step), plot.y(y)) for step, y in points]
-        assert places(curve) == [pytest.approx(place, abs=0.06) for place in expected]
-    labels = [each for each in of_class(root, "word") if "90%" in each.text]
-    heights = [float(each.get("y")) for each in labels]
-    assert abs(heights[0] - heights[1]) == 20  # they would touch otherwise
+        assert_near(places(curve), [(plot.x(step), plot.y(y)) for step, y in points])
+    labels = [float(each.get("y")) for each in of_class(root, "word") if "90%" in each.text]
+    assert abs(labels[0] - labels[1]) == 20  # they would touch otherwise
     bars = [places(bar) for bar in of_class(root, "thin") if "color0" in bar.get("class")]
-    assert [y for _, y in bars[0]] == [pytest.approx(plot.y(y), abs=0.06) for y in (0.2, 0.4)]
+    assert_near([y for _, y in bars[0]], [plot.y(0.2), plot.y(0.4)])
     told = root.find(f"{SVG}desc").text
     assert "tiny on arithmetic" in told and "gspo goes from 30.0% to 90.0% in 10 steps" in told
 
@@ -90,10 +78,8 @@ def test_long_picture_is_mean_and_range_of_seeds():
     plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
     curves = of_class(root, "curve") + of_class(root, "edge")
     for curve, area in zip(curves, of_class(root, "area"), strict=True):
-        expected = [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))]
-        assert places(curve) == [pytest.approx(place, abs=0.06) for place in expected]
-        ends = [y for x, y in places(area) if x > 400]
-        assert ends == pytest.approx([plot.y(0.5), plot.y(0.9)], abs=0.06)
+        assert_near(places(curve), [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))])
+        assert_near([y for x, y in places(area) if x > 400], [plot.y(0.5), plot.y(0.9)])
     assert "gspo at 4e-4 from 40% to 70%" in root.find(f"{SVG}desc").text
 
 
@@ -117,7 +103,7 @@ def test_length_picture_has_medians_of_each_length():
     plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
         medians = [(plot.x(x), plot.y(math.log10(0.03 / x))) for x in (4, 8)]
-        assert places(curve) == [pytest.approx(place, abs=0.06) for place in medians]
+        assert_near(places(curve), medians)
 
 
 def test_random_tokens_have_a_larger_maximum_where_there_are_more():
@@ -132,51 +118,18 @@ def test_by_length_leaves_rare_lengths_out():
     assert {length: len(same) for length, same in pictures.by_length(found, 2).items()} == {3: 2}
 
 
-def test_stays_know_who_moved_and_who_waited():
-    """Sample 0 ends after two steps and 2 takes its slot. At the end 1 moves from slot 1 to 0."""
-    steps = [{0: 0, 1: 1}, {0: 0, 1: 1}, {0: 2, 1: 1}, {0: 1}]
-    stay = pictures.Stay
-    assert pictures.stays(steps) == [
-        stay(0, 0, 0, 2),
-        stay(1, 1, 0, 3),
-        stay(0, 2, 2, 3),
-        stay(0, 1, 3, 4, moved=True),
-    ]
-    assert pictures.fixed_batches([2, 4, 1], 2) == 5
-    root = drawn(pictures.slots_picture(pictures.stays(steps), [2, 4, 1]))
-    colors = [bar.get("class").split()[-1] for bar in of_class(root, "bar")]
-    assert colors == ["color0", "color0", "color1", "color2"]
-
-
-def test_log_ratios_are_those_of_the_updates(place):
+def test_log_ratios_are_those_of_the_updates(place, seen):
     """One step of a random policy: the ratios are relative to the log-probs that training froze."""
     words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
     run = train.start(train.parse_flags(words), Ranks())
-    batches = []
-    improve = train.improve
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            train, "improve", lambda run, batch: batches.append(batch) or improve(run, batch)
-        )
-        found = pictures.train_and_compare(run, 1)
-    [batch] = batches
+    found = pictures.train_and_compare(run, 1)
+    [batch] = seen.batches
     after = pictures.score(run, batch.rollout)
-    for i, one in enumerate(found):
-        length = len(one.tokens)
+    for i in batch.active.tolist():
+        length = len(found[i].tokens)
         expected = after[i, :length] - batch.old_logprobs[i, :length]
-        if i in batch.active:
-            assert one.log_ratios == pytest.approx(expected.tolist(), abs=1e-5)
+        assert found[i].log_ratios == pytest.approx(expected.tolist(), abs=1e-5)
     assert max(one.furthest for one in found) > 1e-3
-
-
-def test_few_slots_are_watched_until_the_last_completion(place):
-    words = command_line("runs", "--model models/tiny --reward pay.py:even")
-    run = train.start(train.parse_flags(words), Ranks())
-    found, lengths = pictures.watch_slots(run)
-    assert len(lengths) == pictures.SAMPLED
-    assert 1 + max(stay.slot for stay in found) == pictures.SLOTS
-    assert sum(stay.end - stay.begin for stay in found) == sum(lengths)
-    assert sum(not stay.moved for stay in found) == len(lengths)
 
 
 def test_an_attribute_cannot_be_left():

@@ -2,19 +2,16 @@
 their values are. Sentences say what is not healthy."""
 
 import html.parser
-import json
 import re
 
 import pytest
 
 from support.extras import report
 from support.user import UserError
-from tools import ROOT
+from tools import ROOT, write_rows
 
 VOID = {"meta"}  # elements without an end tag
-ELEMENTS = VOID | {"html", "head", "title", "style", "body", "h1", "h2", "p", "div", "span", "b"}
-ELEMENTS |= {"pre", "details", "summary", "figure", "figcaption", "table", "tr", "th", "td"}
-ELEMENTS |= {"svg", "path", "rect", "circle", "text", "ul", "li"}
+LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
     "<img src=x onerror=\"document.title='owned'\">",
@@ -53,10 +50,10 @@ class Page(html.parser.HTMLParser):
         for number in self.open:  # the text of an element is that of all elements in it
             self.texts[number] += data
 
-    def of_class(self, name: str) -> list[tuple[set[str], str]]:
-        """Classes and text of the elements of a class."""
-        looks = [set(attributes.get("class", "").split()) for _, attributes in self.elements]
-        return [(look, text) for look, text in zip(looks, self.texts) if name in look]
+    def of_class(self, name: str) -> list[tuple[str, str]]:
+        """All classes and the text of the elements of a class."""
+        looks = [attributes.get("class", "") for _, attributes in self.elements]
+        return [(look, text) for look, text in zip(looks, self.texts) if name in look.split()]
 
     def curves(self, title: str) -> list[list[tuple[float, float]]]:
         """Places of the points of each curve in the picture of this name."""
@@ -85,27 +82,22 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
 
 def write_run(folder, rows=(), evaluations=(), flags=None):
     folder.mkdir(parents=True)
-    files = {
-        "starts": [START | {"eval_solved": 0.289}],
-        "metrics": rows,
-        "evaluations": evaluations,
-    }
-    for name, lines in files.items():
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder / f"{name}.jsonl").write_text(text)
-    (folder / "config.json").write_text(json.dumps(FLAGS | (flags or {})))
+    write_rows(folder / "starts.jsonl", [START | {"eval_solved": 0.289}])
+    write_rows(folder / "metrics.jsonl", rows)
+    write_rows(folder / "evaluations.jsonl", evaluations)
+    write_rows(folder / "config.json", [FLAGS | (flags or {})])
     return folder
 
 
-def page_of(*folders) -> tuple[str, Page]:
-    path = folders[0].parent / "report.html"
-    report.write_report(list(folders), path)
+def page_of(folder) -> tuple[str, Page]:
+    path = folder.parent / "report.html"
+    report.write_report([folder], path)
     text = path.read_bytes().decode("utf-8")  # newlines as they are
     return text, Page(text)
 
 
 def assert_self_contained(text: str, page: Page):
-    assert {tag for tag, _ in page.elements} <= ELEMENTS
+    assert not {tag for tag, _ in page.elements} & LOADS
     for _, attributes in page.elements:
         assert not set(attributes) & {"src", "href", "srcset", "style", "action"}
         assert not [name for name in attributes if name.startswith("on")]
@@ -114,17 +106,24 @@ def assert_self_contained(text: str, page: Page):
     assert "default-src 'none'" in text
 
 
-def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path):
-    rows = [step_row(step, eval_solved=0.2 * step) for step in range(1, 6)]
+def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
+    rows = [step_row(step, eval_solved=0.2 * step, truncated=0.5) for step in range(1, 6)]
     first = write_run(tmp_path / "first", rows, [evaluation(0, "2+2=", "5")])
-    second = write_run(tmp_path / "second", rows[:2], [], {"algo": "grpo"})
-    text, page = page_of(first, second)
+    healthy = [row | {"truncated": 0.0} for row in rows[:2]]
+    second = write_run(tmp_path / "second", healthy, [], {"algo": "grpo"})
+    report.main([str(first), str(second)])
+    text = (tmp_path / "report.html").read_text()
+    page = Page(text)
     assert_self_contained(text, page)
     assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
     assert [len(curve) for curve in page.curves("reward")] == [5, 2]  # there is none at step 0
     assert [body for _, body in page.of_class("differs")] == ["algogspogrpo"]
     for fact in ("28.9% (step 0) → 100.0% (step 5)", "2026-11-23: python train.py --algo gspo"):
         assert fact in text
+    said = capsys.readouterr().out
+    for sentence in ("50% of completions are truncated", "nothing unhealthy"):
+        assert sentence in said and any(sentence in each for each in page.texts)
+    assert "first: 50%" in said
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
@@ -164,17 +163,15 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path):
     run = write_run(tmp_path / "run", [step_row(1), step_row(2)])
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(b'{"step": 3, "rew\xc3')
-    _, page = page_of(run)
-    assert len(page.curves("reward")[0]) == 2
+    assert len(page_of(run)[1].curves("reward")[0]) == 2
 
 
 # a file of a run, its content, and words of the sentence
 NO_RUNS = [
-    ("config.json", "{}", ["config.json: found no algo, model", "clip_low"]),
-    ("config.json", "[1]", ["config.json: found a list"]),
+    ("config.json", "{}", ["config.json, line 1: found no algo, model", "clip_low"]),
+    ("config.json", "5", ["config.json, line 1"]),
     ("config.json", None, ["config.json"]),
     ("metrics.jsonl", '{"step": 1}\n', ["metrics.jsonl, line 1: found no reward"]),
-    ("metrics.jsonl", '{"step": NaN}\n', ["metrics.jsonl, line 1", "NaN"]),
     ("starts.jsonl", '{"date": "2026{"date"\n', ["starts.jsonl, line 1"]),
     ("evaluations.jsonl", '{"step": 1}\n', ["evaluations.jsonl, line 1: found no", "completion"]),
 ]
@@ -189,9 +186,8 @@ def test_a_folder_that_is_no_run_is_one_sentence(name, content, words, tmp_path)
     with pytest.raises(UserError) as error:
         report.main([str(run)])
     message = str(error.value)
-    assert (
-        message.startswith(f"--report {run}: expected the folder of a run") and "\n" not in message
-    )
+    assert message.startswith(f"--report {run}: expected the folder of a run")
+    assert "\n" not in message
     assert all(word in message for word in words), message
 
 
@@ -209,16 +205,18 @@ def test_a_curve_lies_where_its_values_are(tmp_path):
 
 def test_small_changes_look_small(tmp_path):
     """The axes of shares go from 0 to 1, those of amounts begin at 0, that of the ratio shows
-    GSPO's band: a change of one part in a hundred thousand is flat."""
+    GSPO's band: a change of one part in a hundred thousand is flat. Rounding is no curve."""
     rows = [
         step_row(1, solved=0.5, length_mean=90.0, ratio_mean=1.00001, entropy=0.02371234),
         step_row(2, solved=0.51, length_mean=91.0, ratio_mean=0.99999, entropy=0.0237),
     ]
+    rows[0]["sampler_kl"], rows[1]["sampler_kl"] = 1e-9, -2e-9
     text, page = page_of(write_run(tmp_path / "run", rows))
     for metric in ("solved", "length_mean", "ratio_mean", "entropy"):
         [[(_, first), (_, second)]] = page.curves(metric)
         assert abs(first - second) < 2  # of 124
     assert ">step 1: 0.0237<" in text and ">step 2: 51.0%<" in text and "0.0237123" not in text
+    assert 'aria-label="sampler_kl"' not in text
 
 
 @pytest.mark.parametrize(
@@ -236,98 +234,67 @@ def test_any_two_values_have_a_place_and_labels(tmp_path, values):
         assert 2 <= len(report.round_ticks(*axis)) <= 6
 
 
-def test_rounding_is_no_curve(tmp_path):
-    rows = [step_row(1, sampler_kl=1e-9, dead=0), step_row(2, sampler_kl=-2e-9, dead=0)]
-    text, page = page_of(write_run(tmp_path / "run", rows))
-    assert 'aria-label="sampler_kl"' not in text and page.curves("dead")
-
-
 def test_a_long_run_stays_a_small_page(tmp_path):
-    rows = [step_row(step, reward=step) for step in range(1, 10_001)]
-    evaluations = [
-        evaluation(step, f"prompt {i}", f"{step // 500} " + "x" * 10_000)
-        for step in range(0, 10_001, 10)
-        for i in range(4)
-    ]
+    rows = [step_row(step, reward=step) for step in range(1, 2001)]
+    evaluations = [evaluation(step, "prompt", "x" * 10_000) for step in range(0, 2001, 16)]
     _, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
     cards = page.of_class("card")
-    assert len(cards) <= 4 * report.MOST_EVALUATIONS
-    assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 10000:")
-    assert f"{10_002 - report.MOST_CHARACTERS} more characters" in cards[0][1]
+    assert len(cards) <= report.MOST_EVALUATIONS
+    assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
+    assert f"{10_000 - report.MOST_CHARACTERS} more characters" in cards[0][1]
 
 
-def test_cards_tell_right_from_wrong_and_from_luck(tmp_path):
+@pytest.mark.parametrize("data", [None, "rows.jsonl"])
+def test_cards_tell_right_from_wrong_and_from_luck(tmp_path, data):
     """7+5*3 is 6 by 7+5=2;2*3=6. Only the steps of the built-in task are known."""
     texts = ["7+5=2;2*3=5#5", "7+5=2;2*3=6#6", "7+5=1;1*3=6#6"]
-    looks = {}
-    for name, data in (("task", None), ("file", "rows.jsonl")):
-        rows = [
-            evaluation(step, "7+5*3=", text, answer="6", correct=float(text.endswith("#6")))
-            for step, text in enumerate(texts)
-        ]
-        _, page = page_of(write_run(tmp_path / name, [], rows, {"data": data}))
-        looks[name] = [look - {"card"} for look, _ in page.of_class("card")]
-        assert ("but a step is wrong" in page.of_class("card")[2][1]) == (name == "task")
-    assert looks["task"] == [{"wrong"}, {"right"}, {"lucky"}]
-    assert looks["file"] == [{"wrong"}, {"right"}, {"right"}]
-    unjudged = write_run(tmp_path / "other", [], [evaluation(0, "2+2=", "5", correct=None)])
-    [(look, _)] = page_of(unjudged)[1].of_class("card")
-    assert look == {"card"}
+    rows = [evaluation(step, "7+5*3=", text, answer="6") for step, text in enumerate(texts)]
+    rows[0]["correct"] = 0.0
+    rows.append(evaluation(3, "7+5*3=", texts[0], correct=None))  # no verifier judged it
+    _, page = page_of(write_run(tmp_path / "run", [], rows, {"data": data}))
+    looks, shown = zip(*page.of_class("card"))
+    lucky = "right" if data else "lucky"
+    assert looks == ("card wrong", "card right", f"card {lucky}", "card")
+    assert ("but a step is wrong" in shown[2]) == (lucky == "lucky")
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
     run = write_run(tmp_path / "run", [step_row(1)])
     before, _ = page_of(run)
     with open(tmp_path / "report.html", encoding="utf-8") as reader:
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(step_row(2)) + "\n")
+        write_rows(run / "metrics.jsonl", [step_row(1), step_row(2)])
         after, _ = page_of(run)
         assert reader.read() == before != after
-    assert not (tmp_path / "report.html.new").exists()
-
-
-def test_main_draws_runs_together_and_says_what_is_wrong(tmp_path, capsys):
-    first = write_run(tmp_path / "first", [step_row(1, truncated=0.5)])
-    second = write_run(tmp_path / "second", [step_row(1)])
-    report.main([str(first), str(second)])
-    said = capsys.readouterr().out
-    page = Page((tmp_path / "report.html").read_text())
-    for sentence in ("50% of completions are truncated", "nothing unhealthy"):
-        assert sentence in said and any(sentence in text for text in page.texts)
-    assert "first: 50%" in said and len(page.curves("truncated")) == 2
-    report.main([str(first)])
-    assert (first / "report.html").exists()
-    with pytest.raises(UserError, match="nowhere: expected the folder of a run"):
-        report.main([str(tmp_path / "nowhere")])
 
 
 def test_published_points_are_drawn_over_a_run(tmp_path):
     """At their steps and values, dashed, on one chart, with their source as text."""
-    rows = [step_row(step, eval_solved=0.1 * step) for step in (1, 2)]
-    run = write_run(tmp_path / "run", rows)
+    run = write_run(tmp_path / "run", [step_row(1, eval_solved=0.1), step_row(2, eval_solved=0.2)])
     path = tmp_path / "theirs-7b.csv"
     path.write_text("# Source: a page, <b>its</b> table\nstep,eval_solved\n4,0.5\n0,0.25\n")
     report.main([str(run), str(path)])
-    text = (run / "report.html").read_text()
+    text = (run / "report.html").read_text()  # beside the one run
     page = Page(text)
     assert_self_contained(text, page)
     dashed = [each for _, each in page.elements if each.get("class", "").startswith("published")]
     assert dashed[0]["d"] == "M50.0 99.0L300.0 68.0"  # 0.25 and 0.5 of 124 above 130, steps 0 to 4
     assert page.curves("eval_solved")[0][-1] == (175.0, 105.2)  # the run's axis ends at 4, too
     assert "theirs-7b" in text and "a page, &lt;b&gt;its" in text
+
+
+def test_a_file_without_published_points_is_refused(tmp_path):
+    path = tmp_path / "theirs-7b.csv"
     with pytest.raises(UserError, match="expected folders"):
         report.main([str(path)])
     for wrong in ("", "step,solved\n1,0.5\n", "step,eval_solved\n1,50\n", "step,eval_solved\n1,\n"):
         path.write_text(wrong)
         with pytest.raises(UserError, match="theirs-7b.csv: expected a CSV file"):
-            report.main([str(run), str(path)])
+            report.read_published(path)
 
 
-def test_our_published_points_are_read_and_have_a_source():
-    files = sorted((ROOT / "docs/runs/published").glob("*.csv"))
-    assert len(files) >= 2
-    for path in files:
+def test_our_published_points_have_a_source():
+    for path in ROOT.glob("docs/runs/published/*.csv"):
         assert "Source: " in report.read_published(path).source
 
 
@@ -348,6 +315,15 @@ ILL = [
 ]
 
 
+HEALTHY = [
+    ({}, {}),
+    ({"entropy": 0.001, "solved": 0.97}, {}),  # all is solved: it may be sure
+    ({"clip_fraction": 0.0}, {"clip_low": None}),
+    ({"clip_fraction": 0.2}, {"completions_per_update": 256, "epochs": 2}),
+    ({"dead": 1.0, "dead_right": 0.0}, {"teacher": "models/large"}),  # it needs no rewards
+]
+
+
 @pytest.mark.parametrize("row, flags, word", ILL)
 def test_health_names_what_is_wrong_and_that_alone(row, flags, word):
     [sentence] = report.health([step_row(1, **row)], FLAGS | flags)
@@ -355,18 +331,11 @@ def test_health_names_what_is_wrong_and_that_alone(row, flags, word):
 
 
 def test_health_is_silent_where_nothing_is_wrong():
-    assert report.health([step_row(1)], FLAGS) == []
+    for row, flags in HEALTHY:
+        assert report.health([step_row(1, **row)], FLAGS | flags) == []
     unjudged = step_row(1)  # no verifier says which completions are right
     del unjudged["solved"], unjudged["dead_right"]
     assert report.health([unjudged], FLAGS) == []
-    solved = step_row(1, entropy=0.001, solved=0.97)  # all is solved: it may be sure
-    assert report.health([solved], FLAGS) == []
-    without_clip = FLAGS | {"clip_low": None}
-    assert report.health([step_row(1, clip_fraction=0.0)], without_clip) == []
-    epochs = FLAGS | {"completions_per_update": 256, "epochs": 2}
-    assert report.health([step_row(1, clip_fraction=0.2)], epochs) == []
-    taught = FLAGS | {"teacher": "models/large"}  # it needs no rewards
-    assert report.health([step_row(1, dead=1.0, dead_right=0.0)], taught) == []
 
 
 def run_of(rewards, **more) -> list[dict]:

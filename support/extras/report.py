@@ -30,21 +30,14 @@ MOST_CHARACTERS = 2000  # of a text
 
 
 class Story(NamedTuple):
-    """The files of one run."""
+    """The files of one run, or points that somebody published: rows with a source, no flags."""
 
     name: str
     flags: dict  # config.json
     starts: list[dict]  # starts.jsonl, a line a start
     rows: list[dict]  # metrics.jsonl, a line a step
     evaluations: list[dict]  # evaluations.jsonl, a line an answer
-
-
-class Published(NamedTuple):
-    """Points that somebody else measured, from a CSV file."""
-
-    name: str
-    source: str
-    points: list[tuple[float, float]]  # (step, eval_solved in [0, 1])
+    source: str = ""  # of published points
 
 
 # fields that every line of a file has
@@ -68,35 +61,28 @@ def read_story(folder: Path) -> Story:
 def read_file(path: Path, fields: list[str]) -> list[dict]:
     """Return the objects of a file: one in JSON, one a line in JSONL."""
     text = path.read_text(encoding="utf-8", errors="replace")
-    if path.suffix == ".json":
-        return [read_object(text, path.name, fields)]
-    lines = text.split("\n")[:-1]  # a last line without an end is still being written
-    return [read_object(line, f"{path.name}, line {n}", fields) for n, line in enumerate(lines, 1)]
+    # a last line without an end is still being written
+    lines = [text] if path.suffix == ".json" else text.split("\n")[:-1]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        with expecting(f"{path.name}, line {number}"):
+            rows.append(json.loads(line))
+            missing = ", ".join(name for name in fields if name not in rows[-1])
+            need(not missing, f"found no {missing}")
+    return rows
 
 
-def read_object(text: str, place: str, fields: list[str]) -> dict:
-    with expecting(place):
-        row = json.loads(text, parse_constant=no_constant)
-        need(isinstance(row, dict), f"found a {type(row).__name__}")
-        missing = ", ".join(name for name in fields if name not in row)
-        need(not missing, f"found no {missing}")
-    return row
-
-
-def no_constant(name: str) -> None:
-    raise ValueError(f"found {name}, expected a finite number")
-
-
-def read_published(path: Path) -> Published:
+def read_published(path: Path) -> Story:
     """Read published points. Lines that begin with # name the source."""
     with expecting(f"--report {path}: expected a CSV file with the columns step and eval_solved"):
         lines = path.read_text(encoding="utf-8").splitlines()
         comments = [line.strip("# ") for line in lines if line.startswith("#")]
         table = csv.DictReader(line for line in lines if not line.startswith("#"))
-        points = [(float(row["step"]), float(row["eval_solved"])) for row in table]
+        points = sorted((float(row["step"]), float(row["eval_solved"])) for row in table)
         inside = all(step >= 0 and 0 <= solved <= 1 for step, solved in points)
         need(points and inside, "expected steps from 0 on, and shares from 0 to 1")
-    return Published(path.stem, " ".join(comments), sorted(points))
+    rows = [{"step": step, "eval_solved": solved} for step, solved in points]
+    return Story(path.stem, {}, [], rows, [], source=" ".join(comments))
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
@@ -123,15 +109,14 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
         return ["no step is done yet"]
     recent = rows[-RECENT:]
     now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
-    found = of_groups(now, flags) + of_updates(now, flags)
+    found = of_steps(now, flags)
     if rows[-1]["step"] < flags["warmup_steps"]:
         found.append("the learning rate still warms up (--warmup-steps): wait")
-    rewards = [row["reward"] for row in rows]
-    return found + of_reward(rewards, now.get("solved", 0.0), flags) + of_format(rows, before)
+    return found + of_reward(rows, now, flags) + of_format(rows, before)
 
 
-def of_groups(now: dict, flags: dict) -> list[str]:
-    """Name problems of the prompts and their completions."""
+def of_steps(now: dict, flags: dict) -> list[str]:
+    """Name problems of the prompts, the completions and the updates."""
     found = []
     dead, right, truncated = now["dead"], now.get("dead_right", 0.0), now["truncated"]
     if right > 0.9:
@@ -142,12 +127,7 @@ def of_groups(now: dict, flags: dict) -> list[str]:
         found.append("a verifier fails, and its reward is 0: the console has the error")
     if truncated > 1 / 3:
         found.append(f"{truncated:.0%} of completions are truncated: raise --max-new-tokens")
-    return found
 
-
-def of_updates(now: dict, flags: dict) -> list[str]:
-    """Name problems of the updates and of the policy's distribution."""
-    found = []
     completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
     clipped = now.get("clip_fraction")
@@ -167,14 +147,15 @@ def of_updates(now: dict, flags: dict) -> list[str]:
     return found
 
 
-def of_reward(rewards: list[float], solved: float, flags: dict) -> list[str]:
+def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     """Say that the reward fell, or that it never rose."""
+    rewards = [row["reward"] for row in rows]
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
     best, last = max(levels), fmean(rewards[-RECENT:])
     if last < (best + min(levels[0], 0.0)) / 2:
         return [f"the reward fell from {best:.2f} to {last:.2f}: {COLLAPSE}"]
     size = min(RECENT, len(rewards) // 2)
-    if size < 5 or solved > 0.9:
+    if size < 5 or now.get("solved", 0.0) > 0.9:
         return []
     early, late = rewards[:size], rewards[-size:]
     noise = math.sqrt((variance(early) + variance(late)) / size)  # standard error of the rise
@@ -330,24 +311,23 @@ def value_range(values: list[float], chart: Chart) -> tuple[float, float]:
     return low - margin * (low < chart.low), high + margin * (high > chart.high)
 
 
-def chart_figure(metric: str, stories: list[Story], others: list[Published]) -> str:
+def chart_figure(metric: str, stories: list[Story]) -> str:
     """Draw one metric of all runs. Return "" if no run has it, or if it is only rounding."""
     chart = CHARTS[metric]
     curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
     largest = max((abs(value) for curve in curves for _, value in curve), default=None)
     if largest is None or 0 < largest < 1e-6:
         return ""
-    dotted = [published.points for published in others if metric == "eval_solved"]
-    points = [point for curve in curves + dotted for point in curve]
+    points = [point for curve in curves for point in curve]
     last = max(1, *(step for step, _ in points))
     plot = Plot((0, last), value_range([value for _, value in points], chart))
     form = chart.form.replace(".1%", ".0%")
     labels = {tick: rounded(tick, form) for tick in round_ticks(*plot.y_range)}
     drawn = [*plot.ticks_of_y(labels), *plot.ticks_of_x(round_ticks(0, last), "step")]
     title = f"<b>{metric}</b> "
-    for i, curve in enumerate(curves + dotted):
+    for i, (story, curve) in enumerate(zip(stories, curves)):
         if curve:
-            line, dot = ("curve", "dot") if i < len(curves) else ("published", "hollow")
+            line, dot = ("curve", "dot") if story.flags else ("published", "hollow")
             title += f'<span class="key color{i}">{rounded(curve[-1][1], chart.form)}</span>'
             drawn.append(plot.line(curve, f"{line} color{i}"))
             drawn += plot.dots(at_most(MOST_DOTS, curve), f"{dot} color{i}", chart.form)
@@ -431,9 +411,8 @@ body { margin: 0 auto; padding: 16px; max-width: 1400px; font: 15px/1.45 system-
 .grid { display: grid; gap: 24px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
 figure { margin: 0 } figcaption { margin-bottom: 2px } .dim { color: #777; font-size: 13px }
 text { fill: #777; font-size: 11px } svg { display: block; width: 100% } .axis { stroke: #8885 }
-.curve, .published { stroke: var(--c); stroke-width: 1.6; stroke-linejoin: round; fill: none }
-.published { stroke-dasharray: 3 4 } .dot { fill: var(--c) }
-.hollow { fill: none; stroke: var(--c); stroke-width: 1.6 }
+.curve, .published, .hollow { stroke: var(--c); stroke-width: 1.6; fill: none }
+.published { stroke-dasharray: 3 4 } .dot { fill: var(--c) } path { stroke-linejoin: round }
 .color0 { --c: #1a7fc9 } .color1 { --c: #c9590f } .color2 { --c: #0f8a66 }
 .color3 { --c: #bf5595 } .color4 { --c: #8a7119 } .color5 { --c: #6f73d9 }
 .key { margin-right: 14px; white-space: nowrap } .key::before { content: "■ "; color: var(--c) }
@@ -448,23 +427,26 @@ pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: aut
 """
 
 
-def write_report(folders: list[Path], path: Path, published: Iterable[Path] = ()) -> None:
+def write_report(paths: list[Path], path: Path) -> None:
     """Write one page about runs, and about published points to compare them with."""
-    stories, others = list(map(read_story, folders)), list(map(read_published, published))
-    title = visible(f"Report of {', '.join(story.name for story in stories)}")
+    stories = [
+        read_published(each) if each.suffix == ".csv" else read_story(each) for each in paths
+    ]
+    runs = [story for story in stories if story.flags]
+    title = visible(f"Report of {', '.join(story.name for story in runs)}")
     body = [f"<h1>{title}</h1>"]
     for i, story in enumerate(stories):
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
-        body.append(headline(story))
-        body.append(f"<ul>{elements('li', map(visible, sentences(story)))}</ul>")
-    for i, other in enumerate(others, len(stories)):
-        body.append(f'<b><span class="key color{i}">{visible(other.name)}</span></b>')
-        body.append(f"<p>published, dashed: {visible(other.source)}</p>")
-    figures = [chart_figure(metric, stories, others) for metric in CHARTS]
+        if story.flags:
+            body.append(headline(story))
+            body.append(f"<ul>{elements('li', map(visible, sentences(story)))}</ul>")
+        else:
+            body.append(f"<p>published, dashed: {visible(story.source)}</p>")
+    figures = [chart_figure(metric, stories) for metric in CHARTS]
     body.append(f'<h2>Metrics</h2><div class="grid">{"".join(figures)}</div>')
     body.append("<h2>The same held-out prompts at every evaluation</h2>")
-    body += map(answers, stories)
-    body.append(f"<h2>Flags</h2>{flag_table(stories)}")
+    body += map(answers, runs)
+    body.append(f"<h2>Flags</h2>{flag_table(runs)}")
     head = f"{HEAD}<title>{title}</title>"
     inside = "\n".join(body)
     replace_text(path, f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n')
@@ -472,15 +454,13 @@ def write_report(folders: list[Path], path: Path, published: Iterable[Path] = ()
 
 def main(arguments: list[str]) -> int:
     """Write one page of runs, next to the last of them, and print the sentences of each."""
-    published = [Path(each) for each in arguments if each.endswith(".csv")]
-    folders = [Path(each) for each in arguments if not each.endswith(".csv")]
+    paths = [Path(each) for each in arguments]
+    folders = [path for path in paths if path.suffix != ".csv"]
     need(folders, "--report: expected folders of runs")
-    for folder in folders:
-        need(folder.is_dir(), f"--report {folder}: expected the folder of a run")
     for story in map(read_story, folders):
         for sentence in sentences(story):
             print(f"{story.name}: {printable(sentence)}")
     place = folders[0] if len(folders) == 1 else folders[-1].parent
-    write_report(folders, place / "report.html", published)
+    write_report(paths, place / "report.html")
     print(f"the report is in {place}/report.html")
     return 0

@@ -64,21 +64,18 @@ def train_all(algos: list[str], seeds: list[int], extra: list[str], jobs: int, o
         print(f"{' '.join(flags)}: {result['before']:.1%} -> {after:.1%}", file=sys.stderr)
         return result
 
-    wanted = [(algo, str(seed)) for seed in seeds for algo in algos]
+    wanted = [["--algo", algo, "--seed", str(seed), *extra] for seed in seeds for algo in algos]
     results = {algo: [] for algo in algos}
     with ThreadPoolExecutor(jobs) as pool:
-        flags = [["--algo", algo, "--seed", seed, *extra] for algo, seed in wanted]
-        for (algo, _), result in zip(wanted, pool.map(one, flags)):
-            results[algo].append(result)
+        for flags, result in zip(wanted, pool.map(one, wanted)):
+            results[flags[1]].append(result)
     return results
 
 
 def first_step(run: dict) -> int | None:
     """At which the goal was reached."""
-    for row in run["rows"]:
-        if row.get("eval_solved", 0.0) >= GOAL:
-            return row["step"]
-    return None
+    steps = [row["step"] for row in run["rows"] if row.get("eval_solved", 0.0) >= GOAL]
+    return min(steps, default=None)
 
 
 def mean(runs: list[dict], metric: str) -> float:
@@ -94,7 +91,7 @@ def results_table(results: dict) -> str:
     for name, runs in results.items():
         after = [100 * run["rows"][-1]["eval_solved"] for run in runs]
         spread = statistics.stdev(after) if len(after) > 1 else 0.0
-        steps = [step for run in runs if (step := first_step(run)) is not None]
+        steps = [first_step(run) for run in runs if first_step(run) is not None]
         reached = f"{statistics.fmean(steps):.0f}" if steps else "never"
         if 0 < len(steps) < len(runs):
             reached += f" ({len(steps)} of {len(runs)} seeds)"
@@ -104,18 +101,6 @@ def results_table(results: dict) -> str:
         line += [f"{statistics.fmean(run['peak_mb'] for run in runs):.0f}"]
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def curves_table(results: dict) -> str:
-    """Held-out accuracy by step, mean over seeds."""
-    lines = []
-    for name, runs in results.items():
-        curves = [[run["before"]] for run in runs]
-        for curve, run in zip(curves, runs):
-            curve += [row["eval_solved"] for row in run["rows"] if "eval_solved" in row]
-        means = [f"{100 * statistics.fmean(values):.1f}" for values in zip(*curves)]
-        lines.append(f"{name}: {' '.join(means)}")
-    return "held-out % before, and every five steps\n" + "\n".join(lines)
 
 
 def main() -> None:
@@ -131,7 +116,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/results.md")
     arguments = parser.parse_args(own)
     found = train_all(arguments.algos, arguments.seeds, extra, arguments.jobs, arguments.out)
-    print(results_table(found), curves_table(found), sep="\n\n")
+    print(results_table(found))
     if arguments.write:
         path = ROOT / "docs/results.md"
         piece = rf"\1{results_table(found)}\n\2"

@@ -9,6 +9,7 @@ A variant is a row of ALGOS, or another function in the place of ours.
 
 import argparse
 import collections
+import functools
 import json
 import os
 import statistics
@@ -55,41 +56,40 @@ def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, *, per="comple
 gspo.ALGOS["rootless"] = gspo.Algorithm(rootless_loss)
 
 import train  # noqa: E402  # after the row above, which --algo then takes
-from support import tasks  # noqa: E402
-from support.ranks import Ranks  # noqa: E402
+from bench_pictures import sampled, short_run  # noqa: E402
 
-VARIANTS = {  # name -> (flags, replacement of gspo.kl_penalty)
-    "gspo": ("--algo gspo", gspo.kl_penalty),
-    "without 1 / length, the same band": ("--algo rootless", gspo.kl_penalty),
-    "without 1 / length, 0.2": (
-        "--algo rootless --clip-low 0.2 --clip-high 0.2",
-        gspo.kl_penalty,
-    ),
-    "grpo, KL x 1": ("--algo grpo --kl-coef 1", gspo.kl_penalty),
-    "grpo, KL x 1, upside down": ("--algo grpo --kl-coef 1", upside_down_penalty),
+UPSIDE_DOWN = "grpo, KL x 1, upside down"
+VARIANTS = {
+    "gspo": "--algo gspo",
+    "without 1 / length, the same band": "--algo rootless",
+    "without 1 / length, 0.2": "--algo rootless --clip-low 0.2 --clip-high 0.2",
+    "grpo, KL x 1": "--algo grpo --kl-coef 1",
+    UPSIDE_DOWN: "--algo grpo --kl-coef 1",
 }
 
 
-def run_variants(names: list[str], seeds: list[int]) -> None:
+def trained(flags: str, seed: int) -> list[dict]:
+    """Return the metrics of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"{flags} --seed {seed} --eval-samples 0 --save-every 0 --runs {folder} --name run"
+        if train.main(flags.split()):
+            raise SystemExit("the run failed")
+        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def run_variants(seeds: list[int]) -> None:
     """Print a line per variant: means over seeds, of 50 steps."""
-    rows = {}
-    for name in names:
-        flags, gspo.kl_penalty = VARIANTS[name]
-        found = rows[name] = collections.defaultdict(list)
+    right = gspo.kl_penalty
+    for name, flags in VARIANTS.items():
+        gspo.kl_penalty = upside_down_penalty if name == UPSIDE_DOWN else right
+        found = collections.defaultdict(list)
         for seed in seeds:
-            with tempfile.TemporaryDirectory() as folder:
-                fixed = (
-                    f"--runs {folder} --name run --eval-every 10 --eval-samples 0 --save-every 0"
-                )
-                if train.main([*flags.split(), *fixed.split(), "--seed", str(seed)]):
-                    raise SystemExit(f"{name}: the run failed")
-                text = Path(folder, "run/metrics.jsonl").read_text()
-            steps = [json.loads(line) for line in text.splitlines()]
+            steps = trained(f"{flags} --eval-every 10", seed)
             found["after 10"].append(steps[9]["eval_solved"])
             found["after 50"].append(steps[-1]["eval_solved"])
             for metric in ("clip_fraction", "policy_kl", "kl"):
                 found[metric].append(statistics.fmean(step.get(metric, 0) for step in steps))
-    for name, found in rows.items():
         parts = [f"{key} {statistics.fmean(values):.4g}" for key, values in found.items()]
         print(f"{name}: {', '.join(parts)}; seeds after 50: {found['after 50']}")
 
@@ -102,31 +102,20 @@ def stops(seeds: list[int]) -> None:
     distance |s - 1| of the others."""
     noted = collections.defaultdict(list)  # pairs (|s - 1|, whether it is stopped)
 
-    def noting_loss(
-        logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
-    ):
+    @functools.wraps(gspo.gspo_loss)
+    def noting_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low, clip_high):
         if logprobs.requires_grad:
             a = completion_mean(as_columns(advantages), mask)
             s = completion_mean(logprobs.detach() - old_logprobs, mask).exp()
             stopped = (a > 0) & (s > 1 + clip_high) | (a < 0) & (s < 1 - clip_low)
             exact = bool((s == 1).all())  # the first update
             noted[exact] += zip((s - 1).abs()[a != 0].tolist(), stopped[a != 0].tolist())
-        return gspo.gspo_loss(
-            logprobs,
-            old_logprobs,
-            advantages,
-            mask,
-            denom,
-            clip_low=clip_low,
-            clip_high=clip_high,
-        )
+        band = {"clip_low": clip_low, "clip_high": clip_high}
+        return gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom, **band)
 
     gspo.ALGOS["gspo"] = gspo.Algorithm(noting_loss)
     for seed in seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            flags = f"--algo gspo --runs {folder} --seed {seed} --eval-every 0 --eval-samples 0"
-            if train.main([*flags.split(), "--save-every", "0"]):
-                raise SystemExit("the run failed")
+        trained("--algo gspo --eval-every 0", seed)
     for title, rows in (
         ("all updates", noted[True] + noted[False]),
         ("after the first", noted[False]),
@@ -160,18 +149,6 @@ WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
 }
 
 
-def drifted(run, step: int):
-    """Return a rollout after its updates."""
-    train.snapshot(run)
-    batch = train.sample(run, step)
-    train.score(run, batch)
-    train.freeze(run, batch)
-    train.compare(run, batch)
-    train.improve(run, batch)
-    run.progress.step = step
-    return batch
-
-
 def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the gradient of one completion's objective, (1 / L) sum of weight A grad log pi, for
     each weight, and its log-ratios."""
@@ -187,19 +164,16 @@ def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tens
     return found, log_ratio
 
 
-def variance(warm_up: int, measured: int) -> None:
+def variance(warm_up: int = 6, measured: int = 8) -> None:
     """Print, for chains of 1 to 8 operations, the variance of one completion's gradient by length,
     relative to that of the same gradient without a weight."""
-    tasks.ARITHMETIC_OPERATIONS = (1, 8)
     totals, squares = collections.defaultdict(float), collections.defaultdict(list)
     log_ratios = collections.defaultdict(list)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"--algo gspo --runs {folder} --max-new-tokens 80 --eval-prompts 8 --eval-samples 0"
-        run = train.start(train.parse_flags(flags.split()), Ranks())
+    with short_run() as run:
         for step in range(1, warm_up + measured + 1):
-            batch = drifted(run, step)
-            rows = batch.active.tolist() if step > warm_up else []
-            for row in rows:
+            batch = sampled(run, step)
+            train.improve(run, batch)
+            for row in batch.active.tolist() if step > warm_up else []:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
                 found, log_ratio = gradients(run, batch, row)
@@ -233,14 +207,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("variance", "variants", "stops"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     options = parser.parse_args()
     if options.what == "variants":
-        run_variants(options.only, options.seeds)
+        run_variants(options.seeds)
     elif options.what == "stops":
         stops(options.seeds)
     else:
-        variance(warm_up=6, measured=8)
+        variance()
 
 
 if __name__ == "__main__":

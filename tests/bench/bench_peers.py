@@ -15,8 +15,8 @@ trl-defaults sets of the objective importance_sampling_level="sequence" alone, a
 rollout; trl-wide is that with as many updates as the others.
 
 Contestants take turns, and who goes first changes. Time is that of the arrival of the line which
-each prints after a step, from the moment when the model is loaded. The trained policies answer the
-same held-out problems greedily, sampled by our rollout.py."""
+each prints after a step, from the moment when the model is loaded. The built-in policy, trained,
+answers the same held-out problems greedily, sampled by our train.py."""
 
 import argparse
 import itertools
@@ -29,7 +29,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -45,7 +44,8 @@ PEERS = {  # contestant -> what the table calls it
 }
 PHASES = ("sample", "score", "freeze")  # the rest of a step is the updates
 BEGINS = "training begins"  # TRL's worker prints it when its model is loaded
-MILESTONES = (5, 10, 20, 30)  # steps whose reward is shown
+LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
+BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
 # ---- what all are given --------------------------------------------------------------------------
@@ -63,38 +63,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="for a folder")
     parser.add_argument("--lr", type=float, default=1e-6, help="for a folder")
     parser.add_argument("--prompts-per-step", type=int, default=32)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--updates", type=int, default=4, help="optimiser steps a rollout")
-    parser.add_argument("--clip-low", type=float, default=3e-4)
-    parser.add_argument("--clip-high", type=float, default=4e-4)
     parser.add_argument("--steps", type=int, default=40, help="rollouts of a run")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--level", type=float, default=0.8, help="mean reward of three steps")
-    parser.add_argument("--held-out", help="JSONL that the trained policies answer, for a folder")
     parser.add_argument("--out", type=Path, help="JSONL that every run is appended to")
     return parser.parse_args()
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> dict:
     """The settings of all contestants; writes the prompts, where they are those of the task."""
-    settings = vars(arguments) | {"out": None}
+    settings = vars(arguments) | BATCH | {"out": None, "held_out": None}
     settings["eval_data"] = str(folder / "eval.jsonl")  # one prompt: no time goes to evaluation
     if arguments.model == "tiny":
         from support.tasks import TASKS, built_in_policy, problems
 
         task = TASKS["arithmetic"]
-        count = arguments.steps * arguments.prompts_per_step
-        write_rows(folder / "train.jsonl", itertools.islice(problems(task, 0), count))
-        held_out = problems(task, 0, held_out=True)
-        write_rows(folder / "held_out.jsonl", itertools.islice(held_out, 256))
         settings |= {"data": str(folder / "train.jsonl"), "reward": task.verifier, "lr": 2e-4}
         settings |= {"held_out": str(folder / "held_out.jsonl")}
         settings |= {"model": str(built_in_policy(task, "tiny"))}
         settings |= {"max_new_tokens": task.max_new_tokens}
+        count = arguments.steps * arguments.prompts_per_step
+        write_rows(folder / "train.jsonl", itertools.islice(problems(task, 0), count))
+        held_out = problems(task, 0, held_out=True)
+        write_rows(folder / "held_out.jsonl", itertools.islice(held_out, 256))
     write_rows(folder / "eval.jsonl", read_rows(settings["data"])[:1])
-    for name in ("model", "data", "held_out"):
-        settings[name] = settings[name] and str(Path(settings[name]).resolve())
+    for name in ("model", "data"):
+        settings[name] = str(Path(settings[name]).resolve())
     file, colon, function = settings["reward"].rpartition(":")
     if Path(file).is_file():  # in a sum, paths must be absolute
         settings["reward"] = f"{Path(file).resolve()}{colon}{function}"
@@ -121,7 +115,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     command = [settings["trl_python"], str(Path(__file__).resolve()), "--trl-worker", str(folder)]
     line_of_a_step = r'\{"step": '
     if peer == "ours":
-        command, line_of_a_step = our_command(settings, folder), r"step \d+"
+        command, line_of_a_step = train_command(settings, folder), r"step \d+"
     threads = str(settings["threads"])
     environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     environment |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -138,7 +132,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
 
     ends = [(when, line) for when, line in lines if re.match(line_of_a_step, line)]
     begun = max(when for when, _ in lines if when < ends[0][0])  # printed as training begins
-    steps = [our_step(row) for row in our_rows(folder)] if peer == "ours" else trl_steps(ends)
+    steps = our_steps(folder) if peer == "ours" else [json.loads(line) for _, line in ends]
     assert len(ends) == len(steps) == settings["steps"], f"{peer}: {len(ends)} lines of steps"
     before = begun
     for step, (when, _) in zip(steps, ends):
@@ -150,70 +144,41 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     return {"peer": peer, "steps": steps, "held_out": held_out, "peak_gb": gb}
 
 
-def our_command(settings: dict, folder: Path) -> list[str]:
+def train_command(settings: dict, folder: Path, **flags) -> list[str]:
+    """Our train.py with these settings. The flags come last, so they count."""
     completions = settings["prompts_per_step"] * settings["group_size"]
-    flags = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
-    flags |= {"completions_per_update": completions // settings["updates"], "save_every": 0}
-    flags |= {"eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
+    given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
+    given |= {"completions_per_update": completions // settings["updates"], "save_every": 0}
+    given |= {"eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
     for name in ("model", "data", "eval_data", "reward", "prompts_per_step", "group_size", "steps"):
-        flags[name] = settings[name]
+        given[name] = settings[name]
     for name in ("max_new_tokens", "lr", "clip_low", "clip_high", "seed"):
-        flags[name] = settings[name]
-    words = []
-    for name, value in flags.items():
+        given[name] = settings[name]
+    words = [sys.executable, str(ROOT / "train.py")]
+    for name, value in (given | flags).items():
         words += ["--" + name.replace("_", "-"), str(value)]
-    return [sys.executable, str(ROOT / "train.py"), *words]
+    return words
 
 
-def our_rows(folder: Path) -> list[dict]:
-    return [row for row in read_rows(folder / "run/metrics.jsonl") if "reward" in row]
-
-
-def our_step(row: dict) -> dict:
-    """A row of metrics.jsonl in the words of the table."""
-    step = {phase: row.get(f"seconds_{phase}", 0.0) for phase in PHASES}
-    step |= {"reward": row["reward"], "clip": row.get("clip_fraction", 0.0)}
-    return step | {"length": row["length_mean"], "dead": row["dead"]}
-
-
-def trl_steps(ends: list[tuple[float, str]]) -> list[dict]:
-    return [json.loads(line) for _, line in ends]
+def our_steps(folder: Path) -> list[dict]:
+    """Rows of metrics.jsonl in the words of the table."""
+    names = {"reward": "reward", "clip": "clip_fraction", "length": "length_mean", "dead": "dead"}
+    names |= {phase: f"seconds_{phase}" for phase in PHASES}
+    rows = read_rows(folder / "run/metrics.jsonl")
+    return [{name: row.get(ours, 0.0) for name, ours in names.items()} for row in rows]
 
 
 def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
-    """Share of the held-out problems that the trained policy answers greedily, sampled by us."""
+    """Return the share of held-out problems that the trained policy solves, by our train.py."""
     if settings["held_out"] is None:
         return None
-    import torch
-    import transformers
-
-    import rollout
-    from support.data import IDS, PromptFormat
-
-    trained = folder / "trained"
-    if peer == "ours":
-        trained = folder / f"run/checkpoints/step-{settings['steps']}"
-    policy = rollout.load_model(str(trained), "cpu")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(settings["model"])
-    plain = SimpleNamespace(system=None, chat_template_args="{}", prompt_template="{prompt}")
-    plain.max_new_tokens = settings["max_new_tokens"]
-    rows = [PromptFormat(tokenizer, plain).encode(row) for row in read_rows(settings["held_out"])]
-    samples = rollout.generate(
-        policy,
-        [row[IDS] for row in rows],
-        torch.zeros(len(rows), 1, settings["max_new_tokens"]),
-        temperature=0.0,
-        **rollout.end_and_pad_ids(policy, tokenizer),
-    )
-    texts = [
-        tokenizer.decode(ids[:length], skip_special_tokens=True)
-        for ids, length in zip(samples.completions.tolist(), samples.lengths.tolist())
-    ]
-    reward = rewards.parse_reward(settings["reward"])
-    scores = reward.score(texts, rows)
-    reward.note_shaping(scores)
-    paid, correct = reward.verdicts(scores)
-    return statistics.fmean(correct or paid)
+    trained = folder / f"run/checkpoints/step-{settings['steps']}"
+    if peer != "ours":
+        trained = folder / "trained"
+    given = {"model": trained, "name": "held-out", "steps": 1, "lr": 1e-9}
+    given |= {"eval_data": settings["held_out"], "eval_prompts": 256}
+    subprocess.run(train_command(settings, folder, **given), check=True, capture_output=True)
+    return read_rows(folder / "held-out/starts.jsonl")[0]["eval_solved"]
 
 
 # ---- TRL, in its own environment -----------------------------------------------------------------
@@ -269,6 +234,7 @@ def trl_worker(folder: Path) -> None:
     )
     trainer.train()
     trainer.model.save_pretrained(folder / "trained")
+    trainer.processing_class.save_pretrained(folder / "trained")
 
 
 def trl_prompts(rows: list[dict], chats: bool) -> list[str] | list[list[dict]]:
@@ -363,22 +329,16 @@ def mean(result: dict, name: str) -> float:
     return statistics.fmean(step[name] for step in result["steps"][1:] or result["steps"])
 
 
-def reached(result: dict, level: float) -> tuple[int, float] | tuple[None, None]:
-    """(step, seconds from the beginning) when three steps in a row have this mean reward."""
-    for i in range(2, len(result["steps"])):
-        if reward_until(result, i + 1) >= level:
-            return i + 1, result["steps"][i]["elapsed"]
+def reached(result: dict) -> tuple[int, float] | tuple[None, None]:
+    """(step, seconds from the beginning) when three steps in a row have the mean reward LEVEL."""
+    steps = result["steps"]
+    for i in range(2, len(steps)):
+        if statistics.fmean(step["reward"] for step in steps[i - 2 : i + 1]) >= LEVEL:
+            return i + 1, steps[i]["elapsed"]
     return None, None
 
 
-def reward_until(result: dict, number: int) -> float | None:
-    """Mean sampled reward of three steps, the last of them the given one."""
-    if number > len(result["steps"]):
-        return None
-    return statistics.fmean(step["reward"] for step in result["steps"][number - 3 : number])
-
-
-def table(turns: list[dict], level: float) -> str:
+def table(turns: list[dict]) -> str:
     """Medians over the turns as Markdown; in brackets the median of the turns' ratios to ours."""
     measures = {
         "seconds a step": lambda r: mean(r, "seconds"),
@@ -386,18 +346,14 @@ def table(turns: list[dict], level: float) -> str:
         "– rewards": lambda r: mean(r, "score"),
         "– old log-probs": lambda r: mean(r, "freeze"),
         "– updates, and the rest": lambda r: mean(r, "update"),
-        f"seconds to reward {level:g}": lambda r: reached(r, level)[1],
-        f"steps to reward {level:g}": lambda r: reached(r, level)[0],
-        "reward of the first step": lambda r: r["steps"][0]["reward"],
+        f"seconds to reward {LEVEL}": lambda r: reached(r)[1],
+        f"steps to reward {LEVEL}": lambda r: reached(r)[0],
+        "held out after them, greedy": lambda r: r["held_out"],
+        "share clipped": lambda r: mean(r, "clip"),
+        "tokens of a completion": lambda r: mean(r, "length"),
+        "share of dead groups": lambda r: mean(r, "dead"),
+        "peak memory, GB": lambda r: r["peak_gb"],
     }
-    for number in MILESTONES:
-        name = f"reward of steps {number - 2} to {number}"
-        measures[name] = lambda r, number=number: reward_until(r, number)
-    measures["held out after them, greedy"] = lambda r: r["held_out"]
-    measures["share clipped"] = lambda r: mean(r, "clip")
-    measures["tokens of a completion"] = lambda r: mean(r, "length")
-    measures["share of dead groups"] = lambda r: mean(r, "dead")
-    measures["peak memory, GB"] = lambda r: r["peak_gb"]
     peers = list(turns[0])
     lines = ["| median of turns (times ours) | " + " | ".join(map(PEERS.get, peers)) + " |"]
     lines.append("|---" * (len(peers) + 1) + "|")
@@ -436,9 +392,9 @@ def main() -> None:
                     with open(arguments.out, "a") as file:
                         file.write(json.dumps({"turn": turn, **done[peer]}) + "\n")
             turns.append({peer: done[peer] for peer in arguments.peers})
-    size = f"{arguments.prompts_per_step} x {arguments.group_size} completions"
-    print(f"\n{arguments.model}, {size}, {arguments.updates} updates a rollout\n")
-    print(table(turns, arguments.level))
+    size = f"{arguments.prompts_per_step} x {BATCH['group_size']} completions"
+    print(f"\n{arguments.model}, {size}, {BATCH['updates']} updates a rollout\n")
+    print(table(turns))
 
 
 if __name__ == "__main__":

@@ -33,15 +33,13 @@ import torch  # noqa: E402
 
 import rollout  # noqa: E402
 import train  # noqa: E402
-from support import data, tasks  # noqa: E402
-from support.extras import fast_sampling  # noqa: E402
-from support.extras.report import Plot, Story, points_of, read_story, round_ticks  # noqa: E402
+from support import tasks  # noqa: E402
+from support.extras.report import Plot, Story, points_of, read_story  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion; one of 8 operations has 50
 STEPS = 12  # of training
-SLOTS, SAMPLED = 6, 24  # of the picture of slots: slots, and completions that want one
 GRPO_BAND = (0.8, 1.2)
 GSPO_BAND = (1 - 3e-4, 1 + 4e-4)
 
@@ -63,8 +61,8 @@ svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card:
 .curve { stroke: var(--c); stroke-width: 2.2; stroke-linejoin: round; fill: none }
 .thin { stroke: var(--c); stroke-width: 1.2; fill: none; opacity: 0.6 }
 .edge { stroke: var(--c); stroke-width: 1.4; stroke-dasharray: 5 4; fill: none }
-.band, .area { fill: var(--c); opacity: 0.16 } .dot, .bar { fill: var(--c); stroke: var(--page) }
-.word { fill: var(--c) } .on { fill: var(--page); font-size: 12px }
+.band, .area { fill: var(--c); opacity: 0.16 } .dot { fill: var(--c); stroke: var(--page) }
+.word { fill: var(--c) }
 .policy { fill: var(--card); stroke: var(--c); stroke-width: 2 }
 .flow { stroke: var(--dim); stroke-width: 1.6; fill: none; marker-end: url(#head) }
 .null { stroke: var(--dim); stroke-width: 1.6; stroke-dasharray: 2 3; fill: none }
@@ -158,12 +156,18 @@ def short_run() -> Iterator[train.Run]:
             yield run
 
 
-def train_and_compare(run: train.Run, step: int) -> list[Completion]:
-    """Return the completions of a step, scored before its updates and after them."""
+def sampled(run: train.Run, step: int) -> train.Batch:
+    """Return the batch of a step before its updates."""
     batch = train.sample(run, step)
     train.score(run, batch)
     train.freeze(run, batch)
     train.compare(run, batch)
+    return batch
+
+
+def train_and_compare(run: train.Run, step: int) -> list[Completion]:
+    """Return the completions of a step, scored before its updates and after them."""
+    batch = sampled(run, step)
     before = score(run, batch.rollout)
     train.improve(run, batch)
     log_ratios = score(run, batch.rollout) - before
@@ -181,93 +185,42 @@ def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
     return rollout.completion_logprobs(run.policy, samples, run.config.temperature)[0]
 
 
-@dataclasses.dataclass
-class Stay:
-    """A completion in a slot, from one decode step up to another."""
-
-    slot: int
-    sample: int
-    begin: int
-    end: int  # the first decode step without it
-    moved: bool = False  # it came from another slot
-
-
-def watch_slots(run: train.Run) -> tuple[list[Stay], list[int]]:
-    """Sample in few slots: return the stays of the samples, and the completions' lengths."""
-    prompts = [next(run.prompts)[data.IDS] for _ in range(SAMPLED)]
-    uniforms = torch.rand(SAMPLED, 1, MOST_TOKENS, generator=torch.Generator().manual_seed(0))
-    config = run.policy.config
-    per_token = 8 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    room = (SLOTS + 0.5) * per_token * (max(map(len, prompts)) + MOST_TOKENS) / 1e9
-    steps, decode = [], fast_sampling.Slots.decode_one_token
-
-    def watch(slots, rows, span):
-        active = slots.active[:rows].nonzero()[:, 0].tolist()
-        steps.append({slot: int(slots.row[slot]) for slot in active})
-        decode(slots, rows, span)
-
-    with mock.patch.object(fast_sampling.Slots, "decode_one_token", watch):
-        samples = fast_sampling.generate(run.policy, prompts, uniforms, cache_gb=room, **run.ends)
-    return stays(steps), samples.lengths.tolist()
-
-
-def stays(steps: list[dict[int, int]]) -> list[Stay]:
-    """Join successive decode steps in which a slot holds the same sample."""
-    found, under_way, seen = [], {}, set()
-    for time, holders in enumerate(steps):
-        for slot, sample in holders.items():
-            stay = under_way.get(slot)
-            if stay is None or stay.sample != sample or stay.end != time:
-                stay = Stay(slot, sample, time, time, moved=sample in seen)
-                under_way[slot] = stay
-                found.append(stay)
-            stay.end = time + 1
-            seen.add(sample)
-    return found
-
-
 # ---- curve.svg and real.svg ----------------------------------------------------------------------
 
 
 def curve_picture(stories: list[Story]) -> str:
     """Draw held-out accuracy by step. Runs of one algorithm are drawn as their mean, with bars from
     the lowest seed to the highest."""
-    by_algorithm: dict[str, list[Story]] = {}
+    seeds: dict[str, list[dict[int, float]]] = {}  # algorithm -> accuracy by step, of each seed
     for story in stories:
-        by_algorithm.setdefault(story.flags["algo"], []).append(story)
-    steps = [step for step, _ in points_of(stories[0], "eval_solved")]
-    values = {  # algorithm -> step -> a value per seed
-        name: {
-            step: [dict(points_of(story, "eval_solved"))[step] for story in seeds] for step in steps
-        }
-        for name, seeds in by_algorithm.items()
-    }
-    low, high = accuracy_range([each for those in values.values() for each in those.values()])
+        seeds.setdefault(story.flags["algo"], []).append(dict(points_of(story, "eval_solved")))
+    steps = list(next(iter(seeds.values()))[0])
+    values = {name: [[run[step] for run in runs] for step in steps] for name, runs in seeds.items()}
+    low, high = accuracy_range([each for those in values.values() for each in those])
     margin = steps[-1] / 30 if len(values) > 1 else 0  # bars stand side by side
     x_range = (-margin, steps[-1] + margin)
     plot = Plot(x_range, (low, high), left=58, right=368, top=62, bottom=262)
-    ticks = {low + (high - low) * i / 4: f"{low + (high - low) * i / 4:.0%}" for i in range(5)}
-    drawn = [*plot.ticks_of_y(ticks)]
+    ticks = [low + (high - low) * i / 4 for i in range(5)]
+    drawn = [*plot.ticks_of_y({tick: f"{tick:.0%}" for tick in ticks})]
     drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
     drawn.append(words(368, 294, "training step", "dim", "end"))
     flags, told = stories[0].flags, []
     model = Path(flags["model"]).name.removesuffix("-Instruct")
     about = f"{model} on {flags['data'] or flags['task']}, greedy"
-    several = len(stories) > len(by_algorithm)
+    several = len(stories) > len(seeds)
     if several:
-        about += f", mean of {len(stories) // len(by_algorithm)} seeds"
+        about += f", mean of {len(stories) // len(seeds)} seeds"
     drawn.append(words(16, 48, about, "dim"))
-    lasts = [(statistics.fmean(those[steps[-1]]), name) for name, those in values.items()]
-    heights = dict(zip([name for _, name in sorted(lasts)], apart(plot, sorted(lasts))))
+    lasts = sorted((statistics.fmean(those[-1]), name) for name, those in values.items())
+    heights = dict(zip([name for _, name in lasts], apart(plot, lasts)))
     for i, (name, those) in enumerate(values.items()):
-        points = [(step, statistics.fmean(those[step])) for step in steps]
         look = f"color{i % 4}"
         beside = (i - (len(values) - 1) / 2) * steps[-1] / 60
-        points = [(step + beside, value) for step, value in points]
+        points = [(step + beside, statistics.fmean(each)) for step, each in zip(steps, those)]
         drawn.append(plot.line(points, f"curve {look}"))
         drawn += marks(plot, points, i % 4)
         if several:
-            for (x, _), each in zip(points, those.values()):
+            for (x, _), each in zip(points, those):
                 drawn.append(plot.line([(x, min(each)), (x, max(each))], f"thin {look}"))
         first, last = points[0][1], points[-1][1]
         label = f"{'●■'[i % 2]} {name} {last:.0%}"
@@ -281,7 +234,7 @@ def curve_picture(stories: list[Story]) -> str:
 
 def accuracy_range(values: list[list[float]]) -> tuple[float, float]:
     """Return the ends of the axis: 0 and 1, or the fifths around values that are close together."""
-    every = [value for those in values for value in those]
+    every = [value for seeds in values for value in seeds]
     low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
     return (low, high) if 0 < high - low < 0.7 else (0.0, 1.0)
 
@@ -494,48 +447,16 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
     return svg("How far from 1 ratios are, by length", described, 354, drawn)
 
 
-# ---- slots.svg -----------------------------------------------------------------------------------
-
-
-def fixed_batches(lengths: list[int], size: int) -> int:
-    """Count decode steps if a batch begins only after the one before it has ended."""
-    return sum(max(lengths[first : first + size]) for first in range(0, len(lengths), size))
-
-
-def slots_picture(found: list[Stay], lengths: list[int]) -> str:
-    """Draw a row for each slot and a bar for each completion, with time to the right."""
-    slots, ends = 1 + max(stay.slot for stay in found), max(stay.end for stay in found)
-    bottom = 44 + 28 * slots
-    plot = Plot((0, ends), (0, 1), left=58, right=462, top=44, bottom=bottom)
-    drawn = [words(50, 63 + 28 * slot, f"slot {slot}", "dim", "end") for slot in range(slots)]
-    for stay in found:
-        color = 2 if stay.moved else int(stay.begin > 0)
-        left, right, y = plot.x(stay.begin), plot.x(stay.end), 46 + 28 * stay.slot
-        drawn.append(box(f"bar color{color}", left, y, right - left, 24))
-        if right - left >= 18:
-            drawn.append(words((left + right) / 2, y + 17, str(stay.sample + 1), "on", "middle"))
-    drawn += plot.ticks_of_x(round_ticks(0, ends), "step")
-    for x, color, said in ((16, 0, "first"), (104, 1, "took a freed slot"), (300, 2, "moved")):
-        drawn.append(words(x, bottom + 44, f"■ {said}", f"word bold color{color}"))
-    told = f"{len(lengths)} completions: {ends} decode steps, "
-    told += f"{fixed_batches(lengths, slots)} in batches of {slots}"
-    drawn.append(words(16, bottom + 70, told, "dim"))
-    return svg("A free slot takes the next completion", f"{told}.", bottom + 84, drawn)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
 def measured_pictures() -> dict[str, str]:
     with short_run() as run:
-        seats = watch_slots(run)
-        steps = [train_and_compare(run, step) for step in range(1, STEPS + 1)]
-    groups = by_length([one for step in steps for one in step])
-    return {
-        "slots": slots_picture(*seats),
-        "ratios": ratios_picture(varied([one for step in steps for one in step])),
-        "length": length_picture(groups),
-    }
+        for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
+            next(run.prompts)
+        found = [one for step in range(STEPS) for one in train_and_compare(run, step + 1)]
+    ratios, length = ratios_picture(varied(found)), length_picture(by_length(found))
+    return {"loop": loop_picture(), "ratios": ratios, "length": length}
 
 
 def main() -> None:
@@ -555,7 +476,7 @@ def main() -> None:
         if folders:
             drawn[name] = curve_picture([read_story(folder) for folder in folders])
     if not drawn:
-        drawn = {"loop": loop_picture()} | measured_pictures()
+        drawn = measured_pictures()
     arguments.out.mkdir(exist_ok=True)
     for name, text in drawn.items():
         (arguments.out / f"{name}.svg").write_text(text, encoding="utf-8")
