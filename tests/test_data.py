@@ -12,7 +12,7 @@ import bench_peers
 import rewards
 from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs, text_of
 from support.user import UserError
-from tools import BASE, character_tokenizer, copied, good, metrics, refused, strict, write_rows
+from tools import BASE, character_tokenizer, copied, good, metrics, strict, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -262,23 +262,6 @@ def test_a_conversation_is_sampled_judged_and_shown(chat, seen, tmp_path):
         assert seen.run.tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
     sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--data talks.jsonl", "list of messages.* no chat template"),
-        ("--data strange.jsonl", "another --model .*'é'"),
-        ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
-        ("--max-new-tokens 510", "held out.* more than 2 tokens"),
-    ],
-)
-def test_what_a_run_cannot_read_is_refused_before_it_begins(flags, words, tmp_path):
-    write_rows("talks.jsonl", [{"prompt": conversation(i), "answer": "1"} for i in range(9)])
-    write_rows("strange.jsonl", [{"prompt": f"{i}é=", "answer": "1"} for i in range(9)])
-    assert re.search(words, refused(tmp_path / "runs", f"{BASE} {flags}"))
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.usefixtures("place")

@@ -108,6 +108,9 @@ BAD_INPUT = [
     ("--data bad.jsonl", "--data bad.jsonl: .*two prompts", ROW),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "context of 512 less --max-new-tokens", LONG),
+    ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
+    ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
+    ("--max-new-tokens 510", "held out: .* more than 2 tokens"),
     # models; an absolute folder where nothing must be found: about a name the hub would be asked
     ("--model /nowhere/at/all", "--model /nowhere/at/all: "),
     ("--model models/pickled", "--model models/pickled: "),

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -76,10 +75,6 @@ def not_resumed(runs, flags="") -> str:
     return refused(runs, f"--resume --name run {flags}", small=False)
 
 
-def rows_of_runs(name, *folders) -> list[str]:
-    return [Path(folder, f"{name}.jsonl").read_text() for folder in folders]
-
-
 RESUMED = {  # flags, the step in which the signal comes
     "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl", 3),
     "ppo": ("--algo ppo --kl-coef 0.1 --ref-every 2", 3),
@@ -106,8 +101,6 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     folder = resumed(tmp_path / "stopped").folder
     assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
     same_run(whole, folder)
-    one, other = rows_of_runs("evaluations", whole, folder)
-    assert one == other
 
 
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, monkeypatch):
@@ -231,8 +224,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     assert metrics(folder) and not newest(folder)
     resumed(tmp_path / "killed")
     same_run(whole, folder)
-    one, other = rows_of_runs("evaluations", whole, folder)
-    assert one == other
 
 
 def test_resume_takes_the_newest_whole_checkpoint(tmp_path):

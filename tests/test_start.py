@@ -69,19 +69,6 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
     assert folders.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
 
 
-@pytest.mark.parametrize("where", ["evaluate", "claim_folder"])
-def test_a_start_that_is_killed_leaves_nothing(where, monkeypatch, tmp_path):
-    """A kill while weights load or the policy is evaluated: the same --name works again."""
-
-    def killed(*args, **kwargs):
-        raise SystemExit(9)
-
-    monkeypatch.setattr(train, where, killed)
-    with pytest.raises(SystemExit):
-        launch(tmp_path / "runs", BASE)
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     """Before the warm start, which takes half a minute. The sentence does not blame --runs."""
     Path("cache").write_text("a file, and no folder")
@@ -111,18 +98,6 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
     sentence = refused(tmp_path / "runs", f"{BASE} --reward late.py:late")
     assert "late" in sentence and "every completion" in sentence and "KeyError" in sentence
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_reward_beyond_float32_is_a_fault(tmp_path):
-    """1e300 is a number, and its mean in float32, or its square, is Infinity, which is no JSON."""
-    write_rows("rows.jsonl", [{"prompt": f"{i}=", "answer": "0"} for i in range(9)])
-    Path("vast.py").write_text(
-        "def vast(completion, answer):\n"
-        "    return 1e300 if completion[:1] in ('6', '8', '2') else 1.0\n"
-    )
-    flags = "--reward vast.py:vast --data rows.jsonl --eval-data rows.jsonl --steps 1"
-    [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)  # strict JSON
-    assert 0 < row["verifier_faults"] < 16 and 0 <= row["reward"] <= 1
 
 
 # ---- the command that asks the trained model
@@ -191,28 +166,23 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
     assert words[:4] == ["python", "rollout.py", "--model", str(newest(result.folder))]
 
 
-EQUAL, CUT = "rewards of a group are equal", "all completions are truncated"
+FEW = "--group-size 2 --max-new-tokens 1"
+EQUAL, CUT = "all rewards of a group are equal", "all completions are truncated"
 
 
 @pytest.mark.parametrize(
-    "flags, steps, said",
+    "flags, said",
     [
-        ("--reward pay.py:never", 10, [f"10 steps taught nothing: all {EQUAL}"]),
-        ("--reward pay.py:never", 2, [f"2 steps taught nothing: all {EQUAL}"]),
-        (
-            "--overlong-filter --group-size 2 --max-new-tokens 1",
-            10,
-            [f"10 steps taught nothing: {CUT}"],
-        ),
+        ("--reward pay.py:never --steps 10", [f"10 steps taught nothing: {EQUAL}"]),
+        ("--reward pay.py:never --steps 2", [f"2 steps taught nothing: {EQUAL}"]),
+        (f"--overlong-filter {FEW} --steps 10", [f"10 steps taught nothing: {CUT}"]),
         # a teacher has advantages for truncated completions
-        ("--algo opd --teacher models/moe --max-new-tokens 1", 10, []),
+        (f"--algo opd --teacher models/moe {FEW} --steps 10", []),
     ],
 )
-def test_what_cannot_teach_is_said_once(flags, steps, said, tmp_path):
-    flags = f"{BASE} --prompts-per-step 2 --steps {steps} {flags}"
-    result = good(tmp_path, flags)
-    assert max(row["truncated"] for row in metrics(result.folder)) > 0.5
-    assert re.findall(f"(?<=warning: )\\d+ steps.*(?:{EQUAL}|{CUT})", result.out) == said
+def test_what_cannot_teach_is_said_once(flags, said, tmp_path):
+    result = good(tmp_path, f"{BASE} --prompts-per-step 2 {flags}")
+    assert re.findall(r"(?<=warning: )\d+ steps[^(]*(?= \()", result.out) == said
 
 
 class Broken(io.StringIO):

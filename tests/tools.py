@@ -150,10 +150,11 @@ def digests(folder) -> dict[str, str]:
 
 
 def same_run(one, other):
-    """Every metric, sample and final tensor of two runs is the same, to the bit."""
+    """Every metric, sample, answer and final tensor of two runs is the same, to the bit."""
     assert timeless(one) == timeless(other)
     assert digests(one) == digests(other)
-    assert Path(one, "samples.jsonl").read_text() == Path(other, "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "evaluations.jsonl"):
+        assert Path(one, name).read_text() == Path(other, name).read_text()
 
 
 def write_rows(path, rows) -> Path:
