@@ -276,7 +276,8 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
 STATES = {  # flags, the change of the state
     "moments of another shape": (
         "",
-        lambda state: {key: tensor[None] for key, tensor in state.items()},
+        # that would broadcast
+        lambda state: {key: state[key][:1] if state[key].dim() else state[key] for key in state},
     ),
     "a moment is missing": ("", lambda state: dict(list(state.items())[1:])),
     "a moment of nothing": ("", lambda state: state | {"exp_avg policy.nothing": torch.zeros(2)}),
