@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
 
 import bench_peers
 import rewards
 from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs, text_of
 from support.user import UserError
-from tools import BASE, character_tokenizer, copied, good, metrics, refused, strict, write_rows
+from tools import BASE, character_tokenizer, copied, good, metrics, strict, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -21,29 +20,22 @@ from tools import BASE, character_tokenizer, copied, good, metrics, refused, str
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[{"prompt": "a", "answer": "1"}]', ["line 1: expected an object in JSON"]),
-        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', ["line 1: expected an object in JSON"]),
-        ("prompt,answer\na,1", ["line 1", "JSON"]),
-        ('{"prompt": "a", "solution": "1"}', ["line 1", "answer", "found prompt, solution"]),
-        ('{"prompt": "a", "answer": null}', ["line 1", "field answer: found null", "expected"]),
-        ("[" * 100_000, ["line 1"]),
-        ('{"a":' * 100_000, ["line 1"]),
-        ("PAR1\0\1", ["line 1"]),
-        ("3", ["line 1", "expected an object"]),
-        ("\n\n", ["empty"]),
-        ('{"prompt": 12, "answer": "1"}', ["line 1", "field prompt: found 12, expected text"]),
-        ('{"prompt": " ", "answer": "1"}', ["line 1", "no text"]),
-        ('{"prompt": "a\\ud800", "answer": "1"}', ["line 1", "surrogates"]),
-        ('{"prompt": [], "answer": "1"}', ["line 1", "expected messages"]),
-        ('{"prompt": ["a"], "answer": "1"}', ["line 1", "role"]),
-        ('{"prompt": [{"role": "user"}], "answer": "1"}', ["content"]),
-        ('{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', ["with texts"]),
-        ('{"prompt": [{"role": "u", "content": "\\ud800"}], "answer": "1"}', ["surrogates"]),
-        (
-            '{"prompt": [{"role": "assistant", "content": "b"}], "answer": "1"}',
-            ["its last message"],
-        ),
-        ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', ["line 3", "answer"]),
+        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected an object in JSON"),
+        ('{"a":' * 100_000, "line 1"),
+        ("PAR1\0\1", "line 1"),
+        ("3", "line 1: expected an object"),
+        ("\n\n", "empty"),
+        ('{"prompt": "a", "solution": "1"}', "line 1: .*answer.*found prompt, solution"),
+        ('{"prompt": "a", "answer": null}', "line 1: .*field answer: found null, expected"),
+        ('{"prompt": 12, "answer": "1"}', "line 1: .*field prompt: found 12, expected text"),
+        ('{"prompt": " ", "answer": "1"}', "line 1: .*no text"),
+        ('{"prompt": "a\\ud800", "answer": "1"}', "line 1: .*surrogates"),
+        ('{"prompt": [], "answer": "1"}', "line 1: .*expected messages"),
+        ('{"prompt": ["a"], "answer": "1"}', "line 1: .*role"),
+        ('{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', "with texts"),
+        ('{"prompt": [{"role": "u", "content": "\\ud800"}], "answer": "1"}', "surrogates"),
+        ('{"prompt": [{"role": "assistant", "content": "b"}], "answer": "1"}', "its last message"),
+        ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', "line 3: .*answer"),
     ],
 )
 def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
@@ -53,7 +45,7 @@ def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
         read_rows(str(path), "--data", rewards.parse_reward("exact").check_answer)
     message = str(error.value)
     assert message.startswith(f"--data {path}") and "\n" not in message and len(message) < 700
-    assert all(word in message for word in words)
+    assert re.search(words, message), message
 
 
 def test_read_rows_keeps_all_fields_in_order(tmp_path):
@@ -77,9 +69,9 @@ def test_read_rows_keeps_all_fields_in_order(tmp_path):
 
 def test_peers_get_conversations_as_they_are():
     rows = [{"prompt": "7+5"}, {"prompt": conversation(3)}]
-    assert bench_peers.trl_prompts(rows[:1], False) == ["7+5"]
     assert bench_peers.trl_prompts(rows, True)[0] == [{"role": "user", "content": "7+5"}]
     assert bench_peers.trl_prompts(rows, False)[1] == conversation(3)
+    assert bench_peers.trl_prompts(rows[:1], False) == ["7+5"]
 
 
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
@@ -141,54 +133,53 @@ def conversation(number: int) -> list[dict]:
     ]
 
 
-def test_what_the_model_sees_of_a_prompt():
-    """With a chat template and without. The two characters \\n are a line break, but not in a
-    LaTeX command."""
-    latex = r"Say if {prompt} \neq 0, \nabla f, \nu"
-    assert form(prompt_template=latex).template == latex
-    assert form(prompt_template=r"\n\n{prompt}\n#\n").template == "\n\n{prompt}\n#\n"
-    assert encoded("7+5", TEMPLATE) == ";7+5="
-    assert encoded("7+5", TEMPLATE, system="12") == "#12;7+5="
-    assert encoded("7+5", TEMPLATE, system="") == "#;7+5="  # against the template's own
-    assert encoded("7+5", TEMPLATE, prompt_template="1+{prompt}*2") == ";1+7+5*2="
-    marked = encoded("7+5", TEMPLATE, system="3", chat_template_args='{"mark": "**"}')
-    assert marked == "#3;7+5**="
-    assert encoded("7+5", prompt_template="{prompt}*1=") == "7+5*1="
-    assert encoded("7+5") == "7+5"
-    assert form(prompt_template="{prompt}\\nSo\\n").template == "{prompt}\nSo\n"
+@pytest.mark.parametrize(
+    "template, flags, expected",
+    [
+        (None, {}, "7+5"),
+        (None, {"prompt_template": "{prompt}*1="}, "7+5*1="),
+        (TEMPLATE, {}, ";7+5="),
+        (TEMPLATE, {"system": "12"}, "#12;7+5="),
+        (TEMPLATE, {"system": ""}, "#;7+5="),  # against the template's own
+        (TEMPLATE, {"prompt_template": "1+{prompt}*2"}, ";1+7+5*2="),
+        (TEMPLATE, {"system": "3", "chat_template_args": '{"mark": "**"}'}, "#3;7+5**="),
+    ],
+)
+def test_what_the_model_sees_of_a_prompt(template, flags, expected):
+    assert encoded("7+5", template, **flags) == expected
+
+
+def test_what_the_model_sees_of_a_conversation():
     prompt = conversation(5)
     assert encoded(prompt, TEMPLATE) == "#1;2+2;4;7+5="
     assert text_of(prompt) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
     assert prompt == conversation(5)  # as the reward gets it
 
 
+def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
+    latex = r"Say if {prompt} \neq 0, \nabla f, \nu"
+    assert form(prompt_template=latex).template == latex
+    assert form(prompt_template=r"\n\n{prompt}\nSo\n#\n").template == "\n\n{prompt}\nSo\n#\n"
+
+
 @pytest.mark.parametrize(
     "prompt, template, flags, words",
     [
-        ("7+5", None, {"system": "3"}, ["--system", "no chat template"]),
-        ("7+5", None, {"system": ""}, ["--system", "no chat template"]),
-        ("7+5", None, {"chat_template_args": '{"a": 1}'}, ["--chat-template-args", "no chat"]),
-        (conversation(5), None, {}, ["list of messages", "no chat template"]),
-        (conversation(5), TEMPLATE, {"system": "3"}, ["--system", "system message of its own"]),
-        (conversation(5), TEMPLATE, {"prompt_template": "1"}, ["--prompt-template", "list"]),
-        ("7+5", "{{ raise_exception('roles') }}", {}, ["--system", "template takes", "roles"]),
-        ("7+5", "{{ nothing.of.that.name }}", {}, ["template takes", "nothing"]),
-        ("7+é%é", None, {}, ["'7+é%é'", "another --model", "'%é'"]),
+        ("7+5", None, {"system": ""}, "--system.* no chat template"),
+        ("7+5", None, {"chat_template_args": '{"a": 1}'}, "--chat-template-args.* no chat"),
+        ("7+5", None, {"chat_template_args": "[]"}, "--chat-template-args .*JSON object"),
+        ("7+5", None, {"chat_template_args": "{a: 1}"}, "--chat-template-args .*JSON object"),
+        (conversation(5), None, {}, "list of messages.* no chat template"),
+        (conversation(5), TEMPLATE, {"system": "3"}, "--system.* system message of its own"),
+        (conversation(5), TEMPLATE, {"prompt_template": "1"}, "--prompt-template.* list"),
+        ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template takes.*roles"),
+        ("7+é%é", None, {}, "'7\\+é%é'.* another --model .*'%é'"),
     ],
 )
 def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, words):
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=words) as error:
         encoded(prompt, template, **flags)
-    assert all(word in str(error.value) for word in words), error.value
     assert "\n" not in str(error.value)
-
-
-def test_formats_that_no_prompt_can_have_are_refused():
-    for wrong in ("[]", "{a: 1}"):
-        with pytest.raises(UserError, match="--chat-template-args .*JSON object"):
-            form(chat_template_args=wrong)
-    with pytest.raises(UserError, match="--max-new-tokens 4: the model's context is 4 tokens"):
-        form(context=4)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused():
@@ -218,80 +209,66 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
 
 @pytest.mark.usefixtures("place")
 def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
-    """Fields question and answer, a solution that ends in #### 42. The reward is `math`."""
+    """Fields question and answer, a solution that ends in #### 42. The reward is `math`. Rows are
+    shuffled, and a tenth of the prompts is held out."""
     solution = "It is {0} and one more: <<{0}+1={1}>>{1}.\n#### {1}"
-    rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(12)]
-    write_rows(Path("gsm8k.jsonl"), rows)
-    result = good(tmp_path, "--model models/tiny --data gsm8k.jsonl --steps 1")
+    rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(30)]
+    write_rows("gsm8k.jsonl", rows)
+    flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
+    result = good(tmp_path, f"--model models/tiny {flags} --steps 3")
     assert strict((result.folder / "config.json").read_text())["reward"] == "math"
     assert all(score.fault == "" for batch in seen.batches for score in batch.samples.scores)
-    assert all(re.fullmatch(r"\d+\+1=", row["prompt"]) for row in seen.run.held_out)
-
-
-@pytest.mark.usefixtures("place")
-def test_data_is_shuffled_and_a_tenth_is_held_out(seen, tmp_path):
-    rows = [{"prompt": f"{i}+0=", "answer": "0"} for i in range(30)]
-    write_rows(Path("thirty.jsonl"), rows)
-    flags = "--data thirty.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
-    good(tmp_path, f"{BASE} {flags} --steps 3")
     held_out = [row["prompt"] for row in seen.run.held_out]
     trained = [row["prompt"] for batch in seen.batches for row in batch.samples.rows[::2]]
-    assert len(set(trained)) == 27 and set(trained) | set(held_out) == {r["prompt"] for r in rows}
-    assert trained != sorted(trained, key=lambda prompt: int(prompt.split("+")[0]))
+    questions = [row["question"] for row in rows]
+    assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
+    assert {*trained, *held_out} == set(questions)
+    assert trained != sorted(trained, key=questions.index)
 
 
 @pytest.mark.usefixtures("place")
-def test_eval_data_is_what_is_evaluated_on(seen, tmp_path):
-    write_rows(Path("left.jsonl"), [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
-    write_rows(Path("right.jsonl"), [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
-    good(tmp_path, f"{BASE} --data left.jsonl --eval-data right.jsonl --steps 1")
+def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
+    """And its first prompt is shown as the model sees it."""
+    write_rows("left.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
+    write_rows("right.jsonl", [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
+    flags = f"--data left.jsonl --eval-data right.jsonl --steps 1 --model {chat} --system 12"
+    given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
+    result = good(tmp_path, f"{BASE} {flags}", *given)
     assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
     assert all("+" in row["prompt"] for row in seen.batches[0].samples.rows)
+    text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
+    assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
+    assert result.out.count(f"'{text}'\n") == 1
+
+
+@pytest.fixture(scope="module")
+def chat(models):
+    """The tiny policy with a chat template."""
+    return copied(models / "tiny", models / "chat", chat_template__jinja=TEMPLATE.encode())
 
 
 @pytest.mark.usefixtures("place")
-def test_a_conversation_is_sampled_judged_and_shown(models, seen, tmp_path):
+def test_a_conversation_is_sampled_judged_and_shown(chat, seen, tmp_path):
     """The template gets all messages, and so does the reward. Samples have their text."""
-    chat = copied(models / "tiny", tmp_path / "chat", chat_template__jinja=TEMPLATE.encode())
-    rows = [{"prompt": conversation(i), "answer": str(7 + i)} for i in range(10)]
-    write_rows(Path("talks.jsonl"), rows)
+    write_rows("talks.jsonl", [{"prompt": conversation(i), "answer": "1"} for i in range(10)])
     Path("talk.py").write_text(
         "def roles(completion, answer, prompt):\n"
         "    return [m['role'] for m in prompt] == ['system', 'user', 'assistant', 'user']\n"
     )
     result = good(tmp_path, f"--model {chat} --data talks.jsonl --reward talk.py:roles --steps 1")
     assert metrics(result.folder)[0]["reward"] == 1
-    tokenizer = AutoTokenizer.from_pretrained(chat)
     for row in seen.run.held_out:
         problem = row["prompt"][-1]["content"]
-        assert tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
+        assert seen.run.tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
     sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
-
-
-@pytest.mark.usefixtures("place")
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--data talks.jsonl", ["list of messages", "no chat template"]),
-        ("--data strange.jsonl", ["another --model", "'é'"]),
-        ("--max-new-tokens 512", ["--max-new-tokens 512", "context is 512"]),
-        ("--max-new-tokens 510", ["held out", "more than 2 tokens"]),
-    ],
-)
-def test_what_a_run_cannot_read_is_refused_before_it_begins(flags, words, tmp_path):
-    write_rows(Path("talks.jsonl"), [{"prompt": conversation(i), "answer": "1"} for i in range(9)])
-    write_rows(Path("strange.jsonl"), [{"prompt": f"{i}é=", "answer": "1"} for i in range(9)])
-    sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
-    assert all(word in sentence for word in words), sentence
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.usefixtures("place")
 def test_a_field_of_the_data_reaches_the_reward_whatever_its_name(tmp_path):
     """Also `ids`, in `check` before training and in every step."""
     rows = [{"prompt": f"{i}+0=", "answer": "0", "ids": [i, -1]} for i in range(12)]
-    write_rows(Path("rows.jsonl"), rows)
+    write_rows("rows.jsonl", rows)
     Path("named.py").write_text(
         "def named(completion, answer, prompt, ids):\n"
         "    return prompt == f'{ids[0]}+0=' and ids[1:] == [-1]\n"

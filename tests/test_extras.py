@@ -6,10 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import transformers
 
 from forks import fork, program
-from tools import ROOT, random_policy
+from tools import ROOT
 
 SMALL = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-prompts 4 --eval-samples 0"
 TRAINS = f"--algo gspo {SMALL}"
@@ -48,53 +47,33 @@ print(json.dumps({line: run(line) for line in sys.argv[1:]}))
 """
 
 
-@pytest.fixture(scope="module")
-def found(models, tmp_path_factory):
-    """What was printed: copy -> command line -> status, stdout, stderr."""
-    place, printed = tmp_path_factory.mktemp("extras"), {}
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "eos_token_id": 1}
-    mamba = transformers.MambaConfig(vocab_size=18, pad_token_id=0, **shape)
-    random_policy(models / "mamba", mamba)
-    for name, extras in CASES.items():
-        copy, out = place / name, place / f"{name}.out"
-        copy.mkdir()
-        for path in ROOT.glob("*.py"):
-            shutil.copy(path, copy)
-        shutil.copytree(ROOT / "support", copy / "support")
-        for extra in extras:
-            Path(copy, "support/extras", f"{extra}.py").unlink()
-        Path(copy, "models").symlink_to(models)
-        Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
-        lines = [f"{TRAINS} --name gspo", *(line for extra in extras for line in NEEDS[extra])]
-        if name in ("experts", "fast_scoring", "all"):
-            lines.append(f"{MIXTURE} --name moe")
-        cache = str(place / "cache")
-        process = fork(program, PROGRAM, *lines, out=out, folder=copy, XDG_CACHE_HOME=cache)
-        process.join()
-        assert process.exitcode == 0, out.read_text()
-        printed[name] = json.loads(out.read_text())
-    return printed
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_the_default_command_trains_without(name, found):
-    """A mixture, too, though nobody counts its flips then."""
-    commands = [line for line in found[name] if "--name" in line]
-    for line in commands:
-        status, out, err = found[name][line]
-        assert status == 0, err or status
-        assert "held out" in out
-    assert len(commands) == 1 + (name in ("experts", "fast_scoring", "all"))
+def test_a_project_without_it_trains_and_says_so_where_it_is_needed(name, models, tmp_path):
+    """A mixture trains, too, though nobody counts its flips then."""
+    copy, out, gone = tmp_path / "copy", tmp_path / "out", CASES[name]
+    copy.mkdir()
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, copy)
+    shutil.copytree(ROOT / "support", copy / "support")
+    for extra in gone:
+        Path(copy, f"support/extras/{extra}.py").unlink()
+    Path(copy, "models").symlink_to(models)
+    Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    trains = [f"{TRAINS} --name gspo"]
+    if name in ("experts", "fast_scoring", "all"):
+        trains.append(f"{MIXTURE} --name moe")
+    needs = [line for extra in gone for line in NEEDS[extra]]
 
-
-@pytest.mark.parametrize(
-    "name, extra", [(n, extra) for n in CASES for extra in CASES[n] if NEEDS[extra]]
-)
-def test_what_needs_it_says_so(name, extra, found):
-    for line in NEEDS[extra]:
-        status, _, err = found[name][line]
+    cache = str(models / "cache")
+    process = fork(program, PROGRAM, *trains, *needs, out=out, folder=copy, XDG_CACHE_HOME=cache)
+    process.join()
+    assert process.exitcode == 0, out.read_text()
+    printed = json.loads(out.read_text())
+    for line in trains:
+        status, said, err = printed[line]
+        assert status == 0 and "held out" in said, err or status
+    for line in needs:
+        status, _, err = printed[line]
         assert status == 2 and err.count("\n") == 1 and err.startswith("error: "), err or status
-        others = CASES[name]  # two may be missing
-        assert any(
-            f"needs support/extras/{each}.py, which is not here" in err for each in others
-        ), err
+        sentences = [f"needs support/extras/{extra}.py, which is not here" for extra in gone]
+        assert any(sentence in err for sentence in sentences), err  # two may be missing

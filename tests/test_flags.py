@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from tools import (
     copied,
     good,
     launch,
-    needed,
     refused,
     spied,
     strict,
@@ -42,245 +40,172 @@ FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
 @pytest.fixture(scope="module")
 def wrong_models(models):
     """Model folders that cannot be trained, each for its own reason."""
-    tiny, weights = models / "tiny", "model.safetensors"
-    copied(tiny, models / "weightless", [weights])
-    copied(tiny, models / "pickled", [weights], pytorch_model__bin=b"\x80\x02}q\x00.")
-    copied(tiny, models / "tokenless", ["tokenizer.json", "tokenizer_config.json"])
-    copied(tiny, models / "torn-config", config__json=b'{"model_type": ')
-    copied(tiny, models / "torn-tokenizer", tokenizer__json=b'{"version": ')
-    copied(tiny, models / "unheard-of", config__json={"model_type": "nonsense-9000"})
-    bert = transformers.BertConfig(
-        vocab_size=18, hidden_size=8, num_attention_heads=1, num_hidden_layers=1
-    )
-    copied(tiny, models / "bert", config__json=bert.to_dict())
+    tiny = models / "tiny"
 
-    settings = json.loads((tiny / "tokenizer_config.json").read_text())
-    endless = {name: value for name, value in settings.items() if name != "eos_token"}
-    without_end = json.loads((tiny / "config.json").read_text()) | {"eos_token_id": None}
-    copied(
-        tiny,
-        models / "endless",
+    def wrong(name, without=(), **files):
+        copied(tiny, models / name, without, **files)
+
+    def settings(name, **changes):
+        return json.loads((tiny / name).read_text()) | changes
+
+    wrong("pickled", ["model.safetensors"], pytorch_model__bin=b"\x80\x02}q\x00.")
+    wrong("tokenless", ["tokenizer.json", "tokenizer_config.json"])
+    wrong("torn-config", config__json=b'{"model_type": ')
+    bert = dict(vocab_size=18, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+    wrong("bert", config__json=transformers.BertConfig(**bert).to_dict())
+    wrong(
+        "endless",
         ["generation_config.json"],
-        tokenizer_config__json=endless,
-        config__json=without_end,
+        tokenizer_config__json=settings("tokenizer_config.json", eos_token=None),
+        config__json=settings("config.json", eos_token_id=None),
     )
-    strange = json.loads((tiny / "config.json").read_text()) | {"eos_token_id": "a"}
-    copied(tiny, models / "strange-end", ["generation_config.json"], config__json=strange)
-    chat = (
-        b"{% for m in messages %}{% if m.role == 'system' %}"
-        b"{{ raise_exception('System role not supported') }}{% endif %}{{ m.content }}"
-        b"{% endfor %}"
+    wrong(
+        "strict-chat",
+        chat_template__jinja=b"{% for m in messages %}{% if m.role == 'system' %}"
+        b"{{ raise_exception('System role not supported') }}{% endif %}{{ m.content }}{% endfor %}",
     )
-    copied(tiny, models / "strict-chat", chat_template__jinja=chat)
-
-    config = json.loads((tiny / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
-    code = (
-        b"open('ran', 'w')\nfrom transformers import Qwen3Config\n\n"
-        b"class Mine(Qwen3Config):\n    pass\n"
-    )
-    copied(tiny, models / "own-code", config__json=config, mine__py=code)
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    wrong("own-code", config__json=settings("config.json", **own), mine__py=b"open('ran', 'w')")
 
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
-DATA = f"{BASE} --data bad.jsonl"
-MATH = "--model models/tiny --reward math --data bad.jsonl"
-CHAT = f"{BASE} --model models/strict-chat"
-# name -> flags, words of the sentence, and the content of bad.jsonl: one row a mechanism
-BAD_INPUT = {
+LONG = "".join(f'{{"prompt": "{"1" * n}", "answer": "2"}}\n' for n in range(600, 612))
+MISSING = "mps" if torch.cuda.is_available() else "cuda"
+# flags after those of BASE, words of the sentence, the content of bad.jsonl; a row a mechanism
+BAD_INPUT = [
     # the parser
-    "unknown-flag": (f"{BASE} --group_size 4", ["--group_size", "did you mean --group-size"]),
-    "unknown-flags": (
-        f"{BASE} --learning_rate 1 --wibble=2 --beta -1",
-        ["--learning_rate, --wibble=2, --beta: there is no", "for --learning-rate use --lr"],
-    ),
-    "no-value": (f"{BASE} --lr", ["--lr", "expected"]),
-    "wrong-type": (f"{BASE} --steps 1.5", ["--steps", "1.5"]),
-    "wrong-choice": (f"{BASE} --algo gsop", ["--algo gsop", "expected one of", "mean gspo"]),
+    ("--group_size 4", "--group_size: .*did you mean --group-size"),
+    ("--learning_rate 1 --wib=2 --beta -1", "--learning_rate, --wib=2, --beta: .* use --lr"),
+    ("--wibble-wobble 3", r"--wibble-wobble: there is no such flag$"),
+    ("--lr", "--lr: expected"),
+    ("--algo gsop", "--algo gsop: expected one of .*mean gspo"),
     # flags that do not fit each other, or would do nothing
-    "not-dividing": (f"{BASE} --completions-per-update 7", ["--completions-per-update 7", "16"]),
-    "zero-is-given": (f"{BASE} --algo reinforce --clip-low 0", ["--clip-low", "reinforce"]),
-    "tis-of-sampler": (
-        f"{BASE} --old-logprobs sampler --tis-cap 2",
-        ["--tis-cap", "--old-logprobs trainer"],
-    ),
-    "a-judge-without-its-model": (f"{BASE} --reward judge", ["--reward", "judge:"]),
-    "no-such-judge": (f"{BASE} --reward judge:/nowhere/at/all", ["judge", "/nowhere/at/all"]),
-    "ref-without-kl": (f"{BASE} --ref-every 2", ["--ref-every", "--kl-coef"]),
-    "eval-without-data": (f"{BASE} --eval-data bad.jsonl", ["--eval-data", "--data"]),
-    "overlong-beyond-the-limit": (
-        f"{BASE} --overlong-cache 9",
-        ["--overlong-cache 9", "--max-new-tokens"],
-    ),
-    "replay-of-a-dense-model": (f"{BASE} --routing-replay", ["--routing-replay"]),
-    "system-without-chat": (f"{BASE} --system 12", ["--system", "chat template"]),
-    "template": (f"{BASE} --prompt-template 1+1=", ["--prompt-template", "{prompt}"]),
-    "template-surrogate": (f"{BASE} --prompt-template \udcff{{prompt}}", ["--prompt-template"]),
-    "chat-args-no-json": (f"{CHAT} --chat-template-args {{a}}", ["--chat-template-args", "JSON"]),
-    "chat-without-system": (f"{CHAT} --system 12", ["System role not supported"]),
-    "a-task-for-readers": ("--task sums", ["--task sums", "--model"]),
-    # rewards
-    "unknown-reward": ("--model models/tiny --reward maths", ["--reward", "did you mean", "math"]),
-    "reward-file-raises": (
-        "--model models/tiny --reward two-errors.py:f",
-        ["--reward", "two-errors.py", "RuntimeError"],
-    ),
+    ("--completions-per-update 7", "--completions-per-update 7: no divisor of 16"),
+    ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
+    ("--ref-every 2", "--ref-every: .*--kl-coef"),
+    ("--eval-data bad.jsonl", "--eval-data: .*--data"),
+    ("--overlong-cache 9", "--overlong-cache 9: .*--max-new-tokens"),
+    ("--routing-replay", "--routing-replay: "),
+    (f"--device {MISSING}", f"--device {MISSING}: there is none here"),
+    ("--prompt-template 1+1=", "--prompt-template: .*{prompt}"),
+    ("--model models/strict-chat --system 12", "System role not supported"),
+    ("--model tiny --task sums", "--task sums: .*--model"),
+    ("--track trackio", "--track trackio: needs pip install trackio"),
+    # files with functions
+    ("--reward maths", "--reward .*did you mean math"),
+    ("--reward two-errors.py:f", "--reward .*two-errors.py.*RuntimeError"),
+    ("--reward judge", "--reward .*judge:"),
+    ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
+    ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
     # data
-    "data-missing": (f"{BASE} --data no.jsonl", ["--data", "no.jsonl", "no such file"]),
-    "data-broken": (DATA, ["--data bad.jsonl", "line 3", "JSON"], ROW + "\n" + '{"prompt": \n'),
-    "data-answer-type": (
-        MATH,
-        ["bad.jsonl", "line 2", "field answer"],
+    ("--data no.jsonl", "--data no.jsonl: .*No such file"),
+    ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
+    (
+        "--reward math --data bad.jsonl",
+        "bad.jsonl, line 2: .*field answer",
         ROW + '{"prompt": "1+1=", "answer": ["2"]}\n',
     ),
-    "data-one-row": (DATA, ["--data bad.jsonl", "two prompts"], ROW),
-    "eval-data-broken": (
-        f"{BASE} --data good.jsonl --eval-data bad.jsonl",
-        ["--eval-data bad.jsonl", "line 1"],
-        "{\n",
-    ),
-    "prompts-too-long": (
-        DATA,
-        ["--max-new-tokens", "512"],
-        "".join(f'{{"prompt": "{"1" * n}", "answer": "2"}}\n' for n in range(600, 612)),
-    ),
-    "no-room-for-a-prompt": (f"{BASE} --max-new-tokens 600", ["--max-new-tokens", "512"]),
+    ("--data bad.jsonl", "--data bad.jsonl: .*two prompts", ROW),
+    ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
+    ("--data bad.jsonl", "context of 512 less --max-new-tokens", LONG),
+    ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
+    ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
+    ("--max-new-tokens 510", "held out: .* more than 2 tokens"),
     # models; an absolute folder where nothing must be found: about a name the hub would be asked
-    "model-missing": ("--model /nowhere/at/all", ["--model /nowhere/at/all"]),
-    "model-weightless": ("--model models/weightless", ["--model models/weightless"]),
-    "model-pickled": ("--model models/pickled", ["--model models/pickled"]),
-    "model-tokenless": ("--model models/tokenless", ["--model models/tokenless"]),
-    "model-torn-config": ("--model models/torn-config", ["--model models/torn-config"]),
-    "model-torn-tokenizer": ("--model models/torn-tokenizer", ["--model models/torn-tokenizer"]),
-    "model-unheard-of": ("--model models/unheard-of", ["--model models/unheard-of"]),
-    "model-not-causal": ("--model models/bert", ["--model models/bert", "causal"]),
-    "model-without-end": ("--model models/endless", ["--model models/endless", "end"]),
-    "model-strange-end": ("--model models/strange-end", ["--model models/strange-end", "eos"]),
-    "model-with-own-code": ("--model models/own-code", ["--model models/own-code"]),
+    ("--model /nowhere/at/all", "--model /nowhere/at/all: "),
+    ("--model models/pickled", "--model models/pickled: "),
+    ("--model models/tokenless", "--model models/tokenless: "),
+    ("--model models/torn-config", "--model models/torn-config: "),
+    ("--model models/bert", "--model models/bert: expected a causal language model"),
+    ("--model models/endless", "--model models/endless: .*end token"),
+    ("--model models/own-code", "--model models/own-code: "),
     # folders
-    "run-exists": (f"{BASE} --runs runs-with-one", ["--name run", "--resume"]),
-    "name": (f"{BASE} --name ../other", ["--name ../other"]),
-    "runs-is-a-file": (f"{BASE} --runs file", ["file"]),
-    "runs-not-utf-8": (f"{BASE} --runs r\udcff", ["--runs", "UTF-8"]),
-    "resume-nothing": ("--resume --name nothing", ["--resume", "nothing"]),
-    "resume-without-name": ("--resume", ["--resume", "--name"]),
-}
-PLAIN = ("resume-without-name", "a-task-for-readers")  # without the flags of the small run
+    ("--runs runs-with-one", "--name run: .*--resume"),
+    ("--name ../other", "--name ../other: "),
+    ("--runs file", "^error: file: "),
+    ("--runs r\udcff", "--runs .*UTF-8"),
+    ("--resume --name nothing", "--resume: .*nothing"),
+]
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_is_one_sentence(case, wrong_models, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flags, words, content", [(*case, "")[:3] for case in BAD_INPUT])
+def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path, monkeypatch):
     """Exit status 2 and one line that names the mistake. No folder, no traceback."""
-    flags, fragments, *content = BAD_INPUT[case]
     monkeypatch.setattr("builtins.input", lambda *args: "y")  # who asks is answered
-    for text in content:
-        Path("bad.jsonl").write_text(text)
+    Path("bad.jsonl").write_text(content)
     Path("good.jsonl").write_text(ROW * 12)
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     Path("file").write_text("not a folder")
     Path("runs-with-one", "run").mkdir(parents=True)
     Path("runs-with-one/run/config.json").write_text("{}")
+    if "models/" not in flags and flags != "--runs file":  # found before weights load
+        for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
+            monkeypatch.setattr(kind, "from_pretrained", None)
 
     before = sorted(tmp_path.rglob("*"))
-    sentence = refused(tmp_path / "runs", flags, small=case not in PLAIN)
-    assert len(sentence) < 1000
-    for fragment in fragments:
-        assert fragment.lower() in sentence.lower()
+    sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
+    assert re.search(words, sentence) and len(sentence) < 1000, sentence
     left = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
     assert left == before
 
 
-@pytest.mark.parametrize("case", ["data-broken", "prompts-too-long", "chat-without-system"])
-def test_bad_input_is_found_before_weights_load(case, wrong_models, tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("weights were loaded before the input was looked at")
-
-    for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
-        monkeypatch.setattr(kind, "from_pretrained", refuse)
-    test_bad_input_is_one_sentence(case, wrong_models, tmp_path, monkeypatch)
+def test_resuming_needs_a_name(tmp_path):
+    assert "--resume: needs --name" in refused(tmp_path, "--resume", small=False)
 
 
-@pytest.mark.parametrize("theirs", train.ELSEWHERE)
-def test_flags_of_other_projects_are_answered_with_ours(theirs, tmp_path):
-    ours = train.ELSEWHERE[theirs]
-    assert set(re.findall("--[a-z-]+", ours)) <= {dashed(name) for name in FIELDS}
-    for given in (theirs, theirs.replace("-", "_").replace("__", "--"), f"{theirs}=1"):
-        assert ours in refused(tmp_path, BASE, given, *["1"] * ("=" not in given))
+def test_flags_of_other_projects_are_answered_with_ours(tmp_path):
+    for theirs, ours in train.ELSEWHERE.items():
+        assert set(re.findall("--[a-z-]+", ours)) <= {dashed(name) for name in FIELDS}
+        for given in ([theirs, "1"], [f"--{theirs[2:].replace('-', '_')}=1"]):
+            assert ours in refused(tmp_path, BASE, *given)
 
 
-def test_a_word_that_is_like_no_flag_gets_no_guess(tmp_path):
-    assert "did you mean" not in refused(tmp_path, f"{BASE} --wibble-wobble 3")
-
-
-@pytest.mark.parametrize("device", ["cuda", "mps"])
-def test_a_device_that_is_not_there_is_one_sentence(device, tmp_path):
-    if getattr(torch, device).is_available():
-        pytest.skip("it is there")
-    assert f"--device {device}" in refused(tmp_path, f"{BASE} --device {device}")
-
-
-@pytest.mark.parametrize("flag", ["--name", "--data", "--reward", "--model", "--prompt-template"])
-def test_a_flag_with_a_line_break_stays_one_line(flag, tmp_path):
+def test_a_flag_with_a_line_break_stays_one_line(tmp_path):
     """A file name may hold a line break or an escape sequence, and an error quotes it."""
-    value = "./a\nb\x1b[31m" + ":f" * (flag == "--reward")
-    assert "\x1b" not in refused(tmp_path / "runs", BASE, flag, value)
+    for flag in ("--name", "--data", "--reward", "--model", "--prompt-template"):
+        value = "./a\nb\x1b[31m" + ":f" * (flag == "--reward")
+        assert "\x1b" not in refused(tmp_path / "runs", BASE, flag, value)
 
 
-def test_weights_that_are_torn_name_the_model(models, tmp_path):
-    """This shows only while weights load. The sentence blames the user's folder."""
-    data = (models / "tiny" / "model.safetensors").read_bytes()
-    torn = copied(models / "tiny", tmp_path / "torn", ["model.safetensors"])
-    (torn / "model.safetensors").write_bytes(data[: len(data) // 2])
-    assert f"--model {torn}" in refused(tmp_path / "runs", f"{BASE} --model {torn}")
-
-
-FULL = {
-    "gpu": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "cpu": RuntimeError(
+FULL = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError(
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
         "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"
     ),
-    "python": MemoryError(),
-}
+    MemoryError(),
+]
 
 
-@pytest.mark.parametrize("memory", FULL)
-def test_memory_that_runs_out_is_one_sentence_with_what_helps(memory, monkeypatch, tmp_path):
+@pytest.mark.parametrize("error", FULL)
+def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch, tmp_path):
     good(tmp_path, f"{BASE} --steps 1")
-
-    def full(*args, **kwargs):
-        raise FULL[memory]
-
-    monkeypatch.setattr(train, "improve", full)
+    monkeypatch.setattr(train, "improve", raising(error))
     result = launch(tmp_path, "--resume --name run --steps 2", small=False)
     assert result.status == 1 and result.err.count("\n") == 1 and "out of memory" in result.err
     for fragment in ("--micro-batch-tokens", "--cache-gb", "--resume --name run"):
         assert fragment in result.err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
-def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
-    """Of a forker's own, in the loop, or before it, while the sampler is checked."""
-
-    def broken(*args, **kwargs):
+def raising(error):
+    def raises(*args, **kwargs):
         raise error
 
-    for module, name in ((train, "freeze"), (train.rollout, "check_scorer")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, broken)
-            with pytest.raises(type(error), match=str(error)):
-                launch(tmp_path / name, BASE)
+    return raises
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
+def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
+    """Of a forker's own, while the sampler is checked; in the loop it would be the same."""
+    monkeypatch.setattr(train.rollout, "check_scorer", raising(error))
+    with pytest.raises(type(error), match=str(error)):
+        launch(tmp_path, BASE)
 
 
 def test_the_command_itself_refuses_in_one_line(tmp_path):
     """In a process of its own: nothing that an import prints may stand beside the sentence."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--algo", "gsop"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, ROOT / "train.py", "--algo", "gsop"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: --algo")
 
@@ -299,25 +224,27 @@ def test_a_flag_takes_its_range_and_no_more(name):
     """Every number has a bound. Values within it are accepted. Values beyond it, and words that are
     no number, are refused by name."""
     kind, limits = kinds_of(FIELDS[name])[0], FIELDS[name].metadata
+    right, wrong = [], ["nan", "inf", "many"]
     if limits["choices"]:
-        assert given(name, limits["choices"][0]) == limits["choices"][0]
-        wrong = ["nonsense"]
+        right, wrong = [limits["choices"][0]], ["nonsense"]
     elif kind is bool:
         for word, value in ((dashed(name), True), (dashed(f"no_{name}"), False)):
             assert getattr(train.parse(train.Config, "", [word]), name) is value
-        return
+        wrong = []
     elif kind in (str, list[str]):
         assert given(name, "text") in ("text", ["text"])
-        return
+        wrong = []
     elif limits["low"] is not None:
-        assert given(name, limits["low"]) == limits["low"]
-        wrong = [limits["low"] - 1, "nan", "inf", "many"]
+        right.append(limits["low"])
+        wrong.append(limits["low"] - 1)
     else:
-        assert given(name, limits["above"] + 0.5) == limits["above"] + 0.5
-        wrong = [limits["above"], "nan", "inf", "many"]
+        right.append(limits["above"] + 0.5)
+        wrong.append(limits["above"])
     if limits["high"] is not None:
-        assert given(name, limits["high"]) == limits["high"]
+        right.append(limits["high"])
         wrong.append(limits["high"] + 0.1)
+    for value in right:
+        assert given(name, value) == value
     for value in wrong:
         with pytest.raises(UserError, match=dashed(name)):
             given(name, value)
@@ -332,15 +259,11 @@ def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
 
 
 def test_help_has_every_flag_with_its_default(capsys):
-    with pytest.raises(SystemExit) as exit:
+    with pytest.raises(SystemExit):
         train.main(["--help"])
     text = "".join(capsys.readouterr().out.split())  # names are broken over lines
-    assert exit.value.code == 0
     for name, field in FIELDS.items():
-        assert dashed(name) in text
-        assert "".join(field.metadata["help"].split()) in text
-    for name in gspo.ALGOS:
-        assert name in text
+        assert dashed(name) in text and "".join(field.metadata["help"].split()) in text
     assert "samplingandinscoring;default1.0" in text  # temperature
 
 
@@ -352,48 +275,41 @@ def test_a_negative_weight_is_a_value_and_no_flag(tmp_path):
 
 # ---- what flags reach
 
-# algorithm -> the functions of gspo.py that get its flags, with a value of each
-REACHED = {
-    "gspo": {"loss": {"clip_low": 0.01}},
-    "cispo": {"loss": {"ratio_max": 2.0}},
-    "sapo": {"loss": {"tau_pos": 0.7, "tau_neg": 1.3}},
-    "dr-grpo": {"loss": {"max_new_tokens": 6}},
-    "grpo": {"advantages": {"advantage_scale": "batch"}},
-    "reinforce++": {"advantages": {"gamma": 0.9}},
-    "ppo": {
-        "loss": {"clip_high": 0.3, "dual_clip": 3.0},
-        "advantages": {"gae_lambda": 0.5},
-        "critic": {"value_clip": 0.4},
-    },
-}
-VALUES = {}
-for functions in REACHED.values():
-    for values in functions.values():
-        VALUES |= values
+# algorithm, its function of gspo.py, flags that it gets
+REACHED = [
+    ("gspo", "loss", {"clip_low": 0.01}),
+    ("cispo", "loss", {"ratio_max": 2.0}),
+    ("sapo", "loss", {"tau_pos": 0.7, "tau_neg": 1.3}),
+    ("dr-grpo", "loss", {"max_new_tokens": 6}),
+    ("grpo", "advantages", {"advantage_scale": "batch"}),
+    ("reinforce++", "advantages", {"gamma": 0.9}),
+    ("ppo", "loss", {"clip_high": 0.3, "dual_clip": 3.0}),
+    ("ppo", "advantages", {"gae_lambda": 0.5}),
+]
 
 
-@pytest.mark.parametrize("algorithm", REACHED)
-def test_flags_reach_their_functions(algorithm, monkeypatch, tmp_path):
-    calls = {field: spied(monkeypatch, algorithm, field) for field in ("loss", "advantages")}
-    calls["critic"] = Calls(gspo.value_loss)
-    monkeypatch.setattr(gspo, "value_loss", calls["critic"].stand_in)
-    words = []
-    for values in REACHED[algorithm].values():
-        words += [f"{dashed(flag)}={value}" for flag, value in values.items()]
+@pytest.mark.parametrize("algorithm, field, values", REACHED)
+def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_path):
+    calls = spied(monkeypatch, algorithm, field)
+    words = [f"{dashed(flag)}={value}" for flag, value in values.items()]
     good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
-    for field, values in REACHED[algorithm].items():
-        assert calls[field]
-        for _, keyword, _ in calls[field]:
-            assert values.items() <= keyword.items()
+    assert calls and all(values.items() <= keyword.items() for _, keyword, _ in calls)
 
 
-def test_the_scripts_of_published_runs_are_accepted(tmp_path):
+def test_the_clip_of_values_reaches_the_loss_of_the_critic(monkeypatch, tmp_path):
+    calls = Calls(gspo.value_loss)
+    monkeypatch.setattr(gspo, "value_loss", calls.stand_in)
+    good(tmp_path, f"{BASE} --steps 1 --algo ppo --value-clip 0.4")
+    assert calls and all(keyword["value_clip"] == 0.4 for _, keyword, _ in calls)
+
+
+def test_the_scripts_of_published_runs_are_accepted():
     """Their flags, the template that bash makes of them, and the points that they name."""
     scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
-    assert len(scripts) == 2
+    assert scripts
+    stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
     for script in scripts:
         assert script.read_text() in gpu_report.reference_runs()
-        stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
         output = subprocess.check_output(["bash", "-c", stub + script.read_text()]).decode()
         _, trained, drawn = [each.split("\0")[1:-1] for each in output.split("\1")[:-1]]
         config = train.parse_flags(trained)
@@ -433,20 +349,20 @@ def test_flags_that_were_not_given_have_the_right_values(flags, expected):
     assert {name: config[name] for name in expected} == pytest.approx(expected)
 
 
-def test_a_flag_of_another_algorithm_is_refused():
-    """Where nothing would read it: one sentence, for every algorithm that does not have it."""
-    for flag in ["critic_lr", *sorted(VALUES.keys() - {"max_new_tokens"})]:
-        refusals = 0
-        value = VALUES.get(flag, 1e-3)
-        for name, row in gspo.ALGOS.items():
-            reached = train.keywords(row.loss).keys() | train.keywords(row.advantages).keys()
-            if row.reads == "values":
-                reached |= {"critic_lr", "value_clip"}
-            words = f"--algo {name} {needed(name)} {dashed(flag)} {value}"
-            if flag in reached:
-                assert getattr(resolved(words), flag) == value
-                continue
-            refusals += 1
-            with pytest.raises(UserError, match=f"{dashed(flag)} .*{re.escape(name)} has none"):
-                resolved(words)
-        assert 0 < refusals < len(gspo.ALGOS)
+@pytest.mark.parametrize(
+    "algorithm, flag",
+    [
+        ("gspo", "--ratio-max 2"),
+        ("gspo", "--gamma 1"),
+        ("grpo", "--critic-lr 1e-3"),
+        ("grpo", "--value-clip 0.4"),
+        ("ppo", "--tau-pos 1"),
+        ("ppo", "--advantage-scale none"),
+        ("reinforce", "--clip-low 0"),
+        ("rloo", "--teacher models/moe"),
+    ],
+)
+def test_a_flag_of_another_algorithm_is_refused(algorithm, flag):
+    """Where nothing would read it."""
+    with pytest.raises(UserError, match=f"{flag.split()[0]} .*: {algorithm} has none"):
+        resolved(f"--algo {algorithm} {flag}")

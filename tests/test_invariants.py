@@ -5,7 +5,7 @@ import torch
 
 import rollout
 import train
-from tools import BASE, digests, good, metrics, newest, timeless
+from tools import BASE, digests, good, metrics, newest, same_run, timeless
 
 in_place = pytest.mark.usefixtures("place")
 
@@ -14,8 +14,8 @@ in_place = pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("flags", ["--stale-steps 2", "--dtype bfloat16", "--lora-rank 2"])
 def test_evaluating_changes_nothing_in_training(flags, tmp_path):
     """An evaluation may refresh a sampler that is a copy, but not one that must stay stale."""
-    often = good(tmp_path / "often", f"{BASE} --steps 4 --eval-every 1 {flags}").folder
-    never = good(tmp_path / "never", f"{BASE} --steps 4 --eval-every 0 {flags}").folder
+    often = good(tmp_path / "often", f"{BASE} --steps 3 --eval-every 1 {flags}").folder
+    never = good(tmp_path / "never", f"{BASE} --steps 3 --eval-every 0 {flags}").folder
     for row, expected in zip(timeless(often)[:-1], timeless(never)[:-1], strict=True):
         del row["eval_solved"]
         assert row == expected
@@ -24,22 +24,23 @@ def test_evaluating_changes_nothing_in_training(flags, tmp_path):
 
 @in_place
 def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
-    """Whole groups in a random order, which the seed and the step decide."""
-    orders = {}
-    for seed in (0, 0, 1):
+    """Whole groups in a random order, which the seed and the step decide, as they decide on
+    everything else."""
+    flags = "--prompts-per-step 8 --group-size 2 --completions-per-update 4 --eval-samples 2"
+    orders, folders = [], []
+    for number, seed in enumerate((0, 0, 1)):
         seen.batches.clear()
-        flags = "--prompts-per-step 8 --group-size 2 --completions-per-update 4 --steps 3"
-        good(
-            tmp_path / f"{len(orders)}{seed}{len(list(tmp_path.iterdir()))}",
-            f"{BASE} {flags} --seed {seed}",
-        )
-        rows = [torch.cat([update.rows for update in batch.updates]) for batch in seen.batches]
-        for order in rows:
-            assert sorted(order.tolist()) == list(range(16))
-            assert (order[::2] % 2 == 0).all() and (order[1::2] == order[::2] + 1).all()
-        orders.setdefault(seed, []).append([tuple(order.tolist()) for order in rows])
-    assert orders[0][0] == orders[0][1]
-    assert len({*orders[0][0], *orders[1][0], tuple(range(16))}) == 7
+        run = good(tmp_path / str(number), f"{BASE} {flags} --seed {seed}")
+        folders.append(run.folder)
+        for batch in seen.batches:
+            order = torch.cat([update.rows for update in batch.updates]).tolist()
+            assert sorted(order) == list(range(16))
+            assert all(a % 2 == 0 and b == a + 1 for a, b in zip(order[::2], order[1::2]))
+            orders.append(tuple(order))
+    assert orders[:2] == orders[2:4]
+    assert len({*orders, tuple(range(16))}) == 5
+    same_run(folders[0], folders[1])
+    assert timeless(folders[0]) != timeless(folders[2])
 
 
 @in_place
@@ -63,19 +64,15 @@ def test_a_critic_starts_with_the_value_0(seen, tmp_path):
     assert (second.values[second.mask] != 0).all()
 
 
-def test_explained_variance_by_hand():
+@pytest.mark.parametrize(
+    "values, expected", [((1, 2, 3), 0.75), ((2, 4, 6), 1), ((7, 7, 7), 0), ((5, 3, 1), -3)]
+)
+def test_explained_variance_by_hand(values, expected):
     """Returns 1, 3, 5 have variance 8/3. Values 1, 2, 3 leave 0, 1, 2, of variance 2/3: 1 - 1/4."""
-    returns = torch.tensor([1.0, 3.0, 5.0])
-    cases = {
-        (1.0, 2.0, 3.0): 0.75,
-        (2.0, 4.0, 6.0): 1.0,
-        (7.0, 7.0, 7.0): 0.0,
-        (5.0, 3.0, 1.0): -3.0,
-    }
-    for values, expected in cases.items():
-        found = train.explained_variance(torch.tensor(values), returns)
-        assert found["explained_variance"].item() == pytest.approx(expected, abs=1e-6)
-    assert train.explained_variance(torch.zeros(0), torch.zeros(0)) == {}
+    returns, values = torch.tensor([1.0, 3, 5]), torch.tensor(values).float()
+    found = train.explained_variance(values, returns)
+    assert found["explained_variance"].item() == pytest.approx(expected, abs=1e-6)
+    assert train.explained_variance(values[:0], returns[:0]) == {}
 
 
 def test_a_uniform_of_0_samples_no_impossible_token():

@@ -1,15 +1,12 @@
 """How a run begins: failed starts leave nothing, prompts and console are as promised."""
 
 import io
-import json
 import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,16 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from forks import fork
-from support import console, data, folders, tasks
+from support import console, folders, tasks
+from support.user import UserError
 from tools import (
     BASE,
     ROOT,
     SHAPE,
     SMALL,
     command_line,
-    copied,
-    furnish,
     good,
     launch,
     metrics,
@@ -44,31 +39,6 @@ pytestmark = pytest.mark.usefixtures("place")
 NAMELESS = SMALL.replace("--name run", "")
 
 
-def on_disk(folder: Path) -> list[Path]:
-    """List all files of a folder, without Python's caches."""
-    found = folder.rglob("*")
-    return sorted(path for path in found if "__pycache__" not in path.parts)
-
-
-def refused_and_nothing_left(tmp_path, flags, *more) -> str:
-    """Return the sentence of a start that fails, and check that the disk is as before."""
-    before = on_disk(tmp_path)
-    sentence = refused(tmp_path / "runs", flags, *more)
-    assert on_disk(tmp_path) == before
-    return sentence
-
-
-@pytest.fixture
-def no_weights(monkeypatch):
-    """Fail the test if a warm start or the loading of weights begins."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("too late: weights are made or loaded")
-
-    monkeypatch.setattr(tasks, "warm_start", refuse)
-    monkeypatch.setattr(rollout, "load_model", refuse)
-
-
 # ---- folders
 
 
@@ -77,13 +47,12 @@ def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
     takes it for the newest. The newest two of the run's own stay."""
     folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
     first = folder / "checkpoints/step-1"
-    copies = [first.with_name(name) for name in ("step-1-good", "step-99x", "best")]
-    for copy in copies:
-        shutil.copytree(first, copy)
+    copies = {"step-1-good", "step-99x", "best"}
+    for name in copies:
+        shutil.copytree(first, first.with_name(name))
     good(tmp_path, "--resume --name run --steps 4", small=False)
     assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
-    left = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert left == {"step-3", "step-4", *[copy.name for copy in copies]}
+    assert {path.name for path in first.parent.iterdir()} == {"step-3", "step-4"} | copies
 
 
 def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
@@ -97,42 +66,17 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", slow)
-    result = launch(tmp_path / "runs", f"{NAMELESS} {BASE} --steps 1", small=False)
-    assert result.status == 0, result.err
-    assert len(rivals) == 4 and (tmp_path / "runs/gspo-5/metrics.jsonl").exists()
+    assert folders.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
 
 
-def test_a_start_that_is_killed_leaves_nothing_that_stands_in_the_way(monkeypatch, tmp_path):
-    """A kill while weights load or the policy is evaluated: the same --name works again."""
-
-    def killed(*args, **kwargs):
-        raise SystemExit(9)
-
-    for where in ("evaluate", "claim_folder"):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(train, where, killed)
-            launch(tmp_path, BASE)
-    (tmp_path / "run").mkdir(exist_ok=True)  # and not one further
-    assert len(metrics(good(tmp_path, BASE).folder)) == 2
-
-
-def test_no_home_is_no_matter_where_a_cache_is_named(models, tmp_path, monkeypatch):
-    """In a container without a user Path.home() raises."""
-
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    good(tmp_path, "--model tiny --steps 1")
-
-
-def test_a_cache_that_cannot_be_written_is_found_at_once(no_weights, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     """Before the warm start, which takes half a minute. The sentence does not blame --runs."""
     Path("cache").write_text("a file, and no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    sentence = refused_and_nothing_left(tmp_path, "--algo gspo")
+    monkeypatch.setattr(tasks, "warm_start", None)
+    sentence = refused(tmp_path / "runs", "--algo gspo")
     assert "cache/gspo" in sentence and "XDG_CACHE_HOME" in sentence
-    assert "--runs" not in sentence
+    assert "--runs" not in sentence and not (tmp_path / "runs").exists()
 
 
 # ---- verifiers
@@ -151,59 +95,12 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
 
     monkeypatch.setenv("LATE", "1")
     monkeypatch.setattr(rollout, "load_model", spoil)
-    sentence = refused_and_nothing_left(tmp_path, f"{BASE} --reward late.py:late")
+    sentence = refused(tmp_path / "runs", f"{BASE} --reward late.py:late")
     assert "late" in sentence and "every completion" in sentence and "KeyError" in sentence
+    assert not (tmp_path / "runs").exists()
 
 
-def test_a_reward_beyond_float32_is_a_fault(tmp_path):
-    """1e300 is a number, and its mean in float32, or its square, is Infinity, which is no JSON."""
-    write_rows(Path("rows.jsonl"), [{"prompt": f"{i}=", "answer": "0"} for i in range(9)])
-    Path("vast.py").write_text(
-        "def vast(completion, answer):\n"
-        "    return 1e300 if completion[:1] in ('6', '8', '2') else 1.0\n"
-    )
-    result = good(
-        tmp_path, f"{BASE} --reward vast.py:vast --data rows.jsonl --eval-data rows.jsonl"
-    )
-    for row in metrics(result.folder):  # strict JSON
-        assert 0 < row["verifier_faults"] < 16 and 0 <= row["reward"] <= 1
-
-
-# ---- prompts
-
-
-@pytest.fixture(scope="module")
-def spoken(models):
-    """The tiny policy with a chat template that reads one variable."""
-    template = (
-        b"{% for m in messages %}{{ '#' if m.role == 'system' else ';' }}{{ m.content }}"
-        b"{% endfor %}{{ mark | default('') }}{% if add_generation_prompt %}={% endif %}"
-    )
-    return copied(models / "tiny", models / "spoken", chat_template__jinja=template)
-
-
-def test_the_first_prompt_is_shown_as_the_model_sees_it(spoken, seen, tmp_path):
-    flags = '--system 12 --prompt-template 3+{prompt} --chat-template-args {"mark":"**"}'
-    result = good(tmp_path, f"{BASE} --model models/spoken --steps 1 {flags}")
-    text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
-    assert seen.run.tokenizer.decode(seen.run.held_out[0][data.IDS]) == text
-    assert result.out.count(f"'{text}'\n") == 1
-
-
-@pytest.fixture(scope="module")
-def any_text(models):
-    """Flags of a policy that reads bytes: all texts, that is."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *sorted(alphabet)])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    policy = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(words)})
-    random_policy(models / "bytes", policy)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    ).save_pretrained(models / "bytes")
-    return "--model models/bytes --reward pay.py:even"
+# ---- the command that asks the trained model
 
 
 def arguments_in_bash(command: str) -> list[str]:
@@ -212,13 +109,24 @@ def arguments_in_bash(command: str) -> list[str]:
     return subprocess.check_output(["bash", "-c", script]).decode().split("\0")
 
 
-def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(any_text, tmp_path):
+def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path):
     """The prompt has line breaks, control characters, quotes and commands. The console shows no
     control character, and the command in bash gets the same prompt."""
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *sorted(alphabet)])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    policy = random_policy(
+        models / "bytes", transformers.Qwen3Config(**SHAPE | {"vocab_size": len(words)})
+    )
+    ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(policy)
+
     prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
-    write_rows(Path("strange.jsonl"), [{"prompt": prompt, "answer": "0"}] * 12)
-    flags = "--data strange.jsonl --eval-data strange.jsonl --steps 1"
-    result = good(tmp_path, f"{any_text} {flags}", "--prompt-template", "{prompt}\n#")
+    write_rows("strange.jsonl", [{"prompt": prompt, "answer": "0"}] * 12)
+    flags = f"--model {policy} --data strange.jsonl --eval-data strange.jsonl --steps 1"
+    result = good(tmp_path, f"{BASE} {flags}", "--prompt-template", "{prompt}\n#")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\x85]", result.out)
     words = arguments_in_bash(result.out.splitlines()[-1])
     assert words[:2] == ["rollout.py", "--model"] and not Path("ran").exists()
@@ -237,7 +145,7 @@ def test_the_last_line_has_the_system_message_and_the_stop_texts():
 # ---- the console
 
 
-def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
+def test_the_console_says_what_a_scientist_looks_at(tmp_path):
     """The size, an answer at each evaluation, a line a step, and where the results are."""
     flags = "--steps 4 --eval-every 2 --eval-samples 2 --max-new-tokens 16 --kl-coef 0.05"
     result = good(tmp_path, f"{BASE} {flags}", "--reward", "pay.py:even + arithmetic")
@@ -253,36 +161,28 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path, monkeypatch):
     assert sum(line.startswith("held out: '") for line in lines) == 3  # an answer each time
     assert "M parameters" in result.out
     assert re.search(r"pass@2 .* -> .* pass@2 .*, in \d+ s", lines[-3])
-    assert (
-        str(newest(result.folder)) in lines[-2] and str(result.folder / "report.html") in lines[-2]
-    )
+    assert f"{newest(result.folder)}, the report in {result.folder}/report.html;" in lines[-2]
     words = shlex.split(lines[-1])
     assert words[:4] == ["python", "rollout.py", "--model", str(newest(result.folder))]
+
+
+FEW = "--group-size 2 --max-new-tokens 1"
+EQUAL, CUT = "all rewards of a group are equal", "all completions are truncated"
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--lora-rank 2", r"0\.0 of 0\.0 M parameters"),
-        (
-            "--reward pay.py:never --steps 10",
-            "10 steps taught nothing.*rewards of a group are equal",
-        ),
-        ("--reward pay.py:never", "2 steps taught nothing"),
-        (
-            "--max-new-tokens 1 --overlong-filter --steps 10 --group-size 2",
-            "taught nothing.*--max-new-tokens",
-        ),
+        ("--reward pay.py:never --steps 10", [f"10 steps taught nothing: {EQUAL}"]),
+        ("--reward pay.py:never --steps 2", [f"2 steps taught nothing: {EQUAL}"]),
+        (f"--overlong-filter {FEW} --steps 10", [f"10 steps taught nothing: {CUT}"]),
+        # a teacher has advantages for truncated completions
+        (f"--algo opd --teacher models/moe {FEW} --steps 10", []),
     ],
 )
 def test_what_cannot_teach_is_said_once(flags, said, tmp_path):
     result = good(tmp_path, f"{BASE} --prompts-per-step 2 {flags}")
-    assert len(re.findall(said, result.out)) == 1
-
-
-def test_a_live_run_is_not_warned_about(tmp_path):
-    result = good(tmp_path, f"{BASE} --steps 12 --prompts-per-step 2 --max-new-tokens 24")
-    assert "warning" not in result.out and "smoke" not in result.out
+    assert re.findall(r"(?<=warning: )\d+ steps[^(]*(?= \()", result.out) == said
 
 
 class Broken(io.StringIO):
@@ -296,21 +196,16 @@ class Broken(io.StringIO):
 
 def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", Broken())
-    status = train.main(command_line(tmp_path, f"{BASE} --steps 3"))
-    assert status == 0
-    assert len(metrics(tmp_path / "run")) == 3 and newest(tmp_path / "run").name == "step-3"
+    assert train.main(command_line(tmp_path, BASE)) == 0
+    assert len(metrics(tmp_path / "run")) == 2 and newest(tmp_path / "run").name == "step-2"
 
 
-def test_a_console_of_few_characters_gets_others_escaped(any_text, monkeypatch, tmp_path):
+def test_a_console_of_few_characters_gets_others_escaped(monkeypatch):
     """LANG=C, or a Windows console: a prompt with ü must not end the run."""
-    rows = [{"prompt": f"{i}ü=", "answer": "ü"} for i in range(12)]
-    write_rows(Path("umlaut.jsonl"), rows)
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    flags = f"{any_text} --data umlaut.jsonl --eval-data umlaut.jsonl --steps 1"
-    assert train.main(command_line(tmp_path, flags)) == 0
-    sys.stdout.flush()
-    assert b"\\xfc" in written.getvalue() and b"step 1/1" in written.getvalue()
+    console.say("1ü=")
+    assert written.getvalue().strip() == b"1\\xfc="
 
 
 def test_the_line_of_a_step_has_readable_numbers():
@@ -323,20 +218,24 @@ def test_the_line_of_a_step_has_readable_numbers():
 # ---- the environment
 
 
-def test_a_lock_is_of_its_process(tmp_path):
-    """kill -9 of a run frees it: nothing must be removed by hand. Meanwhile it is refused."""
-    arguments = command_line("runs", f"{BASE} --steps 10000 --save-every 1")
-    process = fork(train.main, arguments, out="log")
-    while process.is_alive() and not folders.checkpoints(Path("runs/run")):
-        time.sleep(0.05)
-    assert process.is_alive(), Path("log").read_text()
-    os.kill(process.pid, signal.SIGSTOP)  # or its next checkpoint might take this one's place
-    sentence = refused("runs", "--resume --name run", small=False)
-    assert "another process" in sentence and "runs/run" in sentence
-    process.kill()
-    process.join()
-    step = int(newest("runs/run").name[5:])
-    good("runs", f"--resume --name run --steps {step + 1}", small=False)
+def test_a_second_process_is_refused_while_a_run_writes_and_no_longer(monkeypatch, tmp_path):
+    """A lock of the operating system, on an open file: nothing must be removed after a kill -9."""
+    freeze, found = train.freeze, []
+
+    def watched(run, batch):
+        try:
+            folders.lock(run.folder)
+        except UserError as error:
+            found.append(str(error))
+        freeze(run, batch)
+
+    monkeypatch.setattr(train, "freeze", watched)
+    folder = good(tmp_path, f"{BASE} --steps 1").folder
+    assert len(found) == 1 and "another process" in found[0] and str(folder) in found[0]
+    lock = folders.lock(folder)
+    sentence = refused(tmp_path, "--resume --name run --steps 2", small=False)
+    assert "another process" in sentence and str(folder) in sentence
+    lock.close()
 
 
 @pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
@@ -344,9 +243,8 @@ def test_threads_spin_briefly_before_torch_loads(given, found):
     """Without it, beside one busy process for each core, a run takes ten times as long."""
     watch = (
         "import os, sys\n\nclass Watch:\n    def find_spec(name, path, target=None):\n"
-        "        if name == 'torch':\n            print(os.environ['GOMP_SPINCOUNT'])\n"
-        "            os._exit(0)\n\nsys.stdout.reconfigure(line_buffering=True)\n"
-        "sys.meta_path.insert(0, Watch)\nimport train\n"
+        "        if name == 'torch':\n            print(os.environ['GOMP_SPINCOUNT'], flush=True)\n"
+        "            os._exit(0)\n\nsys.meta_path.insert(0, Watch)\nimport train\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     command = [sys.executable, "-c", watch]
@@ -357,27 +255,14 @@ def test_threads_spin_briefly_before_torch_loads(given, found):
 # ---- files of a run
 
 
-@pytest.fixture(scope="module")
-def finished(models, tmp_path_factory):
-    """A run with an evaluation in its middle. `policy` is the trained model from memory."""
-    here, kept, start = tmp_path_factory.mktemp("finished"), [], train.start
-    furnish(here, models)
+def test_a_run_leaves_rows_answers_a_config_and_a_model_for_transformers(seen, tmp_path):
+    flags = "--steps 4 --save-every 1 --eval-every 2 --kl-coef 0.05 --lr 2e-4 --max-new-tokens 16"
+    folder = good(tmp_path, f"{BASE} {flags} --eval-samples 2").folder
 
-    def keep(config, ranks):
-        kept.append(start(config, ranks))
-        return kept[0]
+    def read(name):
+        return [strict(line) for line in (folder / name).read_text().splitlines()]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(here)
-        patch.setattr(train, "start", keep)
-        flags = "--steps 4 --save-every 1 --eval-every 2 --kl-coef 0.05 --lr 2e-4"
-        result = good(here / "runs", f"{BASE} {flags} --max-new-tokens 16 --eval-samples 2")
-    result.policy = kept[0].policy
-    return result
-
-
-def test_a_run_leaves_rows_answers_and_a_config(finished):
-    rows = metrics(finished.folder)
+    rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert ["eval_solved" in row for row in rows] == [False, True, False, True]
     for row in rows:
@@ -385,70 +270,56 @@ def test_a_run_leaves_rows_answers_and_a_config(finished):
         assert 0 < row["entropy"] < 3 and 0.8 < row["ratio_mean"] < 1.2
         assert row["sampler_kl"] < 1e-6 < row["grad_norm"]
         assert row["prompts_drawn"] == 4 and row["kl"] >= 0
-    config = strict((finished.folder / "config.json").read_text())
+    config = strict((folder / "config.json").read_text())
     assert (config["completions_per_update"], config["dtype"]) == (4, "float32")
     assert config["clip_low"] == 3e-4 and config["name"] == "run"
-    samples = (finished.folder / "samples.jsonl").read_text().splitlines()
-    samples = [strict(line) for line in samples]
+    samples = read("samples.jsonl")
     assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert all(row["prompt"].endswith("=") for row in samples)
     assert not any("<eos>" in row["completion"] for row in samples)
-    shown = (finished.folder / "evaluations.jsonl").read_text().splitlines()
-    steps = [strict(line)["step"] for line in shown]
-    assert sorted(set(steps)) == [0, 2, 4] and steps == sorted(steps)
-    assert (finished.folder / "report.html").exists()
-    for path in finished.folder.rglob("*"):  # no pickle, and no zip, which torch.save writes
+    assert [row["step"] for row in read("evaluations.jsonl")] == [0] * 4 + [2] * 4 + [4] * 4
+    assert (folder / "report.html").exists()
+    for path in folder.rglob("*"):  # no pickle, and no zip, which torch.save writes
         if path.is_file() and path.name != "lock":
             assert path.suffix in (".json", ".jsonl", ".safetensors", ".jinja", ".txt", ".html")
-            start = path.read_bytes()[:2]
-            assert start != b"PK" and not start.startswith(b"\x80"), path
 
-
-def test_the_model_loads_in_transformers_with_the_same_logits(finished, models):
-    folder = newest(finished.folder)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.tensor([AutoTokenizer.from_pretrained(folder).encode("7+5*3=")])
+    loaded = AutoModelForCausalLM.from_pretrained(newest(folder), dtype=torch.float32).eval()
+    ids = torch.tensor([AutoTokenizer.from_pretrained(newest(folder)).encode("7+5*3=")])
     with torch.no_grad():
-        torch.testing.assert_close(finished.policy.eval()(ids).logits, loaded(ids).logits)
-    before = AutoModelForCausalLM.from_pretrained(models / "tiny", dtype=torch.float32)
-    assert not torch.allclose(before(ids).logits, loaded(ids).logits)  # it was trained
+        torch.testing.assert_close(seen.run.policy.eval()(ids).logits, loaded(ids).logits)
 
 
 def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
-    """`train.py --algo gspo`, two steps of it: no model, no data, no reward, no name."""
+    """`train.py --algo gspo`, a step of it: no model, no data, no reward, no name, and no home, as
+    in a container without a user."""
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    flags = "--algo gspo --steps 2 --prompts-per-step 4 --eval-prompts 4 --eval-samples 2"
-    result = launch("runs", flags, small=False)
-    assert result.status == 0, result.err
+    flags = "--algo gspo --steps 1 --prompts-per-step 4 --eval-prompts 4 --eval-samples 2"
+    assert launch("runs", flags, small=False).status == 0
     config = strict(Path("runs/gspo-1/config.json").read_text())
-    assert config["reward"] == "arithmetic" and len(metrics("runs/gspo-1")) == 2
+    assert config["reward"] == "arithmetic" and len(metrics("runs/gspo-1")) == 1
     assert len(list(Path("cache/gspo").iterdir())) == 1
     monkeypatch.setattr(AutoModelForCausalLM, "from_config", None)  # the second run starts at once
     good("runs", f"{flags} --name run", small=False)
-
-
-def test_a_tracker_that_is_not_installed_is_refused_before_a_model_loads(monkeypatch, tmp_path):
-    monkeypatch.setattr(rollout, "load_model", None)
-    sentence = refused_and_nothing_left(tmp_path, f"{BASE} --track trackio")
-    assert "--track trackio" in sentence and "pip install trackio" in sentence
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
     """The packages are not among ours: a module with their functions stands in for them."""
     Path(f"{name}.py").write_text(
-        "import json\n\ndef keep(*call):\n    with open('calls', 'a') as file:\n"
-        "        file.write(json.dumps(call) + '\\n')\n\n"
-        "def init(**settings):\n    keep('init', settings)\n\n"
-        "def log(row, step):\n    keep('log', row)\n"
+        "calls, rows = [], []\n\ndef init(**settings):\n    calls.append(settings)\n\n"
+        "def log(row, step):\n    rows.append(row)\n"
     )
     monkeypatch.syspath_prepend(".")
-    good(tmp_path, f"{BASE} --track {name}")
-    result = good(tmp_path, "--resume --steps 3 --name run", small=False)
-    calls = [json.loads(line) for line in Path("calls").read_text().splitlines()]
-    assert [each[1] for each in calls if each[0] == "log"] == metrics(result.folder)
-    first, second = [each[1] for each in calls if each[0] == "init"]
+    good(tmp_path, f"{BASE} --track {name} --steps 1")
+    result = good(tmp_path, "--resume --steps 2 --name run", small=False)
+    tracker = sys.modules.pop(name)
+    assert tracker.rows == metrics(result.folder)
+    first, second = tracker.calls
     assert first["name"] == second["name"] and first["name"].startswith("run-")
     assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
-    sys.modules.pop(name)

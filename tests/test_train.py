@@ -20,7 +20,6 @@ from tools import (
     Calls,
     by_group,
     centred,
-    character_tokenizer,
     good,
     gradients,
     launch,
@@ -29,10 +28,7 @@ from tools import (
     newest,
     random_policy,
     rows_of,
-    same_run,
     spied,
-    strict,
-    timeless,
     write_rows,
     z_scores,
 )
@@ -43,36 +39,12 @@ pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture(scope="module")
-def architectures(models):
-    """Policies whose configurations ask for dropout: it must be off wherever a model scores."""
-    shape = dict(vocab_size=18, pad_token_id=0, eos_token_id=1, bos_token_id=None)
-    torch.manual_seed(0)
-    gpt2 = transformers.GPT2Config(
-        **shape,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        resid_pdrop=0.3,
-        embd_pdrop=0.3,
-        attn_pdrop=0.3,
-    )
-    AutoModelForCausalLM.from_config(gpt2).save_pretrained(models / "gpt2")
-    character_tokenizer().save_pretrained(models / "gpt2")
-    opt = transformers.OPTConfig(
-        **shape,
-        dropout=0.3,
-        attention_dropout=0.3,
-        activation_dropout=0.3,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-    )
-    random_policy(models / "opt", opt)
-    return models
+def gpt2(models):
+    """A policy whose configuration asks for dropout: it must be off wherever a model scores."""
+    shape = dict(vocab_size=18, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    ids = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    dropout = dict(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    return random_policy(models / "gpt2", transformers.GPT2Config(**shape, **ids, **dropout))
 
 
 @pytest.fixture
@@ -91,16 +63,12 @@ def ratios_are_1(calls):
 @pytest.mark.parametrize(
     "algorithm, flags",
     [
-        ("gspo", "--gradient-checkpointing"),
+        ("gspo", "--gradient-checkpointing --tis-cap 2 --stale-steps 2"),
         ("dapo", "--temperature 0.7"),
-        ("ppo", ""),
-        ("reinforce++", "--kl-coef 0.1"),
-        ("gmpo", "--epochs 2"),
-        ("gspo", "--tis-cap 2 --stale-steps 2"),
-        ("gspo", "--dtype bfloat16"),
+        ("ppo", "--kl-coef 0.1 --epochs 2"),
+        ("gspo", "--dtype bfloat16 --overlong-filter --max-new-tokens 40"),
         ("gspo", "--lora-rank 2"),
         ("grpo", "--model models/moe --routing-replay"),
-        ("gspo", "--overlong-filter --max-new-tokens 40"),
     ],
 )
 def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, nothing_moves, tmp_path):
@@ -112,31 +80,28 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, nothing_moves, t
 
 
 @pytest.mark.parametrize("flags", ["", "--gradient-checkpointing"])
-@pytest.mark.parametrize("model", ["gpt2", "opt"])
-def test_dropout_is_off_wherever_a_model_scores(
-    model, flags, architectures, losses, nothing_moves, tmp_path
-):
+def test_dropout_is_off_wherever_a_model_scores(flags, gpt2, losses, nothing_moves, tmp_path):
     """Dropout would move every ratio away from 1. Also with gradient checkpointing."""
     calls = losses("grpo")
-    good(tmp_path, f"{BASE} --model models/{model} --algo grpo --steps 1 {flags}")
+    good(tmp_path, f"{BASE} --model {gpt2} --algo grpo --steps 1 {flags}")
     assert ratios_are_1(calls) == 4
 
 
-def test_ratios_leave_1_when_the_policy_moves(losses, tmp_path):
-    """Or the tests above could not fail: the second update of a step finds it moved."""
+def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(losses, tmp_path):
+    """The sampler's log-probs are near the scorer's before the first update, and not after it."""
     calls = losses("gspo")
-    good(tmp_path, f"{BASE} --steps 1")
-    assert ratios_are_1(calls[:1]) == 1
-    (logprobs, old_logprobs, _, mask), _, _ = calls[1]
-    assert not torch.equal(logprobs[mask], old_logprobs[mask])
+    good(tmp_path, f"{BASE} --old-logprobs sampler --steps 1")
+    apart = []
+    for (logprobs, old_logprobs, _, mask), _, _ in (calls[0], calls[-1]):
+        apart.append(float((logprobs.detach() - old_logprobs)[mask].abs().max()))
+    assert 0 < apart[0] < 1e-4 < 1e-3 < apart[1]
 
 
-def test_sampler_logprobs_as_old_are_close_to_1(losses, tmp_path):
-    calls = losses("gspo")
-    good(tmp_path, f"{BASE} --old-logprobs sampler --completions-per-update 16 --steps 1")
-    (logprobs, old_logprobs, _, mask), _, _ = calls[0]
-    assert not torch.equal(logprobs, old_logprobs)
-    torch.testing.assert_close(logprobs[mask], old_logprobs[mask], atol=1e-4, rtol=0)
+def same_weights(one, other):
+    weights, expected = (load_file(Path(each, "model.safetensors")) for each in (one, other))
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 # ---- the gradient
@@ -218,20 +183,17 @@ def test_kl_term_has_the_unit_and_weight_of_its_algorithm(algorithm, seen, monke
         return run
 
     monkeypatch.setattr(train, "start", apart)
+    flags = f"{ONE_UPDATE} --kl-coef 0.3 --overlong-cache 0 --no-dynamic-sampling"
     with gradients() as steps:
         result = good(
             tmp_path,
-            f"{BASE} --reward pay.py:always --algo {algorithm} {ONE_UPDATE} "
-            "--kl-coef 0.3 --overlong-cache 0 --no-dynamic-sampling "
-            "--micro-batch-tokens 70",
+            f"{BASE} --reward pay.py:always --algo {algorithm} {flags} --micro-batch-tokens 70",
         )
     batch, reference = seen.batches[0], seen.run.ref_policy
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
     lengths, kl = batch.rollout.lengths.tolist(), 0.0
     for i, n in enumerate(lengths):
-        with torch.no_grad():
-            anchor = plain_logprobs(reference, batch, i)
-        x = anchor - plain_logprobs(policy, batch, i)
+        x = plain_logprobs(reference, batch, i).detach() - plain_logprobs(policy, batch, i)
         kl = kl + (x.exp() - x - 1).sum() / (sum(lengths) if algorithm == "dapo" else 16 * n)
     close(steps[0], whole_gradient(0.3 * kl, policy), 1e-3)
     assert metrics(result.folder)[0]["kl"] == pytest.approx(kl.item(), rel=1e-3)
@@ -242,7 +204,6 @@ def test_kl_term_has_the_unit_and_weight_of_its_algorithm(algorithm, seen, monke
     [
         "--algo dapo",
         "--algo dr-grpo --gradient-checkpointing",
-        "--algo grpo --kl-coef 0.1",
         "--algo ppo --kl-coef 0.1",
         "--algo reinforce++ --entropy-coef 0.1",
         "--algo gspo --overlong-filter --max-new-tokens 24",
@@ -277,100 +238,56 @@ def test_an_update_begins_without_the_gradient_of_the_one_before(nothing_moves, 
 
 def test_gradients_are_clipped_to_the_norm(tmp_path):
     with gradients() as steps:
-        result = good(
-            tmp_path, f"{BASE} --steps 1 --completions-per-update 16 --max-grad-norm 1e-3"
-        )
+        result = good(tmp_path, f"{BASE} {ONE_UPDATE} --max-grad-norm 1e-3")
     norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in steps[0]))
     assert norm == pytest.approx(1e-3, rel=1e-2)
     assert metrics(result.folder)[0]["grad_norm"] > 0.01  # what it was before
 
 
-def test_the_learning_rate_warms_up(tmp_path):
-    result = good(tmp_path, f"{BASE} --warmup-steps 2 --steps 3")
-    assert [row["lr"] for row in metrics(result.folder)] == pytest.approx([5e-4, 1e-3, 1e-3])
-
-
 @pytest.mark.parametrize("algorithm", gspo.ALGOS)
-def test_every_algorithm_trains_by_its_papers_numbers(algorithm, monkeypatch, seen, tmp_path):
-    """They stand in the signatures alone; what is called gets them, and config.json tells them.
-    Who asks for a critic has one."""
-    row, before = gspo.ALGOS[algorithm], load_file("models/tiny/model.safetensors")
-    calls = [spied(monkeypatch, algorithm, field) for field in ("loss", "advantages")]
+def test_every_algorithm_trains(algorithm, seen, tmp_path):
+    """Who asks for a critic has one."""
     flags = f"--algo {algorithm} {needed(algorithm)} --steps 1 --prompts-per-step 2"
-    folder = good(tmp_path, f"{BASE} {flags} --eval-prompts 1").folder
-    asks = row.reads == "values"
-    assert (seen.run.critic is not None) == asks
-    assert len(seen.run.optimizer.param_groups) == 1 + asks
-    after = seen.run.policy.state_dict()
+    good(tmp_path, f"{BASE} {flags} --eval-prompts 1")
+    assert (seen.run.critic is not None) == (gspo.ALGOS[algorithm].reads == "values")
+    before, after = load_file("models/tiny/model.safetensors"), seen.run.policy.state_dict()
     assert any(not torch.equal(after[name], before[name]) for name in before)
-
-    config = strict((folder / "config.json").read_text())
-    for flag, default in (train.keywords(row.loss) | train.keywords(row.advantages)).items():
-        if flag in ("max_new_tokens", "reward_coef"):  # every run's; by whether --reward is asked
-            continue
-        assert config[flag] == default
-        told = [keyword for each in calls for _, keyword, _ in each if flag in keyword]
-        assert told and all(keyword[flag] == default for keyword in told)
 
 
 # ---- to the advantages
 
 
-def test_a_repeated_prompt_does_not_merge_groups(seen, tmp_path):
-    """Groups are made by position: 20 rows with one prompt are still five groups."""
-    write_rows(Path("same.jsonl"), [{"prompt": "1+1=", "answer": "2"}] * 20)
-    good(tmp_path, f"{BASE} --data same.jsonl --eval-data same.jsonl --steps 1")
-    batch = seen.batches[0]
-    pays = [score.reward for score in batch.samples.scores]
-    expected = by_group(pays, 4, z_scores)
-    assert batch.advantages.reshape(16, -1)[:, 0].tolist() == pytest.approx(expected, abs=1e-4)
-    groups = [round(sum(pays[i : i + 4]), 6) for i in (0, 4, 8, 12)]
-    assert len(set(groups)) > 1  # else merging would change nothing
-
-
 def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tmp_path):
     """Prompts on 1 are always right, on 2 always wrong: neither may be left in the batch, and
     completions stay beside their own prompts, answers and texts."""
-    monkeypatch.setattr(train, "MAX_REFILLS", 40, raising=False)
-    write_rows(
-        Path("mixed.jsonl"),
-        [{"prompt": f"{first}+{i}=", "answer": str(i)} for first in "123" for i in range(9)],
-    )
-    result = good(
-        tmp_path,
-        f"{BASE} --data mixed.jsonl --reward pay.py:by_prompt --algo dapo --eval-prompts 2",
-    )
-    for batch, row in zip(seen.batches, metrics(result.folder), strict=True):
-        judged, tokenizer = batch.samples, seen.run.tokenizer
+    monkeypatch.setattr(train, "MAX_REFILLS", 40)
+    mixed = [{"prompt": f"{first}+{i}=", "answer": str(i)} for first in "123" for i in range(9)]
+    write_rows("mixed.jsonl", mixed)
+    flags = "--data mixed.jsonl --reward pay.py:by_prompt --algo dapo --eval-prompts 2"
+    rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
+    for batch, row in zip(seen.batches, rows, strict=True):
+        judged, decode = batch.samples, seen.run.tokenizer.decode
         assert len(judged.rows) == 16
-        assert {row["prompt"][0] for row in judged.rows} == {"3"}
-        for i, (text, data) in enumerate(zip(judged.texts, judged.rows)):
-            ids = batch.rollout.sequences()[i]
-            size = int(batch.rollout.prompt_lengths[i])
-            assert tokenizer.decode(ids[:size]) == data["prompt"]
-            assert tokenizer.decode(ids[size:], skip_special_tokens=True) == text
-            assert data["answer"] == data["prompt"][2]
+        columns = zip(batch.rollout.sequences(), batch.rollout.prompt_lengths.tolist())
+        for (ids, size), text, data in zip(columns, judged.texts, judged.rows, strict=True):
+            assert decode(ids[:size]) == data["prompt"] == f"3+{data['answer']}="
+            assert decode(ids[size:], skip_special_tokens=True) == text
         for i in range(0, 16, 4):
-            pays = [score.reward for score in judged.scores[i : i + 4]]
-            assert min(pays) < max(pays)
+            assert len({score.reward for score in judged.scores[i : i + 4]}) > 1
             assert len({row["prompt"] for row in judged.rows[i : i + 4]}) == 1
         assert row["prompts_drawn"] >= 8  # refilled, and what was dropped is still counted
-    rows = metrics(result.folder)
     assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
 
 
-def test_dynamic_sampling_is_bounded_and_warns_once(seen, tmp_path):
+def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
     """Five rollouts of four prompts a step, all dead: nothing moves, not by costs of length."""
     rows = [{"prompt": f"{1 + (i > 0)}+{i % 9}=", "answer": "0"} for i in range(40)]
-    write_rows(Path("dead.jsonl"), rows)
-    flags = "--data dead.jsonl --reward pay.py:by_prompt --algo dapo --steps 3"
-    result = good(tmp_path, f"{BASE} {flags}")
+    write_rows("dead.jsonl", rows)
+    result = good(tmp_path, f"{BASE} --data dead.jsonl --reward pay.py:by_prompt --algo dapo")
     [warning] = [line for line in result.out.splitlines() if "--dynamic-sampling" in line]
     assert "0 of 20 groups" in warning and "expected 4" in warning
-    assert [row["prompts_drawn"] for row in metrics(result.folder)] == [20] * 3
-    weights = load_file(newest(result.folder) / "model.safetensors")
-    start = load_file("models/tiny/model.safetensors")
-    assert all(torch.equal(weights[name], start[name]) for name in start)
+    assert [row["prompts_drawn"] for row in metrics(result.folder)] == [20] * 2
+    same_weights(newest(result.folder), "models/tiny")
 
 
 def test_overlong_filtering_leaves_the_other_rows_alone(losses, seen, tmp_path):
@@ -413,20 +330,20 @@ def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
         assert reward == pytest.approx(score.reward - max(0, n - 7) / 5, abs=1e-6)
 
 
-def test_the_reference_follows_every_ref_every_steps(tmp_path):
+@pytest.mark.parametrize("every", [2, 0])
+def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
     """One update a step: KL to the reference is 0 in the steps that begin at it, 1 and 3."""
-    flags = f"{BASE} --kl-coef 0.1 --steps 4 --completions-per-update 16"
-    kl = [row["kl"] for row in metrics(good(tmp_path / "two", f"{flags} --ref-every 2").folder)]
-    assert kl[0] == kl[2] == 0 and kl[1] > 0 and kl[3] > 0
-    kl = [row["kl"] for row in metrics(good(tmp_path / "never", flags).folder)]
-    assert kl[0] == 0 and kl[1] > 0 and kl[2] > kl[1]
+    flags = f"--kl-coef 0.1 --steps 3 --completions-per-update 16 --ref-every {every}"
+    kl = [row["kl"] for row in metrics(good(tmp_path, f"{BASE} {flags}").folder)]
+    assert kl[0] == 0 < kl[1]
+    assert kl[2] == 0 if every else kl[2] > kl[1]
 
 
 def test_a_stale_sampler_is_one_step_behind(tmp_path):
-    """--stale-steps 2: fresh in steps 1 and 3, behind in 2 and 4; pi_old is the trainer's still."""
-    result = good(tmp_path, f"{BASE} --stale-steps 2 --steps 4")
-    drift = [row["sampler_kl"] for row in metrics(result.folder)]
-    assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < min(drift[1], drift[3])
+    """--stale-steps 2: fresh in steps 1 and 3, behind in 2; pi_old is the trainer's still."""
+    rows = metrics(good(tmp_path, f"{BASE} --stale-steps 2 --steps 3").folder)
+    drift = [row["sampler_kl"] for row in rows]
+    assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
 
 
 def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
@@ -437,15 +354,6 @@ def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
     weights = AutoModelForCausalLM.from_pretrained(newest(result.folder))
     assert weights.dtype == torch.float32
-
-
-def test_epochs_go_over_the_rollout_again(tmp_path):
-    counts = []
-    for epochs in (1, 3):
-        with gradients() as steps:
-            good(tmp_path / str(epochs), f"{BASE} --steps 1 --epochs {epochs}")
-        counts.append(len(steps))
-    assert counts == [4, 12]
 
 
 def test_tis_weighs_the_advantages_by_the_mismatch(monkeypatch, losses, seen, tmp_path):
@@ -471,35 +379,11 @@ def test_tis_weighs_the_advantages_by_the_mismatch(monkeypatch, losses, seen, tm
 
 
 def test_an_entropy_bonus_raises_the_entropy(tmp_path):
-    """The gradient of - coef x mean entropy alone (all rewards equal): entropy grows step by step,
-    and not without the flag."""
-    flags = f"{BASE} --reward pay.py:always --steps 3 --lr 3e-3 --seed 2"
-    plain = metrics(good(tmp_path / "off", flags).folder)
-    bonus = metrics(good(tmp_path / "on", f"{flags} --entropy-coef 1").folder)
-    assert "entropy" not in plain[-1] and bonus[0]["grad_norm"] > 0
-    assert bonus[-1]["entropy"] > bonus[0]["entropy"] + 1e-3
-    assert bonus[0]["loss"] == pytest.approx(-bonus[0]["entropy"], rel=1e-4)
-
-
-# ---- rewards of steps
-
-
-@pytest.mark.parametrize("algorithm", ["gspo-token", "ppo", "reinforce++"])
-def test_rewards_of_tokens_hold_the_steps_of_a_verifier(algorithm, monkeypatch, seen, tmp_path):
-    """`steps` pays 1 for an even first digit at the first token, and the outcome at the last."""
-    calls = spied(monkeypatch, algorithm, "advantages")
-    good(tmp_path, f"{BASE} --algo {algorithm} --reward pay.py:steps --steps 1")
-    (per_token, *_), _, _ = calls[0]
-    batch, checked = seen.batches[0], 0
-    for i, (score, n) in enumerate(zip(batch.samples.scores, batch.rollout.lengths.tolist())):
-        ids = batch.rollout.completions[i, :n]
-        if n > 1 and int(ids[0]) > 2:  # a character first, no special token
-            expected = [0.0] * n
-            expected[0] = float(batch.samples.texts[i][0] in "02468")
-            expected[-1] += score.reward
-            assert per_token[i, :n].tolist() == pytest.approx(expected, abs=1e-6)
-            checked += 1
-    assert checked >= 4
+    """All rewards are equal: the loss is - coef x mean entropy, which grows step by step."""
+    flags = f"{BASE} --reward pay.py:always --steps 3 --lr 3e-3 --seed 2 --entropy-coef 0.5"
+    rows = metrics(good(tmp_path, flags).folder)
+    assert rows[-1]["entropy"] > rows[0]["entropy"] + 1e-3
+    assert rows[0]["loss"] == pytest.approx(-0.5 * rows[0]["entropy"], rel=1e-4)
 
 
 # ---- rewards that are not 0 or 1
@@ -515,19 +399,18 @@ def other_rewards(place):
         "def right(completion, answer, prompt):\n"
         "    return float(prompt[0] == '1' or completion[:1] in ('0', '2', '4'))\n"
     )
-    rows = [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)]
-    write_rows(Path("rows.jsonl"), rows)
+    write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
     return "--model models/tiny --data rows.jsonl --eval-data rows.jsonl --reward"
 
 
 def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
     """2 to 4: nothing is refilled, no group is dead, and nothing is called solved."""
-    result = good(tmp_path, f"{other_rewards} other.py:far --algo dapo --eval-every 1")
-    for row in metrics(result.folder):
-        assert row["prompts_drawn"] == 4 and row["dead"] == 0
-        assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
-        assert row["eval_reward"] > 2
-        assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
+    result = good(tmp_path, f"{other_rewards} other.py:far --algo dapo --eval-every 1 --steps 1")
+    [row] = metrics(result.folder)
+    assert row["prompts_drawn"] == 4 and row["dead"] == 0
+    assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
+    assert row["eval_reward"] > 2
+    assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
     assert "solved" not in result.out and "warning" not in result.out
 
 
@@ -537,16 +420,17 @@ def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, t
 def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, seen, tmp_path):
     """Groups of "1+" are all right, whatever their lengths cost: solved and dead, and still paid
     differently, so that they move the policy."""
-    result = good(tmp_path, f"{other_rewards} {reward} --algo gspo --prompts-per-step 8")
-    for row, batch in zip(metrics(result.folder), seen.batches, strict=True):
-        correct = [score.terms["right"] for score in batch.samples.scores]
-        groups = [correct[i : i + 4] for i in range(0, 32, 4)]
-        assert row["solved"] == pytest.approx(sum(correct) / 32)
-        assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
-        assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
-        assert row["dead"] == row["dead_right"] + row["dead_wrong"]
-        easy = [i for i, row in enumerate(batch.samples.rows) if row["prompt"][0] == "1"]
-        assert float(batch.advantages[easy].abs().max()) > 0
+    flags = f"{other_rewards} {reward} --algo gspo --prompts-per-step 8 --steps 1"
+    [row] = metrics(good(tmp_path, flags).folder)
+    [batch] = seen.batches
+    correct = [score.terms["right"] for score in batch.samples.scores]
+    groups = [correct[i : i + 4] for i in range(0, 32, 4)]
+    assert row["solved"] == pytest.approx(sum(correct) / 32)
+    assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
+    assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
+    assert row["dead"] == row["dead_right"] + row["dead_wrong"]
+    easy = [i for i, row in enumerate(batch.samples.rows) if row["prompt"][0] == "1"]
+    assert batch.advantages[easy].any()
 
 
 # ---- the critic
@@ -555,12 +439,9 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
 def test_the_critic_learns_a_constant_reward(tmp_path):
     """Every completion pays 0.7: the value loss starts near 0.7^2 / 2 and falls to a tenth."""
     # the limit is high so that few are cut off, where 0.7 + V is paid
-    result = good(
-        tmp_path,
-        f"{BASE} --algo ppo --reward pay.py:always --steps 6 --critic-lr 3e-3 "
-        "--lr 1e-6 --gae-lambda 1 --max-new-tokens 80",
-    )
-    rows = metrics(result.folder)
+    flags = "--algo ppo --reward pay.py:always --steps 3 --critic-lr 3e-3 --lr 1e-6"
+    wide = "--value-clip 9 --gae-lambda 1"
+    rows = metrics(good(tmp_path, f"{BASE} {flags} {wide} --max-new-tokens 80").folder)
     assert rows[0]["value_loss"] > 0.05
     assert rows[-1]["value_loss"] < 0.3 * rows[0]["value_loss"]
 
@@ -594,7 +475,7 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     assert nonzero > 16
 
 
-def test_a_fork_may_move_a_kl_from_the_reward_to_the_loss(monkeypatch, losses, tmp_path):
+def test_a_fork_may_move_a_kl_from_the_reward_to_the_loss(monkeypatch, tmp_path):
     row = dataclasses.replace(gspo.ALGOS["ppo"], kl_in="loss")
     monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     calls = spied(monkeypatch, "ppo", "advantages")
@@ -606,61 +487,44 @@ def test_a_fork_may_move_a_kl_from_the_reward_to_the_loss(monkeypatch, losses, t
 
 
 def test_metrics_agree_with_the_samples(seen, tmp_path):
-    """reward, length and truncated are plain means over the rows of the step."""
-    result = good(tmp_path, f"{BASE} --max-new-tokens 16")
-    for row, batch in zip(metrics(result.folder), seen.batches, strict=True):
-        lengths, truncated = batch.rollout.lengths.tolist(), batch.rollout.truncated.tolist()
-        pays = [score.reward for score in batch.samples.scores]
-        spread = math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15)
-        assert row["reward"] == pytest.approx(sum(pays) / 16, abs=1e-5)
-        assert row["reward_std"] == pytest.approx(spread, abs=1e-5)
-        assert row["reward/even"] == pytest.approx(sum(pays) / 16, abs=1e-5)
-        assert row["length_mean"] == pytest.approx(sum(lengths) / 16)
-        assert row["truncated"] == pytest.approx(sum(truncated) / 16)
-        expected = sum(map(abs, by_group(pays, 4, z_scores))) / 16
-        assert row["advantage_abs"] == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("algorithm", ["ppo", "gspo-token"])
-def test_advantages_per_token_are_averaged_over_tokens(algorithm, seen, tmp_path):
-    """Not over padding: PPO's are whitened, so that their mean size is near 0.8, and never 0.1."""
-    [row] = metrics(good(tmp_path, f"{BASE} --algo {algorithm} --steps 1").folder)
+    """Rewards, lengths and truncation are plain means over the rows of the step. Groups are made by
+    position: here all rows have the same prompt."""
+    write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
+    flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
+    [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     [batch] = seen.batches
-    mask = batch.rollout.completion_mask
-    assert not mask.all()
-    expected = float(batch.advantages[mask].abs().mean())
+    pays = [score.reward for score in batch.samples.scores]
+    advantages = by_group(pays, 4, z_scores)
+    assert batch.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
+    expected = {
+        "reward": sum(pays) / 16,
+        "reward_std": math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15),
+        "reward/even": sum(pays) / 16,
+        "length_mean": sum(batch.rollout.lengths.tolist()) / 16,
+        "truncated": sum(batch.rollout.truncated.tolist()) / 16,
+        "advantage_abs": sum(map(abs, advantages)) / 16,
+    }
+    assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "freeze", "improve")]
+    assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
+
+
+def test_advantages_per_token_are_averaged_over_tokens(seen, tmp_path):
+    """Not over padding: PPO's are whitened, so that their mean size is near 0.8, and never 0.1."""
+    [row] = metrics(good(tmp_path, f"{BASE} --algo ppo --steps 1").folder)
+    [batch] = seen.batches
+    assert not batch.rollout.completion_mask.all()
+    expected = float(batch.advantages[batch.rollout.completion_mask].abs().mean())
     assert row["advantage_abs"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_clip_fraction_is_told_by_side(losses, tmp_path):
-    """Ratios are clipped above where the advantage is positive, and below where it is negative."""
-    calls, over, under = losses("gspo"), 0, 0
-    row = metrics(good(tmp_path, f"{BASE} --lr 3e-3 --epochs 4 --steps 1").folder)[0]
-    for (logprobs, old_logprobs, advantages, mask), _, _ in calls:
-        log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0).sum(1) / mask.sum(1)
-        over += int(((advantages > 0) & (log_ratio.exp() > 1 + 4e-4)).sum())
-        under += int(((advantages < 0) & (log_ratio.exp() < 1 - 3e-4)).sum())
-    assert over > 0 and under > 0
-    assert row["clip_fraction_high"] == pytest.approx(over / 64)
-    assert row["clip_fraction"] - row["clip_fraction_high"] == pytest.approx(under / 64)
-
-
-def test_seconds_are_told_by_phase(tmp_path):
-    for row in metrics(good(tmp_path, BASE).folder):
-        phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "freeze", "improve")]
-        assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
 
 
 @pytest.mark.parametrize(
     "flags",
     [
-        "--completions-per-update 1",
-        "--max-new-tokens 1",
         "--algo ppo --overlong-filter --max-new-tokens 1",
-        "--prompts-per-step 1 --group-size 2 --completions-per-update 1",
         "--algo reinforce++ --reward pay.py:always",
-        "--algo ppo --prompts-per-step 1 --group-size 2 "
-        "--max-new-tokens 1 --completions-per-update 1",
+        "--algo ppo --prompts-per-step 1 --group-size 2 --completions-per-update 1",
+        "--prompts-per-step 1 --group-size 2 --max-new-tokens 1 --completions-per-update 1",
     ],
 )
 def test_metrics_stay_finite_in_small_and_empty_corners(flags, tmp_path):
@@ -669,49 +533,30 @@ def test_metrics_stay_finite_in_small_and_empty_corners(flags, tmp_path):
         assert all(math.isfinite(value) for value in row.values() if value is not None)
 
 
-# ---- randomness
+# ---- evaluation
 
 
 def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
-    """Held-out prompts, once at temperature 0; before and after, k times at that of training."""
+    """Held-out prompts, once at temperature 0; before and after, k times at that of training.
+    Steps and refills have random numbers of their own; every evaluation has the same, to compare.
+    """
     calls = Calls(rollout.generate)
     monkeypatch.setattr(rollout, "generate", calls.stand_in)
-    flags = "--steps 2 --eval-every 1 --eval-samples 3 --temperature 0.7"
+    flags = "--algo dapo --reward pay.py:never --eval-every 1 --eval-samples 3 --temperature 0.7"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    kinds = []
+    kinds, numbers = [], {}
     for (_, prompts, uniforms), keyword, _ in calls:
         if "cache_gb" in keyword:  # else the check of the scorer, before the weights are used
             kinds.append((len(prompts), uniforms.shape[1], keyword["temperature"]))
-    greedy, sampled, training = (8, 1, 0.0), (8, 3, 0.7), (4, 4, 0.7)
-    assert kinds == [greedy, sampled, training, greedy, training, greedy, sampled]
+            numbers.setdefault(kinds[-1], []).append(uniforms)
+    greedy, sampled, training = (8, 1, 0.0), (8, 3, 0.7), [(4, 4, 0.7)] * 5
+    assert kinds == [greedy, sampled, *training, greedy, *training, greedy, sampled]
     assert ["eval_pass@3" in row for row in rows] == [False, True]
     assert all("eval_solved" in row for row in rows)
-
-
-def test_no_random_number_is_used_twice(monkeypatch, tmp_path):
-    """Steps and refills have numbers of their own; every evaluation has the same, to compare."""
-    calls = Calls(rollout.generate)
-    monkeypatch.setattr(rollout, "generate", calls.stand_in)
-    flags = "--algo dapo --reward pay.py:never --eval-every 1"
-    good(tmp_path, f"{BASE} {flags}")
-    drawn, evaluated = [], []
-    for (_, _, uniforms), keyword, _ in calls:
-        if "cache_gb" in keyword:
-            (drawn if uniforms.shape[1] == 4 else evaluated).append(uniforms)
-    assert len(drawn) == 2 * 5 and len(evaluated) == 3
-    numbers = torch.stack(drawn).flatten()
-    assert len(numbers.unique()) > 0.999 * len(numbers)
-    assert all(torch.equal(uniforms, evaluated[0]) for uniforms in evaluated)
-
-
-def test_one_seed_gives_one_run_and_another_another(tmp_path):
-    flags = f"{BASE} --max-new-tokens 12 --eval-samples 2"
-    folders = [
-        good(tmp_path / name, f"{flags} --seed {seed}").folder
-        for name, seed in (("a", 3), ("b", 3), ("c", 4))
-    ]
-    same_run(folders[0], folders[1])
-    assert timeless(folders[0]) != timeless(folders[2])
+    drawn = torch.stack(numbers[training[0]]).flatten()
+    assert len(drawn.unique()) > 0.999 * len(drawn)
+    for evaluated in (numbers[greedy], numbers[sampled]):
+        assert all(torch.equal(uniforms, evaluated[0]) for uniforms in evaluated)
 
 
 # ---- faults
@@ -742,22 +587,21 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, losses, tmp_path):
 
 
 def test_bad_updates_in_a_row_stop_the_run(losses, tmp_path):
-    """Good ones reset the count: bad are 1 to 4, and from 6 on all."""
-    losses("rloo", lambda number, result: (result[0] * (1 if number == 5 else math.nan), result[1]))
-    result = launch(tmp_path, f"{BASE} --algo rloo --steps 6 --save-every 1")
+    """A good one resets the count, a resume does not: with four updates a step, 1 to 4 are bad and
+    6 to the end, so that the last of step 3 is the sixth in a row."""
+
+    def spoil(number, result):
+        loss, extra = result
+        return loss * (1 if number in (0, 5) else math.nan), extra
+
+    losses("rloo", spoil)
+    folder = good(tmp_path, f"{BASE} --algo rloo --entropy-coef 0.01").folder
+    assert [row["bad_updates"] for row in metrics(folder)] == [3, 3]
+    result = launch(tmp_path, "--resume --steps 4 --name run", small=False)
     assert result.status == 2 and result.err.count("\n") == 1
-    assert "step 3" in result.err and "6 updates in a row" in result.err
-    weights = load_file(newest(result.folder) / "model.safetensors")
-    assert all(torch.isfinite(weight).all() for weight in weights.values())
-
-
-def test_bad_updates_in_a_row_are_counted_on_after_a_resume(losses, tmp_path):
-    """All four of step 2 are bad, and the second of step 3 is the sixth."""
-    losses("rloo", lambda number, result: (result[0] * (1 if number < 4 else math.nan), result[1]))
-    good(tmp_path, f"{BASE} --algo rloo --entropy-coef 0.01 --steps 2")
-    result = launch(tmp_path, "--resume --steps 3 --name run", small=False)
-    assert result.status == 2
     assert "step 3: 6 updates in a row" in result.err
+    weights = load_file(newest(folder) / "model.safetensors")
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
 def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_path):
@@ -800,19 +644,15 @@ def test_gspo_solves_the_built_in_task_with_each_of_three_seeds(tmp_path, monkey
 
 def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path):
     """log pi_teacher - log pi_old is exactly 0 for every token: no gradient, the same weights."""
-    flags = f"{BASE} --algo opd --teacher models/tiny --reward-coef 0"
-    run = good(tmp_path, f"{flags} --steps 2 --lr 1e-2")
-    rows = metrics(run.folder)
-    assert [row["teacher_kl"] for row in rows] == [0.0, 0.0]
-    assert [row["grad_norm"] for row in rows] == [0.0, 0.0]
-    trained = load_file(newest(run.folder) / "model.safetensors")
-    for name, weight in load_file("models/tiny/model.safetensors").items():
-        assert torch.equal(trained[name], weight), name
+    flags = "--algo opd --teacher models/tiny --reward-coef 0 --lr 1e-2"
+    run = good(tmp_path, f"{BASE} {flags}")
+    for row in metrics(run.folder):
+        assert row["teacher_kl"] == row["grad_norm"] == 0
+    same_weights(newest(run.folder), "models/tiny")
 
 
 def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(tmp_path):
-    flags = f"{BASE} --algo opd --teacher models/moe --reward-coef 0"
-    run = good(tmp_path, f"{flags} --steps 6 --lr 3e-3")
-    rows = metrics(run.folder)
+    flags = f"{BASE} --algo opd --teacher models/moe --reward-coef 0 --steps 4 --lr 5e-3"
+    rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
     assert all(0 <= row["teacher_unlikely"] <= 1 for row in rows)

@@ -15,6 +15,7 @@ import inspect
 import io
 import json
 import math
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -129,15 +130,9 @@ def metrics(folder) -> list[dict]:
 
 
 def timeless(folder) -> list[dict]:
-    """The rows of metrics.jsonl without what a clock says."""
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.startswith("seconds_") and name not in ("tokens_per_second", "memory_gb")
-        }
-        for row in metrics(folder)
-    ]
+    """The rows of metrics.jsonl without what a clock or the memory says."""
+    clock = re.compile("seconds_|tokens_per_second|memory_gb")
+    return [{name: row[name] for name in row if not clock.match(name)} for row in metrics(folder)]
 
 
 def newest(folder) -> Path | None:
@@ -148,18 +143,18 @@ def newest(folder) -> Path | None:
 
 def digests(folder) -> dict[str, str]:
     """Path -> hash of every tensor file of the newest checkpoint."""
-    files = newest(folder).rglob("*.safetensors")
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
+        for path in newest(folder).rglob("*.safetensors")
     }
 
 
 def same_run(one, other):
-    """Every metric, sample and final tensor of two runs is the same, to the bit."""
+    """Every metric, sample, answer and final tensor of two runs is the same, to the bit."""
     assert timeless(one) == timeless(other)
     assert digests(one) == digests(other)
-    assert Path(one, "samples.jsonl").read_text() == Path(other, "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "evaluations.jsonl"):
+        assert Path(one, name).read_text() == Path(other, name).read_text()
 
 
 def write_rows(path, rows) -> Path:
@@ -198,9 +193,8 @@ def character_tokenizer():
     each = tokenizers.Regex(r"[\s\S]")
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(each, "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def random_policy(folder, config) -> Path:
@@ -234,8 +228,9 @@ def copied(source, folder, without=(), **files) -> Path:
 class Calls(list):
     """Stands in for a function and keeps every call of it: (positional, keyword, result).
 
-    change(number of the call, result) may replace a result; calls for which counts(*positional) is
-    false are left alone."""
+    Positional are the arguments without a default, however they were given. change(number of the
+    call, result) may replace a result; calls for which counts(*positional) is false are left alone.
+    """
 
     def __init__(self, function, change=None, counts=None):
         super().__init__()
@@ -244,13 +239,11 @@ class Calls(list):
         @functools.wraps(function)
         def stand_in(*positional, **keyword):
             result = function(*positional, **keyword)
-            args, kwargs = [], {}  # what has a default is a keyword, however it was given
+            args, kwargs = [], {}
             for name, value in signature.bind(*positional, **keyword).arguments.items():
                 parameter = signature.parameters[name]
                 if parameter.kind is parameter.VAR_KEYWORD:
                     kwargs |= value
-                elif parameter.kind is parameter.VAR_POSITIONAL:
-                    args += value
                 elif (
                     parameter.default is parameter.empty
                     and parameter.kind is not parameter.KEYWORD_ONLY
