@@ -3,7 +3,8 @@
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
 Read `generate`, then `completion_logprobs`. Both are plain: the model's own forward pass, its own
-KV cache, padded rows. support/extras has faster versions with the same signatures."""
+KV cache, padded rows. `generate` reads equal beginnings once. support/extras has faster versions
+with the same signatures."""
 
 import dataclasses
 import inspect
@@ -177,7 +178,7 @@ def generate(
             vocabulary = logits.shape[1]
             next_rows, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
             parent, token = next_rows // vocabulary, next_rows % vocabulary
-            if len(parent) != len(mask) or parent.diff().ne(1).any():
+            if len(parent) != len(mask) or parent.diff().ne(1).any():  # else the cache fits already
                 cache.reorder_cache(parent)
                 mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)

@@ -151,8 +151,8 @@ MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more 
 def train(run: "Run") -> None:
     """Run the loop of seven phases.
 
-    In float32 on one step's weights the sampler is the policy itself, and without a KL penalty no
-    reference is loaded: the three policies are then one model and the tensor old_logprobs."""
+    By default on a CPU there is one model: it samples, its log-probs before the first update are
+    old_logprobs, and without a KL penalty no reference is loaded."""
     config = run.config
     stop_on_signals(run)
     for step in range(run.progress.step + 1, config.steps + 1):
@@ -168,19 +168,20 @@ def train(run: "Run") -> None:
         # 3. score      rewards; dynamic sampling replaces groups of equal rewards
         score(run, batch)
 
-        # 4. freeze     log-probs of pi_old, pi_ref and a teacher, values of a critic: no gradient
+        # 4. freeze     plan the minibatches, without rows of advantage 0; log-probs of pi_old,
+        #               pi_ref and a teacher, values of a critic: no gradient
         freeze(run, batch)
 
         # 5. compare    advantages
         compare(run, batch)
 
-        # 6. improve    minibatches: accumulate gradients of micro-batches, clip, step
-        updates = improve(run, batch)
+        # 6. improve    for each minibatch: accumulate gradients of micro-batches, clip, step
+        made = improve(run, batch)
 
         # 7. report     metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
         run.seconds["seconds_step"] = time.perf_counter() - begun
-        row = measure(run, batch, updates)
+        row = measure(run, batch, made)
         report(run, batch, row)
         if run.stopped:
             raise KeyboardInterrupt
@@ -258,8 +259,8 @@ class Run:
         return torch.autocast(self.config.device, torch.bfloat16, enabled=enabled)
 
     def logprobs(self, model, part: rollout.Rollout) -> tuple[Tensor, Tensor]:
-        """Return log-probs and, with gradients, entropies (n, T) of a micro-batch. The policy,
-        pi_old, the reference and the teacher all come this way."""
+        """Return log-probs and entropies (n, T) of a micro-batch. Entropies need gradients, else 0.
+        The policy, pi_old, the reference and the teacher all come this way."""
         entropy_grad = None  # no other pass needs entropies
         if torch.is_grad_enabled():
             entropy_grad = self.config.entropy_coef > 0
@@ -395,7 +396,7 @@ def snapshot(run: Run) -> None:
 
 def sample(run: Run, step: int) -> Batch:
     """Sample G completions for each of the next P prompts."""
-    return Batch(step, sample_next_prompts(run, f"{step} 0"))
+    return Batch(step, sample_next_prompts(run, f"{step} 0"))  # 0: no refill
 
 
 def sample_next_prompts(run: Run, seed: str) -> Samples:
@@ -786,8 +787,10 @@ def clip_gradients(run: Run) -> dict[str, float]:
 # ---- 7. report -----------------------------------------------------------------------------------
 
 
-def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
-    """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line."""
+def measure(run: Run, batch: Batch, made: list[dict]) -> dict:
+    """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
+
+    made: the metrics of each update."""
     correct = batch.correct
     lengths = batch.rollout.completion_mask.sum(1).float()
     row = {}
@@ -808,8 +811,8 @@ def measure(run: Run, batch: Batch, updates: list[dict]) -> dict:
     row["truncated"] = batch.rollout.truncated.float().mean()
     size = batch.advantages.abs()
     row["advantage_abs"] = size.mean() if size.dim() == 1 else size[batch.mask].mean()
-    for name in updates[0] if updates else []:  # clip_fraction, ratio_mean, entropy, grad_norm, ...
-        row[name] = statistics.fmean(update[name] for update in updates)
+    for name in made[0] if made else []:  # clip_fraction, ratio_mean, entropy, grad_norm, ...
+        row[name] = statistics.fmean(metrics[name] for metrics in made)
     row["bad_updates"] = batch.bad_updates
     active, first = batch.active, batch.updates[0].active
     moved = batch.new_logprobs - batch.old_logprobs
@@ -1235,6 +1238,7 @@ def parse_flags(arguments: list[str]) -> Config:
         saved = saved_flags(config)
         with expecting(f"--resume: expected the flags of a run in {config.runs}/{config.name}"):
             config = parse(Config, __doc__, arguments, defaults=saved, elsewhere=ELSEWHERE)
+    check_kept(config, saved)
     refuse_flags_of_others(config)
     fill_defaults(config)
     check_together(config)
@@ -1252,11 +1256,15 @@ def saved_flags(config: Config) -> dict:
     return {name: saved[name] for name in saved.keys() & known - {"resume", "runs", "name"}}
 
 
-def check_resumed(config: Config, saved: dict) -> None:
-    """UserError for flags that the checkpoint of a resumed run does not allow."""
+def check_kept(config: Config, saved: dict) -> None:
+    """UserError for a flag that a resumed run keeps, with another value."""
     for name in KEPT_FLAGS:
         same = getattr(config, name) == saved.get(name, getattr(config, name))
         need(same, f"{dashed(name)}: a resumed run keeps its own, {saved.get(name)}")
+
+
+def check_resumed(config: Config, saved: dict) -> None:
+    """UserError for models and steps that the checkpoint of a resumed run does not allow."""
     for name, without in (("kl_coef", 0), ("stale_steps", 1)):  # which models it has
         value, before = getattr(config, name), saved.get(name, getattr(config, name))
         same = (value == without) == (before == without)
@@ -1272,9 +1280,9 @@ def refuse_flags_of_others(config: Config) -> None:
     for algo, row in gspo.ALGOS.items():
         flags[algo] = own_numbers(row).keys() | FLAGS_OF_INPUTS.get(row.reads, set())
     for name in sorted(set().union(*flags.values()) - flags[config.algo]):
-        those = " or ".join(algo for algo in flags if name in flags[algo])
+        those = ", ".join(algo for algo in flags if name in flags[algo])
         value = getattr(config, name)
-        need(value is None, f"{dashed(name)} {value}: {config.algo} has none; --algo {those} has")
+        need(value is None, f"{dashed(name)} {value}: {config.algo} has none; {those} have it")
 
 
 def fill_defaults(config: Config) -> None:
