@@ -61,7 +61,6 @@ def test_counted_bytes_of_a_backward_pass_are_those_of_a_real_one():
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="not yet adapted to the plain sampler")
 def test_memory_of_a_run_is_counted_phase_by_phase():
     """Four bytes a parameter for the policy, two for the sampler, eight for AdamW, four for the
     gradients; checkpointed layers and an adapter need less; sampling stays under its limit."""
@@ -85,7 +84,6 @@ def test_memory_of_a_run_is_counted_phase_by_phase():
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="not yet adapted to the plain sampler")
 def test_the_table_says_what_fits(monkeypatch):
     monkeypatch.setitem(SHAPES, "tiny", TINY)
     head, rule, *rows = memory_table(["tiny"]).splitlines()

@@ -43,7 +43,7 @@ ROOM = 1.5  # GB of a card that we do not count on
 CACHE_GB = 2  # KV caches while sampling, in the table; with less, few completions run at once
 LORA_RANK = 16
 PROMPT, LONGEST = 200, 1024  # tokens
-MANY = 24  # prompts: a quarter of CACHE_GB, which is theirs, has room for 21 of the 0.6B model's
+MANY = 24  # prompts: CACHE_GB has room for 14 completions of the 0.6B model, of others for fewer
 
 
 def shape(hidden, inner, layers, heads, kv_heads, dim, vocabulary, tied=True) -> dict:
@@ -93,11 +93,11 @@ class Memory:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What rollout.py does on a GPU alone, but graphs, which share the memory of a step; steps are
-    of all slots and attend to all positions."""
-    pace = rollout.Pace(span=2**20, steps=1, rows=2**20)
+    """Run as on a GPU, without CUDA graphs, which share the memory of a step. Each decode step has
+    all slots and attends to all positions."""
+    pace = fast_sampling.Pace(span=2**20, steps=1, rows=2**20)
     with (
-        mock.patch.dict(rollout.PACE, cpu=pace),
+        mock.patch.dict(fast_sampling.PACE, cpu=pace),
         mock.patch.object(fast_scoring, "EXPAND_HEADS", {"cpu"}),
         mock.patch.object(rollout, "check_scorer", lambda *_: None),
         mock.patch.object(train, "plan", lambda run, batch: batch.updates),
