@@ -1,5 +1,5 @@
 """train.py on a pretended CUDA device (pretend.py), each run in a process of its own: nothing mixes
-devices, decode steps are captured and replayed, and a float32 run says what it says on the CPU."""
+devices, decode steps are captured and replayed, and a float32 run has the metrics of the CPU."""
 
 import ast
 import shutil
@@ -27,7 +27,7 @@ CASES = {
 
 
 def pretended(runs, flags, source=ROOT):
-    """The exit status of a run on the device, and what it wrote to stderr."""
+    """Return the exit status of a run on the device, and its stderr."""
     arguments = [str(source / "train.py"), *command_line(runs, flags), "--device", "cuda"]
     out, err = Path("out"), Path("err")
     process = fork(program, PROGRAM, str(ROOT / "tests/pretend.py"), *arguments, out=out, err=err)
