@@ -4,10 +4,12 @@ import pytest
 import torch
 import transformers
 
-from bench_memory import SHAPES, count_memory, measure, memory_table
+import bench_memory
+from bench_memory import SHAPES, Memory, count_memory, measure, memory_table
 from counting import Counting
 
 TINY = SHAPES["tiny"]
+LESS = "with `--gradient-checkpointing`"
 
 
 def test_bytes_are_counted_while_they_live():
@@ -27,17 +29,8 @@ def test_bytes_are_counted_while_they_live():
 
 
 def test_counted_bytes_of_a_backward_pass_are_those_of_a_real_one():
-    """What the forward pass keeps for the backward pass, by saved_tensors_hooks."""
-    config = transformers.Qwen3Config(**TINY)
-
-    def model_and_ids():
-        torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config), torch.ones(
-            2, 50, dtype=torch.long
-        )
-
-    model, ids = model_and_ids()
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    """The tensors that the forward pass keeps for the backward pass, by saved_tensors_hooks."""
+    ids = torch.ones(2, 50, dtype=torch.long)
     kept = {}
 
     def keep(tensor):
@@ -45,23 +38,23 @@ def test_counted_bytes_of_a_backward_pass_are_those_of_a_real_one():
             kept[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
+    model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**TINY))
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(ids, use_cache=False).logits.sum()
     real = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
 
     with Counting() as counting:
-        model, ids = model_and_ids()
+        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**TINY))
         before = counting.bytes_now
         loss = model(ids, use_cache=False).logits.sum()
-        counted = counting.bytes_now - before
+        assert counting.bytes_now - before == pytest.approx(real, rel=0.02)  # tables of rotations
         loss.backward()
         gradients = sum(parameter.nbytes for parameter in model.parameters())
         assert counting.bytes_now - before >= gradients
-    assert counted == pytest.approx(real, rel=0.02)  # the loss itself, tables of rotations
 
 
 @pytest.mark.slow
-@pytest.mark.skip(reason="not yet adapted to the plain sampler")
 def test_memory_of_a_run_is_counted_phase_by_phase():
     """Four bytes a parameter for the policy, two for the sampler, eight for AdamW, four for the
     gradients; checkpointed layers and an adapter need less; sampling stays under its limit."""
@@ -84,14 +77,24 @@ def test_memory_of_a_run_is_counted_phase_by_phase():
     assert lora.peak == max(lora.sampling, lora.scoring, lora.updating)
 
 
-@pytest.mark.slow
-@pytest.mark.skip(reason="not yet adapted to the plain sampler")
-def test_the_table_says_what_fits(monkeypatch):
-    monkeypatch.setitem(SHAPES, "tiny", TINY)
+@pytest.mark.parametrize(
+    "updating, less, fits",
+    [(22e9, 20e9, ["yes", "yes"]), (23e9, 20e9, [LESS, "yes"]), (79e9, 70e9, ["no", LESS])],
+)
+def test_the_table_says_what_fits(updating, less, fits, monkeypatch):
+    """1.5 GB of a card are left."""
+
+    def count(shape, *flags):
+        peak = less if "--gradient-checkpointing" in flags else updating
+        return Memory(int(1e9), 6e9, 8e9, 4e9, sampling=15e9, scoring=16e9, updating=peak)
+
+    monkeypatch.setattr(bench_memory, "count_memory", count)
     head, rule, *rows = memory_table(["tiny"]).splitlines()
-    assert head.count("|") == rule.count("|") == rows[0].count("|") == 13
-    assert len(rows) == 2
-    assert all(row.endswith("| yes | yes |") for row in rows)
+    numbers = ["6.0", "8.0", "4.0", "15.0", f"{updating / 1e9}", f"{less / 1e9}", "2.0", "16.0"]
+    for row, trained in zip(rows, ("all", "LoRA"), strict=True):
+        assert head.count("|") == rule.count("|") == row.count("|") == 13
+        cells = row.strip("| ").split(" | ")
+        assert cells == ["Qwen3-tiny", trained, *numbers, *fits]
 
 
 @pytest.mark.slow

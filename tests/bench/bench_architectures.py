@@ -6,19 +6,16 @@
 
 Each row compares, in float32, log-probs of completions that we sampled: by the sampler, by the
 scorer, and by a forward pass of the whole model over each text alone. Right: all agree to 1e-3, and
-with gradient checkpointing to the same bits as without gradients. Refused: one sentence instead.
-Texts have up to 21 tokens, more than every window, chunk, floor and original context of the tiny
-configurations: what changes with the length of a text, or of a pass, is seen. An encoder that has a
-causal head is built as a decoder.
-"""
+with gradient checkpointing to the same bits as without. Refused: one sentence instead. Texts have
+up to 21 tokens, more than every window, chunk, floor and original context of the tiny
+configurations. An encoder that has a causal head is built as a decoder."""
 
 import argparse
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -183,62 +180,53 @@ def small_fields(config) -> dict:
     return fields
 
 
-def build(kind: str):
-    """A tiny random model of a type, or of one of VARIANTS."""
+def build(kind: str, seed: int = 0, attention: str = "eager", **options):
+    """Return a tiny random model of a type, or of one of VARIANTS. options go into its config."""
     kind, fields = kind.split(" + ")[0], VARIANTS.get(kind, {})
-    fields = small_fields(AutoConfig.for_model(kind)) | EXTRA.get(kind, {}) | fields
+    fields = small_fields(AutoConfig.for_model(kind)) | EXTRA.get(kind, {}) | fields | options
     config = AutoConfig.for_model(kind, **fields)
     if "Decoder" not in kind and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         config.is_decoder = True
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     for parameter in model.parameters():  # as initialised, logits are nearly flat
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
 
-class Way(NamedTuple):
-    """How a model is sampled and scored."""
-
-    name: str
-    generate: Callable
-    completion_logprobs: Callable
-    contexts: tuple
-
-
-PLAIN = Way("plain", R.generate, R.completion_logprobs, ())
-FAST = Way(
-    "fast",
-    fast_sampling.generate,
-    fast_scoring.completion_logprobs,
-    (fast_scoring.attention_now,),
+FAST = SimpleNamespace(
+    generate=fast_sampling.generate, completion_logprobs=fast_scoring.completion_logprobs
 )
 
 
 def examine(kind: str) -> tuple[str, str]:
-    """(verdict, detail) of a tiny model: right, WRONG, refused with a sentence, or an error."""
+    """Return (verdict, detail): right, WRONG, refused with a sentence, not built, or an error."""
     try:
         model = build(kind)
     except Exception as error:
-        return "not built", f"{type(error).__name__}: {error}".splitlines()[0][:150]
-    ways = [PLAIN, FAST] if fast_scoring.fits(model) else [PLAIN]
-    found = {way: compare(model, way) for way in ways}
-    right = [way for way, (verdict, _) in found.items() if verdict == "right"]
-    wrong = [f"{way.name}: {' '.join(found[way])}" for way in ways if way not in right]
-    if PLAIN not in right:
-        return found[PLAIN]
-    details = [" and ".join(way.name for way in right)]
+        return "not built", first_line(error)
+    ways = {"plain": R, "fast": FAST} if fast_scoring.fits(model) else {"plain": R}
+    found = {name: compare(model, way) for name, way in ways.items()}
+    right = [name for name in ways if found[name][0] == "right"]
+    wrong = [f"{name}: {' '.join(found[name])}" for name in ways if name not in right]
+    if "plain" not in right:
+        return found["plain"]
+    how = " and ".join(right)
     if R.context_of(model.config) - max(map(len, PROMPTS)) < NEW_TOKENS:
-        details[0] += ", up to the original context"
+        how += ", up to the original context"
         with contextlib.suppress(R.UserError):
-            sampled(model, right[0], NEW_TOKENS)
+            sampled(model, R, NEW_TOKENS)
             return "WRONG", "samples texts that are longer than its context"
-    details.append(with_checkpointing(model, right[-1]))
-    return "WRONG" if wrong else "right", "; ".join(details + wrong)
+    details = [how, with_checkpointing(model, ways[right[-1]]), *wrong]
+    return "WRONG" if wrong else "right", "; ".join(details)
 
 
-def compare(model, way: Way) -> tuple[str, str]:
-    """(verdict, detail) of one way beside the model's own forward pass."""
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:150]
+
+
+def compare(model, way) -> tuple[str, str]:
+    """Return (verdict, detail) of one way beside the model's own forward pass."""
     try:
         R.check_scorer(model, PROMPTS[:2], 0, way.generate, way.completion_logprobs)
         room = R.context_of(model.config) - max(map(len, PROMPTS))
@@ -256,19 +244,19 @@ def compare(model, way: Way) -> tuple[str, str]:
     except R.UserError as error:
         return "refused", str(error)
     except Exception as error:
-        return "error", f"{type(error).__name__}: {error}".splitlines()[0][:150]
+        return "error", first_line(error)
 
 
-def sampled(model, way: Way, new_tokens: int):
+def sampled(model, way, new_tokens: int):
     uniforms = torch.rand(len(PROMPTS), 3, new_tokens, generator=torch.Generator().manual_seed(0))
     return way.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
 
 
-def with_checkpointing(model, way: Way) -> str:
+def with_checkpointing(model, way) -> str:
     out = sampled(model, way, 8)
     before, _ = way.completion_logprobs(model, out, temperature=1.0)
     try:
-        checkpoint_layers(model, way.contexts)
+        checkpoint_layers(model, [fast_scoring.attention_now])
     except R.UserError:
         return "no gradient checkpointing"
     after, entropy = way.completion_logprobs(model, out, temperature=1.0)
@@ -302,16 +290,16 @@ checkpointing changes no bit.
 
 
 def markdown(found: dict[str, tuple[str, str]]) -> str:
-    """The architectures of each verdict, and why some are refused or could not be built."""
+    """Return the architectures of each verdict, and why some are refused or could not be built."""
     lines = [INTRODUCTION.format(number=len(found), version=transformers.__version__)]
-    ways = dict.fromkeys(found[kind] for kind in found if found[kind][0] == "right")
-    for verdict, how in sorted(ways):
-        kinds = [kind for kind in found if found[kind] == (verdict, how)]
+    rows = {}
+    for kind, (verdict, how) in found.items():
+        row = (verdict, how if verdict == "right" else "see below")
+        rows.setdefault(row, []).append(kind)
+    order = ["right", "refused", "not built", "WRONG", "error"]
+    for verdict, how in sorted(rows, key=lambda row: (order.index(row[0]), row[1])):
+        kinds = rows[verdict, how]
         lines.append(f"| {verdict} | {how} | {len(kinds)} | {', '.join(kinds)} |")
-    for verdict in ("refused", "not built", "WRONG", "error"):
-        kinds = [kind for kind in found if found[kind][0] == verdict]
-        if kinds:
-            lines.append(f"| {verdict} | see below | {len(kinds)} | {', '.join(kinds)} |")
     lines.append("")
     for kind, (verdict, why) in found.items():
         if verdict != "right":

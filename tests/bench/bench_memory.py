@@ -2,12 +2,11 @@
 
     python tests/bench/bench_memory.py                  # the table of docs/memory.md: some minutes
     python tests/bench/bench_memory.py --write          # the same, put into the page
-    python tests/bench/bench_memory.py --measure small  # trains 25 M random weights here
     python tests/bench/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
 
-Counted are the bytes of all floating-point tensors that live at a time (counting.py), while our own
-functions sample, score and train in bfloat16 autocast, as on a GPU with its fused attention. Not
-counted: CUDA itself, fragmentation, and a kernel's own workspace; ROOM is for them."""
+It counts the bytes of all floating-point tensors that live at a time (counting.py), while our own
+functions sample, score and train in bfloat16 autocast, as on a GPU with its fused attention. CUDA
+itself, fragmentation and a kernel's own workspace are not counted; ROOM is for them."""
 
 import argparse
 import contextlib
@@ -42,8 +41,9 @@ CARDS = (24, 80)  # GB
 ROOM = 1.5  # GB of a card that we do not count on
 CACHE_GB = 2  # KV caches while sampling, in the table; with less, few completions run at once
 LORA_RANK = 16
+LIMITS = ["--micro-batch-tokens", "4096", "--cache-gb", str(CACHE_GB)]
 PROMPT, LONGEST = 200, 1024  # tokens
-MANY = 24  # prompts: a quarter of CACHE_GB, which is theirs, has room for 21 of the 0.6B model's
+MANY = 24  # prompts: CACHE_GB has room for 14 completions of the 0.6B model, of others for fewer
 
 
 def shape(hidden, inner, layers, heads, kv_heads, dim, vocabulary, tied=True) -> dict:
@@ -65,7 +65,6 @@ SHAPES = {  # of Qwen3
     "1.7B": shape(2048, 6144, 28, 16, 8, 128, 151936),
     "4B": shape(2560, 9728, 36, 32, 8, 128, 151936),
     "8B": shape(4096, 12288, 36, 32, 8, 128, 151936, tied=False),
-    "small": shape(512, 1536, 8, 8, 4, 64, 18),
     "tiny": shape(64, 128, 2, 4, 2, 16, 18),
 }
 PUBLISHED = [name for name in SHAPES if name.endswith("B")]
@@ -93,11 +92,11 @@ class Memory:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """What rollout.py does on a GPU alone, but graphs, which share the memory of a step; steps are
-    of all slots and attend to all positions."""
-    pace = rollout.Pace(span=2**20, steps=1, rows=2**20)
+    """Run as on a GPU, without CUDA graphs, which share the memory of a step. Each decode step has
+    all slots and attends to all positions."""
+    pace = fast_sampling.Pace(span=2**20, steps=1, rows=2**20)
     with (
-        mock.patch.dict(rollout.PACE, cpu=pace),
+        mock.patch.dict(fast_sampling.PACE, cpu=pace),
         mock.patch.object(fast_scoring, "EXPAND_HEADS", {"cpu"}),
         mock.patch.object(rollout, "check_scorer", lambda *_: None),
         mock.patch.object(train, "plan", lambda run, batch: batch.updates),
@@ -106,7 +105,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def count_memory(shape: dict, *flags: str) -> Memory:
-    """What a run with these flags of train.py holds at most, phase by phase."""
+    """Return the most bytes of a run with these flags of train.py, phase by phase."""
     given = ["--model", str(ROOT), "--device", "cpu", "--dtype", "bfloat16", *flags]
     with Counting() as counting, as_on_a_gpu():
         run = new_run(train.parse_flags(given), shape)
@@ -133,7 +132,7 @@ def count_memory(shape: dict, *flags: str) -> Memory:
 
 
 def new_run(config: train.Config, shape: dict) -> train.Run:
-    """Its policies and its optimiser as train.py makes them, of a model without numbers."""
+    """Make the policies and the optimiser as train.py does, of a model without numbers."""
     policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
     run = train.Run(
         config=config,
@@ -161,18 +160,11 @@ def one_update(run: train.Run) -> train.Batch:
     size = run.config.group_size
     length = min(LONGEST, (run.config.micro_batch_tokens - PROMPT) // size)
     rows = torch.arange(2 * size)
-    prompts = 5 + rows[:, None] // size  # groups differ in it
-    tokens = prompts.repeat(1, PROMPT + length)
-    tokens[:, PROMPT] = 2 + rows % size  # completions differ from their first token on
+    prompts = [[5 + row // size] * PROMPT for row in rows.tolist()]  # groups differ in them
+    tokens = (2 + rows % size)[:, None].repeat(1, length)  # completions from their first token on
     zeros = torch.zeros(len(rows), length)
-    samples = rollout.Rollout(
-        tokens=tokens,
-        prompt_lengths=torch.full_like(rows, PROMPT),
-        lengths=torch.full_like(rows, length),
-        completion_mask=torch.ones(len(rows), length, dtype=torch.bool),
-        sampler_logprobs=zeros,
-        truncated=torch.zeros_like(rows, dtype=torch.bool),
-    )
+    lengths = torch.full_like(rows, length)
+    samples = rollout.Rollout.of(prompts, tokens, zeros, lengths, lengths > 0, pad_id=0)
     batch = train.Batch(
         step=1,
         samples=SimpleNamespace(rollout=samples),
@@ -208,22 +200,20 @@ HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card
 
 
 def memory_table(names: list[str]) -> str:
-    """Markdown rows in GB, for micro-batches of 4,096 tokens; whether it fits, with which flag."""
+    """Return Markdown rows in GB, and whether a card has room, with which flag."""
     lines = [HEAD, ["---"] * len(HEAD)]
     for name in names:
         for trained, flags in (("all", []), ("LoRA", ["--lora-rank", str(LORA_RANK)])):
-            lines.append([f"Qwen3-{name}", trained, *cells(SHAPES[name], flags)])
+            memory = count_memory(SHAPES[name], *LIMITS, *flags)
+            less = count_memory(SHAPES[name], *LIMITS, *flags, LESS)
+            numbers = [memory.weights, memory.moments, memory.gradients, memory.sampling]
+            # a frozen bfloat16 copy; float32 weights, gradients and AdamW's moments
+            reference, critic = 2 * memory.parameters, 16 * memory.parameters
+            numbers += [memory.updating, less.updating, reference, critic]
+            fits = [which_fits(card, memory, less) for card in CARDS]
+            cells = [f"{number / GB:.1f}" for number in numbers]
+            lines.append([f"Qwen3-{name}", trained, *cells, *fits])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def cells(shape: dict, flags: list[str]) -> list[str]:
-    flags = [*flags, "--micro-batch-tokens", "4096", "--cache-gb", str(CACHE_GB)]
-    memory, less = count_memory(shape, *flags), count_memory(shape, *flags, LESS)
-    numbers = [memory.weights, memory.moments, memory.gradients, memory.sampling]
-    # a frozen bfloat16 copy; float32 weights, gradients and AdamW's moments
-    numbers += [memory.updating, less.updating, 2 * memory.parameters, 16 * memory.parameters]
-    fits = [which_fits(card, memory, less) for card in CARDS]
-    return [f"{number / GB:.1f}" for number in numbers] + fits
 
 
 def which_fits(card: float, memory: Memory, less: Memory) -> str:
@@ -242,21 +232,21 @@ REWARD = "def by_text(completion, answer):\n    return sum(completion.encode()) 
 
 
 def measure(name: str, *extra: str) -> dict:
-    """Trains random weights of a shape for two steps in a process of its own; the metrics of the
-    last: nothing is learned, but memory and seconds are those of a real model of that shape."""
+    """Train random weights of a shape for two steps in a process of its own. Return the last row of
+    metrics: memory and seconds are those of a real model of that shape."""
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(SHAPES[name], f"{folder}/model")
         Path(folder, "pay.py").write_text(REWARD)
-        small = name not in PUBLISHED
+        real = name in PUBLISHED
         flags = {
             "--model": f"{folder}/model",
             "--reward": f"{folder}/pay.py:by_text",
             "--steps": 2,
             "--eval-samples": 0,
             "--eval-prompts": 8,
-            "--max-new-tokens": 28 if small else LONGEST,
-            "--prompts-per-step": 8 if small else 32,
-            "--micro-batch-tokens": 1024 if small else 4096,
+            "--max-new-tokens": LONGEST if real else 28,
+            "--prompts-per-step": 32 if real else 8,
+            "--micro-batch-tokens": 4096 if real else 1024,
             "--cache-gb": CACHE_GB,
             "--runs": folder,
             "--name": "run",
@@ -281,14 +271,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
-    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=PUBLISHED)
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
     arguments, extra = parser.parse_known_args()
     transformers.utils.logging.disable_progress_bar()
     if arguments.measure:
         print(json.dumps(measure(arguments.measure, *extra), indent=1))
         return
-    table = memory_table(arguments.shapes)
+    table = memory_table(PUBLISHED)
     print(table)
     if arguments.write:
         path = ROOT / "docs/memory.md"

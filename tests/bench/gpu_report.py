@@ -1,13 +1,11 @@
 """Measure this project on your GPU in about ten minutes, and print a Markdown block.
 
     python tests/bench/gpu_report.py
-    python tests/bench/gpu_report.py --models qwen3-0.6b qwen3-1.7b
     python tests/bench/gpu_report.py --train             # only prints two published runs
 
-It runs the tests that need a GPU. It compares decode steps with the time of reading the weights
-once, and `generate` with transformers' (bench_rollout.py). It times a real training step by phase
-and compares its memory with the counted memory. Weights are random: nothing is downloaded. If a
-part fails, the block says so and the others continue."""
+It runs the tests that need a GPU. It compares `generate` with transformers' (bench_rollout.py),
+times a real training step by phase, and compares its memory with the counted memory. Weights are
+random: nothing is downloaded. If a part fails, the block says so and the others continue."""
 
 import argparse
 import subprocess
@@ -19,17 +17,16 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench_memory import GB, ROOT, SHAPES, count_memory, measure
+from bench_memory import GB, LIMITS, ROOT, SHAPES, count_memory, measure
 
 
-def gpu_tests(flags) -> str:
-    """The tests that are skipped where there is no GPU."""
+def gpu_tests() -> str:
+    """Run the tests that are skipped where there is no GPU."""
     return output("-m", "pytest", "-q", "-k", "on_a_gpu", "tests").splitlines()[-1]
 
 
-def sampling(flags) -> str:
-    models = ["--models", ",".join(flags.models), "--rows", "64", "--longest", "256"]
-    return output("tests/bench/bench_rollout.py", *models, "--only", "decoding,sampling")
+def sampling() -> str:
+    return output("tests/bench/bench_rollout.py", "--model", "qwen3-0.6b", "--rows", "64")
 
 
 def output(*command: str) -> str:
@@ -39,16 +36,14 @@ def output(*command: str) -> str:
     return (done.stdout or done.stderr[-2000:]).strip()
 
 
-def training(flags) -> str:
-    """Seconds of the phases of the second step, and its memory beside the counted."""
+def training() -> str:
+    """Return the seconds of the phases of the second step, and its memory beside the counted."""
     lines = ["| trained | seconds by phase | tokens/s | measured, GB | counted, GB |"]
     lines.append("|---" * 5 + "|")
-    name, budget = flags.shape, "1024" if flags.shape == "tiny" else "4096"
     for trained, extra in (("all", []), ("LoRA", ["--lora-rank", "16"])):
-        row = measure(name, "--device", "cuda", *extra)
+        row = measure("0.6B", "--device", "cuda", *extra)
         phases = [f"{key[8:]} {row[key]:.2f}" for key in row if key.startswith("seconds_")]
-        limits = ["--micro-batch-tokens", budget, "--cache-gb", "2"]
-        counted = count_memory(SHAPES[name], *extra, *limits).peak / GB
+        counted = count_memory(SHAPES["0.6B"], *extra, *LIMITS).peak / GB
         cells = [trained, ", ".join(phases), f"{row['tokens_per_second']:.0f}"]
         lines.append(f"| {' | '.join(cells)} | {row['memory_gb']:.2f} | {counted:.2f} |")
     return "\n".join(lines)
@@ -73,12 +68,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=["qwen3-0.6b"], help="of bench_rollout.py")
-    parser.add_argument("--shape", choices=list(SHAPES), default="0.6B", help="that is trained")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument(
-        "--train", action="store_true", help="print the commands of two published runs, and stop"
-    )
+    parser.add_argument("--train", action="store_true", help="print the commands of two runs only")
     flags = parser.parse_args()
     if flags.train:
         print(reference_runs())
@@ -89,16 +79,16 @@ def main() -> int:
     name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{name}, {memory / GB:.0f} GB, {versions}")
-    failed = 0
-    for title in flags.parts:
+    failed = False
+    for title, part in PARTS.items():
         begun = time.perf_counter()
         try:
-            text = PARTS[title](flags)
+            text = part()
         except Exception as error:  # whatever it is: the other parts are worth having
             traceback.print_exc()
-            text, failed = f"failed: {type(error).__name__}: {str(error)[:200]}", failed + 1
+            text, failed = f"failed: {type(error).__name__}: {str(error)[:200]}", True
         print(f"\n**{title}** ({time.perf_counter() - begun:.0f} s)\n\n{text}", flush=True)
-    return min(failed, 1)
+    return int(failed)
 
 
 if __name__ == "__main__":
