@@ -46,36 +46,24 @@ def score_of(model, text) -> float:
 
 
 @pytest.mark.parametrize(
-    "reward, weights",
-    [
-        ("judge:models/judge", (0, 1)),
-        ("2*judge:models/judge", (0, 2)),
-        ("pay.py:even + -0.25*judge:models/judge", (1, -0.25)),
-    ],
+    "reward, weight",
+    [("2*judge:models/judge", 2), ("pay.py:even + -0.25*judge:models/judge", -0.25)],
 )
-def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weights, model, seen, tmp_path):
-    """reward = verifier + w score, row by row; what is right the verifier says, if there is one."""
+def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model, seen, tmp_path):
+    """reward = verifier + w score, row by row. Only the verifier says which answers are right."""
     flags = ["--model", "models/tiny", "--steps", "1", "--reward", reward]
     row = metrics(good(tmp_path, "", *flags).folder)[0]
     judged = seen.batches[0].samples
-    rewarded, verdicts = [], []
-    for text, data, score in zip(judged.texts, judged.rows, judged.scores, strict=True):
-        even = score.terms.get("even", 0.0)
-        expected = weights[0] * even + weights[1] * score_of(model, data["prompt"] + text)
+    verdicts = [score.terms.get("even", 0.0) for score in judged.scores]
+    for text, data, score, even in zip(judged.texts, judged.rows, judged.scores, verdicts):
+        expected = even + weight * score_of(model, data["prompt"] + text)
         assert score.reward == pytest.approx(expected, abs=1e-4)
-        rewarded.append(score.reward)
-        verdicts.append(even)
-    assert row["reward"] == pytest.approx(sum(rewarded) / len(rewarded), abs=1e-4)
     assert row["advantage_abs"] > 0 and row["dead"] < 1
-    if weights[0]:
+    if "even" in reward:
         assert row["solved"] == pytest.approx(sum(verdicts) / len(verdicts), abs=1e-6)
     else:
         assert "solved" not in row
-
-
-def test_it_is_marked_as_shaping(model):
-    """Even where its scores lie between 0 and 1."""
-    assert parse_reward("judge:models/judge + arithmetic").shaping == {"judge"}
+    assert "judge" in parse_reward(reward).shaping  # even if its scores are between 0 and 1
 
 
 def test_groups_are_told_apart_beyond_1(model, monkeypatch, tmp_path):
@@ -145,19 +133,11 @@ def test_what_is_no_reward_model_is_refused(source, words, model, models):
         parse_reward(f"judge:{source}")
 
 
-@pytest.mark.parametrize("fault", ["nan", "template"])
-def test_one_that_cannot_score_is_refused_before_training(fault, folder, tmp_path):
-    if fault == "nan":
-        model = AutoModelForSequenceClassification.from_pretrained(folder)
-        torch.nn.init.constant_(model.score.weight, math.nan)
-        model.save_pretrained(folder)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer.chat_template = "{{ raise_exception('no roles') }}"
-        tokenizer.save_pretrained(folder)
-    flags = f"--model models/tiny --reward judge:{folder}"
-    assert "--reward judge" in refused(tmp_path / "runs", flags)
-    assert not (tmp_path / "runs").exists()
+def test_one_that_cannot_score_is_refused_before_training(folder, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.nn.init.constant_(model.score.weight, math.nan)
+    model.save_pretrained(folder)
+    assert "--reward judge" in refused(tmp_path, f"--model models/tiny --reward judge:{folder}")
 
 
 def test_it_stands_once_in_a_reward(model, tmp_path):

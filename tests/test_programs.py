@@ -1,8 +1,10 @@
 """Programs in completions: which one runs, when it rewards, and that no crash and no trick does."""
 
+import contextlib
+import io
 import json
 import os
-import re
+import sys
 import textwrap
 import threading
 import time
@@ -12,93 +14,106 @@ import pytest
 import rewards
 from support.extras import sandbox
 from support.user import UserError
+from test_rewards import ADD, RIGHT, VERIFY, cells, fenced
 
-rewards.extra_of("code")
-VERIFY = rewards.VERIFIERS
-ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
-RIGHT = "def add(a, b):\n    return a + b"
+# ---- which program runs
 
 
-def cells(text):
-    """Texts of a table, between bars and line breaks."""
-    return [cell.strip() for cell in re.split(r" \| |\n", text) if cell.strip()]
+@pytest.fixture
+def no_sandbox(monkeypatch):
+    """Programs of ours run in this process, which is faster."""
+
+    def run_program(source, given="", name="__main__", **settings):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            try:
+                exec(source, {"__name__": name})
+            except Exception:
+                return {}, None
+        return {}, printed.getvalue()
+
+    monkeypatch.setattr(sandbox, "run_program", run_program)
 
 
-def fenced(source):
-    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
+WRONG = RIGHT.replace("a + b", "0")
+SOLUTION = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
+EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
+HELPER = fenced("def helper(a, b):\n    return total([a, b])")
+TOTAL = fenced("import math\n\ndef total(numbers):\n    return sum(numbers)")
+USES = fenced("def add(a, b):\n    return helper(a, b)")
+BROKEN_HELPER = fenced("def helper(a, b):\n    return 0\n1 / 0")
+CHOSEN = [
+    # the last one
+    fenced(WRONG) + fenced(RIGHT),
+    f"<think>{fenced(WRONG)}</think>{fenced(RIGHT)}",
+    # a block of Python, whatever its tag and its fence
+    "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
+    "```py\n" + RIGHT + "\n```",
+    "```py3\n" + RIGHT + "\n```",
+    "```Python\r\n" + RIGHT + "\r\n```",
+    '```python title="add.py"\n' + RIGHT + "\n```",
+    "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
+    "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
+    "~~~python\n" + RIGHT + "\n~~~",
+    "~~~\n" + RIGHT + "\n~~~\n",
+    "As ```add``` is short:\n" + fenced(RIGHT),
+    "Between ``` and the like is code.\n" + fenced(RIGHT),
+    # no output, no other language, nothing without a tag beside one with it
+    "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
+    "```\nfrom operator import add\n```\n```\n3\n```\n",
+    fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
+    fenced(RIGHT) + "```\ndef add(a, b):\n    return 0\n```\n",
+    # the one that defines the function, behind which an example may stand
+    fenced(WRONG) + "Better:\n" + fenced(RIGHT) + EXAMPLE,
+    fenced(RIGHT) + EXAMPLE + fenced("assert add(1, 1) == 2") + "```\n3\n```",
+    "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
+    fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
+    fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
+    fenced(RIGHT) + fenced("add(1, 2) == 4\nadd (1, 2) == 4"),
+    fenced("add = lambda a, b: a + b") + EXAMPLE,
+    fenced("add: object = lambda a, b: a + b") + EXAMPLE,
+    fenced("from operator import add"),
+    fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
+    # earlier blocks that define names it uses
+    TOTAL + HELPER + USES + EXAMPLE,
+    BROKEN_HELPER + fenced(RIGHT),  # nothing of it is used
+]
+NOT_CHOSEN = [
+    *("", "no program", "```", "``````", "```python\n```", "```text\nx\n```", RIGHT, USES),
+    fenced(RIGHT) + fenced(WRONG),
+    f"<think>{fenced(RIGHT)}</think>",
+    f"<think>{fenced(RIGHT)}",
+    fenced(RIGHT) + "```python\n",  # not closed
+    fenced(RIGHT).replace("`", ""),
+    fenced(RIGHT).rpartition("```")[0],
+    fenced(RIGHT.replace("add", "added")),
+    fenced(SOLUTION.replace("a + b", "a - b")),
+    fenced(SOLUTION.replace("add", "plus")),
+]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        RIGHT,
-        "add = lambda a, b: a + b",
-        "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
-        f"import sys\nsys.stdout.write('no newline')\n{RIGHT}",
-        f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
-        f"import sys\ninput = sys.stdin.readline\n{RIGHT}",
-        f"def print(*words): pass\n{RIGHT}",
-        f"json = results = 0\n{RIGHT}",
-        f"text = '{'x' * 200_000}'\n{RIGHT}",  # longer than an argument may be
-        """
-        import threading
-        def add(a, b):
-            found = []
-            thread = threading.Thread(target=lambda: found.append(a + b))
-            thread.start()
-            thread.join()
-            return found[0]""",
-        """
-        import asyncio
-        from concurrent.futures import ThreadPoolExecutor
-        async def later(number):
-            return number
-        def add(a, b):
-            with ThreadPoolExecutor(4) as pool:
-                return sum(pool.map(abs, (asyncio.run(later(a)), b)))""",
-        """
-        import bisect, collections, datetime, decimal, fractions, functools, heapq, itertools
-        import math, random, re, string
-        def add(a, b):
-            return int(decimal.Decimal(a) + b)""",
-    ],
-    ids=lambda source: source.strip()[:20],
-)
-def test_code_rewards_a_right_function(source):
-    """Whatever it does besides, and whatever names it takes."""
-    assert VERIFY["code"](fenced(source), ADD) == 1.0
+@pytest.mark.parametrize("rewarded, completions", [(1, CHOSEN), (0, NOT_CHOSEN)])
+def test_code_runs_the_block_that_defines_the_function(rewarded, completions, no_sandbox):
+    """And no other block until one is right."""
+    for completion in completions:
+        assert VERIFY["code"](completion, ADD) == rewarded, completion
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def add(a, b):\n    return a - b",
-        "def add(a, b):\n    return 3",
-        "def add(a, b):\n    return float(a + b)",
-        "def add(a, b):\n    return str(a + b)",
-        "def sub(a, b):\n    return a + b",
-        "def add(a, b)\n    return a + b",
-        "add = 3",
-        "",
-        "def add(a, b):\n    return None",
-        "def add(a):\n    return a",
-        "raise SystemExit(0)",
-        "x = " + "(" * 300 + ")" * 300,
-    ],
-)
-def test_code_does_not_reward_a_wrong_function(source):
-    assert VERIFY["code"](fenced(source), ADD) == 0.0
+def test_code_runs_the_block_that_reads_its_input(no_sandbox):
+    reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
+    cases = {"stdin": [["1 2", "3"], ["20 22", "42"]]}
+    assert VERIFY["code"](reads + fenced("print('for example', 3)"), cases) == 1.0
+    assert VERIFY["code"](reads + reads.replace("a + b", "0"), cases) == 0.0
+    helped = fenced("print(helper(*map(int, input().split())))")
+    assert VERIFY["code"](TOTAL + HELPER + helped, cases) == 1.0
+    for text in ("", "no program", "```python\n```", "```text\nx\n```"):
+        assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
 
 
-def test_code_runs_the_last_closed_block_after_the_thinking():
-    right = fenced(RIGHT)
-    wrong = fenced("def add(a, b):\n    return 0")
-    assert VERIFY["code"](wrong + right, ADD) == 1.0
-    assert VERIFY["code"](f"<think>{wrong}</think>{right}", ADD) == 1.0
-    wrongs = [right + wrong, f"<think>{right}</think>", f"<think>{right}", right + "```python\n"]
-    wrongs += [right.replace("`", ""), right[: right.rindex("```")], "", "```", "``````"]
-    for text in wrongs:
-        assert VERIFY["code"](text, ADD) == 0.0, text
+def test_code_with_a_function_and_a_stdin_calls_the_function(no_sandbox):
+    assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
+    named_json = ADD | {"fn": "json"}
+    assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), named_json) == 1.0
 
 
 SAME = """
@@ -113,32 +128,12 @@ OTHER = """
 """
 
 
-@pytest.mark.parametrize(
-    "rewarded, cell",
-    [*((1.0, cell) for cell in cells(SAME)), *((0.0, cell) for cell in cells(OTHER))],
-)
-def test_code_compares_type_strictly(rewarded, cell):
-    result, expected = cell.split(" => ")
-    answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
-    assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == rewarded
-
-
-@pytest.mark.parametrize(
-    "source, rewarded",
-    [
-        ("a, b = map(int, input().split())\nprint(a + b)", 1),
-        ("import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')", 1),
-        ("print(3)", 0),
-        ("print(sum(map(int, open(0).read().split())))", 1),
-        ("a, b = map(int, input().split())\nprint(a + b)\nexit()", 1),
-        ("a, b = map(int, input().split())\nprint(a + b)\nraise ValueError", 0),
-        ("a, b = map(int, input().split())\nprint(a + b, a)", 0),
-    ],
-)
-def test_code_runs_whole_programs(source, rewarded):
-    assert (
-        VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}) == rewarded
-    )
+@pytest.mark.parametrize("rewarded, table", [(1, SAME), (0, OTHER)])
+def test_code_compares_type_strictly(rewarded, table, no_sandbox):
+    for cell in cells(table):
+        result, expected = cell.split(" => ")
+        answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
+        assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == rewarded, cell
 
 
 MALFORMED = """
@@ -154,47 +149,83 @@ MALFORMED = """
 
 
 @pytest.mark.parametrize("answer", cells(MALFORMED))
-def test_code_refuses_malformed_tests(answer):
+def test_code_refuses_malformed_tests(answer, no_sandbox):
     assert VERIFY["code"](fenced(RIGHT), json.loads(answer)) == 0.0
     with pytest.raises(UserError, match="code"):
         rewards.parse_reward("code").check_answer(json.loads(answer))
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        fenced(RIGHT) + "It prints:\n```\n3\n```\n",
-        fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
-        fenced(RIGHT) + "Run it:\n```bash\npython add.py\n```\n",
-        "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
-        "```py\n" + RIGHT + "\n```",
-        "```Python\r\n" + RIGHT + "\r\n```",
-        "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
-        "As ```add``` is short:\n" + fenced(RIGHT),
-        fenced(RIGHT) + "Try:\n```\nresult = add(1, 2)\n```\n",
-        '```python title="add.py"\n' + RIGHT + "\n```",
-        "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
-        "~~~python\n" + RIGHT + "\n~~~",
-        "~~~\n" + RIGHT + "\n~~~\n",
-        "Between ``` and the like is code.\n" + fenced(RIGHT),
-        fenced(RIGHT) + "```\ndef add(a, b):\n    return 0\n```\n",
-        "```\nfrom operator import add\n```\n```\n3\n```\n",
-        "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
-    ],
-)
-def test_code_runs_the_last_block_of_python(completion):
-    assert VERIFY["code"](completion, ADD) == 1.0
+# ---- what it may do
 
-
-def test_code_runs_the_idiom_of_contests():
-    source = """
+CALLED = {  # programs that define `add`
+    "prints": "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
+    "prints no line": f"import sys\nsys.stdout.write('no newline')\n{RIGHT}",
+    "has a main": f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
+    "takes our names": f"json = results = 0\ndef print(*words): pass\ndef input(): pass\n{RIGHT}",
+    "is longer than an argument may be": f"text = '{'x' * 200_000}'\n{RIGHT}",
+    "has a thread": """
+        import threading
+        def add(a, b):
+            found = []
+            thread = threading.Thread(target=lambda: found.append(a + b))
+            thread.start()
+            thread.join()
+            return found[0]""",
+    "has threads and coroutines": """
+        import asyncio
+        from concurrent.futures import ThreadPoolExecutor
+        async def later(number):
+            return number
+        def add(a, b):
+            with ThreadPoolExecutor(4) as pool:
+                return sum(pool.map(abs, (asyncio.run(later(a)), b)))""",
+    "imports": """
+        import bisect, collections, datetime, decimal, fractions, functools, heapq, itertools
+        import math, random, re, string
+        def add(a, b):
+            return int(decimal.Decimal(a) + b)""",
+}
+SUMS = {  # programs that read two numbers
+    "input": "a, b = map(int, input().split())\nprint(a + b)",
+    "stdin": "import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')",
+    "open": "print(sum(map(int, open(0).read().split())))",
+    "exit": "a, b = map(int, input().split())\nprint(a + b)\nexit()",
+    "idiom of contests": """
         import sys, threading
         sys.setrecursionlimit(10 ** 6)
         threading.stack_size(1 << 26)
         def main():
             print(sum(map(int, sys.stdin.readline().split())))
-        threading.Thread(target=main).start()"""
-    assert VERIFY["code"](fenced(source), {"stdin": [["1 2\n", "3"]]}) == 1.0
+        threading.Thread(target=main).start()""",
+}
+
+
+@pytest.mark.parametrize("name", [*CALLED, *SUMS])
+def test_code_rewards_a_right_program(name):
+    """Whatever it does besides."""
+    sums = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}
+    source, cases = (CALLED[name], ADD) if name in CALLED else (SUMS[name], sums)
+    assert VERIFY["code"](fenced(source), cases) == 1.0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def add(a, b):\n    return 3",
+        "def add(a, b):\n    return str(a + b)",
+        "def add(a):\n    return a",
+        "def add(a, b)\n    return a + b",
+        "add = 3",
+        "x = " + "(" * 300 + ")" * 300,
+    ],
+)
+def test_code_does_not_reward_a_wrong_function(source):
+    assert VERIFY["code"](fenced(source), ADD) == 0.0
+
+
+def test_code_does_not_reward_a_wrong_output(no_sandbox):
+    for source in ("print(3)", "a, b = map(int, input().split())\nprint(a + b, a)"):
+        assert VERIFY["code"](fenced(source), {"stdin": [["1 2", "3"], ["20 22", "42"]]}) == 0.0
 
 
 def test_code_may_import_numpy_where_it_is_installed():
@@ -246,12 +277,6 @@ def test_code_does_not_charge_the_start_of_the_interpreter(monkeypatch):
     assert VERIFY["code"](fenced("print(input())"), {"stdin": cases}) == 1.0
 
 
-def test_code_with_a_function_and_a_stdin_calls_the_function():
-    assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
-    answer = {"fn": "json", "cases": ADD["cases"]}
-    assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), answer) == 1.0
-
-
 def test_code_strict_rewards_only_with_every_layer(monkeypatch):
     there = sandbox.run_program("")[0]
     assert VERIFY["code_strict"](fenced(RIGHT), ADD) == float(all(there.values()))
@@ -265,29 +290,34 @@ def test_code_strict_rewards_only_with_every_layer(monkeypatch):
 
 
 CRASHES = {  # programs that fail, and print nothing before
-    "status": "import sys\nsys.exit(1)",
     "status at once": "import os\nos._exit(7)",
     "words for a status": "raise SystemExit('no')",
     "exception": "1 / 0",
     "signal": "import os\nos.abort()",
     "syntax": "x = (",
     "memory": "x = 'a' * (1 << 40)",
-    "null": "x = '\0'",
     "in a thread of its own": "import os, threading\n"
     "thread = threading.Thread(target=os._exit, args=[1])\nthread.start()\nthread.join()",
 }
 
 
+SILENCE = {"stdin": [["1", ""], ["2", " \n"]]}
+
+
 @pytest.mark.parametrize("name", CRASHES)
 def test_code_never_rewards_a_crash(name):
     """Whatever was expected: where that is nothing, a program that failed has printed it."""
-    crash, empty = CRASHES[name], {"stdin": [["1", ""], ["2", " \n"]]}
-    one_of_two = f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
-    assert VERIFY["code"](fenced(crash), empty) == 0.0
-    assert VERIFY["code_strict"](fenced(crash), empty) == 0.0
-    assert VERIFY["code"](fenced(one_of_two), empty) == 0.0
-    assert VERIFY["code"](fenced(f"print(3)\n{crash}"), {"stdin": [["", "3"]]}) == 0.0
+    crash = CRASHES[name]
+    second_of_two = f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
+    assert VERIFY["code"](fenced(second_of_two), SILENCE) == 0.0
+    assert VERIFY["code"](fenced(f"print(3, flush=True)\n{crash}"), {"stdin": [["", "3"]]}) == 0.0
     assert VERIFY["code"](fenced(f"{RIGHT}\n{crash}"), ADD) == 0.0
+
+
+def test_code_rewards_silence_where_it_is_expected():
+    """The programs above fail for their crash, and not for what they did not print."""
+    assert VERIFY["code"](fenced("x = input()"), SILENCE) == 1.0
+    assert VERIFY["code"](fenced("import sys\nsys.exit(0)"), {"stdin": [["", ""]]}) == 1.0
 
 
 def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
@@ -297,78 +327,8 @@ def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
     assert VERIFY["code"](fenced(f"print(3, flush=True)\n{waits}"), {"stdin": [["", "3"]]}) == 0.0
 
 
-def test_code_never_rewards_where_there_is_no_program():
-    for text in ("", "no program", "```python\n```", "```text\nx\n```"):
-        assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
-
-
-def test_code_rewards_silence_where_it_is_expected():
-    """The programs above fail for their crash, and not for what they did not print."""
-    assert VERIFY["code"](fenced("x = input()"), {"stdin": [["1", ""], ["2", " \n"]]}) == 1.0
-    assert VERIFY["code"](fenced("import sys\nsys.exit(0)"), {"stdin": [["", ""]]}) == 1.0
-
-
-EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
-SOLUTION = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
-READS = "a, b = map(int, input().split())\nprint(a + b)"
-
-
-@pytest.mark.parametrize(
-    "completion",
-    [
-        fenced(RIGHT) + EXAMPLE,
-        fenced(RIGHT) + EXAMPLE + fenced("assert add(1, 1) == 2") + "```\n3\n```",
-        fenced("def add(a, b):\n    return 0") + "Better:\n" + fenced(RIGHT) + EXAMPLE,
-        fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
-        fenced("add = lambda a, b: a + b") + EXAMPLE,
-        fenced("add: object = lambda a, b: a + b") + EXAMPLE,
-        fenced("from operator import add"),
-        fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
-        fenced(RIGHT) + fenced("add(1, 2) == 4\nadd (1, 2) == 4"),
-        fenced(SOLUTION),
-        fenced(SOLUTION) + fenced("print(Solution().add(1, 2))"),
-        fenced("def helper(a): return a\n" + SOLUTION),
-        "```py3\n" + RIGHT + "\n```",
-        "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
-    ],
-)
-def test_code_runs_the_block_that_defines_the_function(completion):
-    assert VERIFY["code"](completion, ADD) == 1.0
-
-
-def test_code_runs_earlier_blocks_that_define_what_is_used():
-    helper = fenced("def helper(a, b):\n    return total([a, b])")
-    wrong = fenced("def helper(a, b):\n    return 0\n1 / 0")
-    total = fenced("import math\n\ndef total(numbers):\n    return sum(numbers)")
-    uses = fenced("def add(a, b):\n    return helper(a, b)")
-    for text in (total + helper + uses, total + helper + uses + EXAMPLE):
-        assert VERIFY["code"](text, ADD) == 1.0, text
-    reads = fenced("print(helper(*map(int, input().split())))")
-    assert VERIFY["code"](total + helper + reads, {"stdin": [["1 2", "3"]]}) == 1.0
-    assert VERIFY["code"](wrong + fenced(RIGHT), ADD) == 1.0  # nothing of it is used
-    assert VERIFY["code"](uses, ADD) == 0.0
-
-
-def test_code_does_not_run_another_block_until_one_is_right():
-    for completion in (
-        fenced(RIGHT) + fenced("def add(a, b):\n    return 0"),  # the last one counts
-        fenced("def added(a, b):\n    return a + b"),
-        fenced(SOLUTION.replace("a + b", "a - b")),
-        fenced(SOLUTION.replace("add", "plus")),
-    ):
-        assert VERIFY["code"](completion, ADD) == 0.0, completion
-
-
-def test_code_runs_the_block_that_reads_its_input():
-    cases = {"stdin": [["1 2", "3"], ["20 22", "42"]]}
-    assert VERIFY["code"](fenced(READS) + fenced("print('for example', 3)"), cases) == 1.0
-    assert VERIFY["code"](fenced(READS) + fenced(READS.replace("a + b", "0")), cases) == 0.0
-
-
 ATTACKS = {  # each would be rewarded if the verifier trusted the child
-    "early exit": "import os\nos._exit(0)",
     "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
-    "sys.exit": "import sys\nsys.exit(0)",
     "always equal": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
     "text always equal": """
         class E(str):
@@ -376,7 +336,6 @@ ATTACKS = {  # each would be rewarded if the verifier trusted the child
             __hash__ = str.__hash__
         def add(a, b):
             return E('3')""",
-    "forged line": "print('[3, 3]')\nimport os\nos._exit(0)",
     "forged line at exit": """
         import atexit
         atexit.register(lambda: print('[true, true]'))
@@ -395,29 +354,10 @@ ATTACKS = {  # each would be rewarded if the verifier trusted the child
         def add(a, b):
             return 0""",
     "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
-    "patched builtins": """
-        import builtins
-        builtins.all = lambda x: True
-        builtins.float = lambda x: 1.0
-        def add(a, b):
-            return 0""",
     "patched input": """
         import builtins
         builtins.input = lambda: '[]'
         def add(a, b):
-            return 0""",
-    "frames": """
-        import sys
-        def add(a, b):
-            frame, found = sys._getframe(), []
-            while frame:
-                found += [v for v in frame.f_locals.values() if isinstance(v, list)]
-                found += [v for v in frame.f_globals.values() if isinstance(v, list)]
-                frame = frame.f_back
-            for values in found:
-                for value in values:
-                    if isinstance(value, list) and len(value) == 2 and value[0] == [a, b]:
-                        return value[1]
             return 0""",
     "garbage collector": """
         import gc

@@ -23,37 +23,17 @@ ROOT = Path(rewards.__file__).parent
 for name in rewards.OPTIONAL:
     rewards.extra_of(name)
 VERIFY = rewards.VERIFIERS
-
-
-def outcome(value):
-    """What a verifier says of the whole: the last of a list of (position, reward)."""
-    if type(value) is list:
-        assert all(
-            type(end) is int and type(part) is float and 0 <= part <= 1 for end, part in value
-        )
-        return value[-1][1]
-    return value
-
-
+RUNS_NOTHING = [name for name in VERIFY if not name.startswith("code")]
 ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
 RIGHT = "def add(a, b):\n    return a + b"
-GOLD = {  # a usable gold answer for every verifier
-    "countdown": {"numbers": [3, 5, 2], "target": 13},
-    "code": ADD,
-    "code_strict": ADD,
-    "choice": "B",
-    "arithmetic": "6",
-}
+COUNTDOWN = {"numbers": [3, 5, 2], "target": 13}
+GOLD = {"countdown": COUNTDOWN, "code": ADD, "code_strict": ADD, "choice": "B"}  # else 6
 
 
 def cells(text):
-    """Texts of a table, between bars and line breaks."""
-    return [cell.strip() for cell in re.split(r" \| |\n", text) if cell.strip()]
-
-
-def pairs(text):
-    """(text, gold answer) of each cell, between which an arrow stands."""
-    return [tuple(cell.split(" => ")) for cell in cells(text)]
+    """Texts of a table, between bars and line breaks. ⏎ is a line break inside a text."""
+    found = [cell.strip() for cell in re.split(r" \| |\n", text)]
+    return [cell.replace("⏎", "\n") for cell in found if cell]
 
 
 def boxed(answer):
@@ -64,108 +44,129 @@ def fenced(source):
     return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
 
 
-# ---- extraction
+# ---- verdicts. In the tables a gold answer other than GOLD's stands behind an arrow
 
-EXTRACTED = pairs(
-    r"""
-        <answer>6</answer> => 6 | <think>2+3=5</think> <answer>6</answer> => 6
-        2+3=5</think> <answer>6</answer> => 6 | <think>\boxed{5}</think> \boxed{6} => 6
-        <think>a</think><think>b</think>\boxed{6} => 6
-        <answer>5</answer> no, <answer>6</answer> => 6
-        <answer>the answer is \boxed{6}</answer> => 6 | \boxed{5} <answer>6</answer> => 6
-        <answer>6</answer> \boxed{5} => 6 | \boxed{5} or rather \boxed{6} => 6
-        \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{\boxed{6}} => 6 | \boxed{5 \boxed{6} => 6
-        \boxed{ \boxed {\boxed{6}} } => 6 | \\boxed{6} => 6 | \boxed{\{6\}} => \{6\}
-        \boxed{6} and \boxed{5 => 6 | \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { => 6
-        #### 6 => 6 | #### 1 234 dollars => 1 234 dollars | \boxed{  6  } => 6 | ####6 => 6
-    """
-) + [
-    ("<answer>\n6\n</answer>", "6"),
-    ("a\n#### 5\nb\n#### 6\nc", "6"),
-    ("#### 5\n\\boxed{6}", "6"),
-    ("\\boxed{6}\n#### 5", "6"),
-    ("x" * 500_000 + "\\boxed{6}" + "x" * 500_000, "6"),  # no tail window
-    ("<answer>6</answer>" + "x" * 500_000, "6"),
-]
-NOT_EXTRACTED = cells(
-    r"""
-        6 | the answer is 6 | <think>\boxed{6} | <think>\boxed{6}</think> | \boxed{6}</think>
-        <think>#### 6</think>done | <think>a</think><think>\boxed{6} | <answer>6
-        <answer>5</answer> <answer>6 | \boxed{6 | \boxed 6 | \boxed{} | <answer></answer>
-        <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6}
-        \boxed{5}\boxed{6}</think> | <answer>6</answer></think>
-        \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}}
-        \boxed{5 or \boxed{6}} | \boxed{\boxed{6}+1}
-        \boxed{\boxed{5}\boxed{6}} | \boxed{x = \boxed{6}} | <answer>\boxed{5 or \boxed{6}}</answer>
-    """
-) + ["", "####\n6", "<answer>\\boxed{6</answer>"[:20]]
-
-
-@pytest.mark.parametrize("completion, answer", EXTRACTED)
-def test_extraction_finds_the_answer(completion, answer):
-    assert rewards.final_answer(completion, marked=True) == answer
-    assert VERIFY["math"](completion, answer) == 1.0
-    assert VERIFY["exact"](completion, answer) == 1.0
-
-
-@pytest.mark.parametrize("completion", NOT_EXTRACTED)
-def test_extraction_finds_nothing(completion):
-    assert rewards.final_answer(completion, marked=True) == ""
-    assert VERIFY["math"](completion, "6") == 0.0
-
-
-# ---- numbers without a mark
-
-
-LENIENT = pairs(
-    r"""
-        the answer is 6 => 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
-        10-5 => 5 | −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5 | the answer is - 5 => -5
-        the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
-        \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
-        so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
-        5 seconds => 5 | so $3 1/2 => 3.5
-        10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42
-    """
-) + [("so:\n- 5", "5"), ("so 42" + " and on" * 1000, "42"), ("6 or \\boxed{7}", "7")]
-NOT_LENIENT = pairs(
-    r"""
-        6 apples, 7 pears => 6 | 10-5 => -5 | \boxed{7} then 6 => 6 | <think>6</think> none => 6
-        <think>6 => 6 | no number => 6 | 6 #### \boxed{} => 6 | 6 #### => 6 | so \boxed{6 => 6
-        6 <answer></answer> => 6 | −5 => 5 | - 5 => 5 | 10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10
-        it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
-        10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4
-        so 50% => 50 | 5 million => 5 | 7 tenths => 7 | 2 thirds => 2 | 2 and a half => 2
-        5 squared => 5
-    """
-) + [("", "6"), ("7" * 2000, "7")]
-
-
-def test_math_lenient_falls_back_on_the_last_number():
-    for completion, gold in LENIENT:
-        assert VERIFY["math_lenient"](completion, gold) == 1, completion
-        assert VERIFY["math"](completion, gold) == ("boxed" in completion), completion
-    for completion, gold in NOT_LENIENT:
-        assert VERIFY["math_lenient"](completion, gold) == 0, (completion, gold)
-        assert VERIFY["math"](completion, gold) == 0, (completion, gold)
-
-
-PARTS_OF_EXPRESSIONS = r"""
-    5\pi | $5\pi$ | 5 \pi | 5π | 2^5 | 2^{5} | x^5 | 1e5 | minus 5 | negative 5 | x_5 | x_{5} | 5x
-    5 x | 5k | 5M | 5 + x | x + 5 | x+5 | 3 + 5 | 3 * 5 | 2*(5) | \sqrt{5} | \sqrt 5 | √5 | f(5)
-    log 5 | 5² | x < 5 | x ≤ 5 | x != 5 | x >= 5 | ≠ 5 | divided by 5 | the root of 5 | half of 5
-    to the power of 5 | 3 \cdot 5 | 3 \times 5 | a/5 | 5/a | 5 / a | 5 - x | x - 5 | 3:5 | 5th
-    twice 5 | plus 5 | mod 5 | not 5 | it isn't 5 | 5 is wrong | 5, which is incorrect
-    5 is not the answer | 5 thirds | 3 x 5 | 7 or 5 | 5 xy | 5 ppm | > 5 | 5 less than x | 5? No
-    the result - 5 | 2* 5 | 5 and a half | 1 /5
+EXTRACTED = r"""
+    <answer>6</answer> | <think>2+3=5</think> <answer>6</answer> | 2+3=5</think> <answer>6</answer>
+    <think>\boxed{5}</think> \boxed{6} | <think>a</think><think>b</think>\boxed{6}
+    <answer>5</answer> no, <answer>6</answer> | <answer>the answer is \boxed{6}</answer>
+    \boxed{5} <answer>6</answer> | <answer>6</answer> \boxed{5} | \boxed{5} or rather \boxed{6}
+    \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{\boxed{6}} | \boxed{5 \boxed{6}
+    \boxed{ \boxed {\boxed{6}} } | \\boxed{6} | \boxed{\{6\}} => \{6\} | \boxed{6} and \boxed{5
+    \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{  6  }
+    #### 1 234 dollars => 1 234 dollars | <answer>⏎6⏎</answer> | a⏎#### 5⏎b⏎#### 6⏎c
+    #### 5⏎\boxed{6} | \boxed{6}⏎#### 5
+"""
+NOT_EXTRACTED = r"""
+    6 | the answer is 6 | <think>\boxed{6} | <think>\boxed{6}</think> | \boxed{6}</think>
+    <think>#### 6</think>done | <think>a</think><think>\boxed{6} | <answer>6 | ####⏎6
+    <answer>5</answer> <answer>6 | \boxed{6 | \boxed 6 | \boxed{} | <answer></answer>
+    <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6} | <answer>\boxed{6</answer
+    \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}}
+    \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}} | <answer>\boxed{5 or \boxed{6}}</answer>
+"""
+LENIENT = r"""
+    the answer is 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
+    10-5 => 5 | −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5 | the answer is - 5 => -5
+    the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
+    \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
+    so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
+    so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42 | so:⏎- 5 => 5
+    6 or \boxed{7} => 7
+"""
+NOT_LENIENT = r"""
+    6 apples, 7 pears | 10-5 => -5 | \boxed{7} then 6 | <think>6</think> none | <think>6
+    no number | 6 #### \boxed{} | 6 #### | so \boxed{6 | 6 <answer></answer> | −5 => 5 | - 5 => 5
+    10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10 | it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
+    10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4 | so 50% => 50 | 5 million => 5 | 7 tenths => 7
 """
 NUMBERS = r"""
-    5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | Answer: 5 | **5** | **5** apples
-    is **5**. | $5$ | \(5\) | \[5\] | so $x = 5$. | 5 cm | 5cm | => 5 | -> 5 | → 5 | ≈ 5
+    5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | **5** | **5** apples
+    is **5**. | \(5\) | \[5\] | so $x = 5$. | 5cm | => 5 | -> 5 | → 5 | ≈ 5
     \Rightarrow 5 | 5 (five) | 5 - that is it | Step 3: 5 | 5 \text{ apples}
     the 5 red ones | 10/2 | 10 / 2 | it is 5! | $5/hour | **Answer:** 5 | *Answer* 5 | so 5 I think
     for a total of 5 clips | 5 a day | it is 5 m long | - Total: 5 | 5 and that is it
 """
+PARTS_OF_EXPRESSIONS = r"""
+    5\pi | 5 \pi | 5π | 2^5 | 2^{5} | 1e5 | minus 5 | negative 5 | x_{5} | 5x
+    5 x | 5k | 5M | 5 + x | x + 5 | x+5 | 3 * 5 | 2*(5) | \sqrt{5} | \sqrt 5 | √5 | f(5)
+    log 5 | 5² | x < 5 | x ≤ 5 | x != 5 | x >= 5 | ≠ 5 | divided by 5 | the root of 5 | half of 5
+    to the power of 5 | 3 \cdot 5 | a/5 | 5/a | 5 / a | 5 - x | x - 5 | 3:5 | 5th
+    twice 5 | plus 5 | mod 5 | not 5 | it isn't 5 | 5 is wrong | 5, which is incorrect
+    5 is not the answer | 5 thirds | 3 x 5 | 7 or 5 | 5 xy | 5 ppm | > 5 | 5 less than x | 5? No
+    the result - 5 | 2* 5 | 5 and a half | 1 /5 | 5 squared
+"""
+SOLUTIONS = r"""
+    3*5-2 | 5*3-2 | -2+3*5 | 3×5−2 | 3\times5-2 | 3\cdot 5 - 2 | 3*5-2=13 | 13 = 3*5-2
+    3*5-2 = 13. | ((3*5))-2 | $3*5-2$ | (3)(5)-2 | +3*5-2 | 5*3+-2 | 03*5-2
+"""
+NO_SOLUTIONS = r"""
+    13 | 3*5 | 3*5-2+0 | 3*5-2-2+2 | 5+5+3 | 35-2*11 | 3*5-1-1 | 3*5+2 | 3**5-2 | 3^5-2
+    3//5*2 | 3*5-2=14 | 13=13=3*5-2 | 13=3*5-2=13 | 14=3*5-2 | 13= | 3*5-2.. | 13=13
+    3*5-2 or 3+5+2 | 3*5-2;3 | 3*5-2,13 | int('3')*5-2 | 3*5-2! | 3 5 2 | ３*5-2 | 3*٥-2
+    3*5-(2 | 3*5-2) | 3.0*5-2 | 3e0*5-2 | 3*5-2%1 | 3*5-\frac{2}{1} | abs(3)*5-2 | 3*5-2#
+    9**9**9**9 | 3*5-x | <think>3*5-2</think> | <think>3*5-2 | the solution is 3*5-2
+    3 *5 -2 13 | 3*5-2⏎13
+"""
+CHOSEN = r"""
+    B | b | (B) | B. | B) | **B** | \boxed{B} | \boxed{\text{B}} | \boxed{\textbf{(B)}}
+    <answer>B</answer> | <answer>(B) Paris</answer> | B. Paris | B: the capital
+    The answer is B. | The correct option is (B). | the final answer is B | <think>A</think>B
+    #### B | B. A dog | B. I think so | B. Vitamin B | b) Vitamin B | B - Paris | --- B ---
+    B – Paris | (B) - a dog | B. f(a) is 2 | option B
+    B. Not given | B. Not enough information | B. False | B: False | B. None of the above | B. No
+    (B) No | B. It does not rain | (B) is correct | B. Incorrect dosage | B. The wrong side
+    (B) because it fits | B. Cannot be determined | B. It is not known | (B) is the one
+"""
+NOT_CHOSEN = r"""
+    A | A or B | B or A | A, B | B and C | (A)(B) | B. or A. | B) C) D) | B) 1⏎(c) 2
+    AB | BB | Berlin | a big dog | not B | I think B is wrong | <think>B</think>A | <think>B
+    <answer>B | Б | 1 | the answer | \boxed{A} B | B? A? | B. Or rather C | B. C is the answer
+    B. A is the answer | B. On reflection C is right | B) 1 c) 2 | B - no, C is right | A - B | B-52
+    (B) is not correct | B: incorrect | B: wrong | B. Wrong, because | (B) is wrong
+    (B) isn't right | (B) isn’t it | B. This is not the answer | (B) cannot be right | (B) is not
+    (B) can't be it | (B)? No | ≠ B | ¬B | ❌ B | B ❌ | ~~B~~ | (B) is false
+    (B) would be incorrect | B, no | B) incorrect, because | (B), which is wrong
+    B. Never the right choice | (B) is ruled out | (B) – not the answer
+    (B) is clearly not the case | not (B) | (B) won't do | Option (B) was eliminated
+"""
+EXACT = r"""
+    Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE
+    \boxed{a b} => a b | <think>x</think>Paris => Paris | ⏎ Paris ⏎ => Paris
+"""
+NOT_EXACT = "Paris. => Paris | in Paris => Paris | Pari => Paris | <think>6 | 0.5 => 1/2"
+FORMED = """
+    <think>a</think><answer>b</answer> | a</think><answer>b</answer>
+    <think>⏎a⏎</think>⏎⏎<answer>⏎b</answer>⏎ | <think>a < b > c</think> <answer><b></answer>
+    <think>...</think><answer>∅</answer> | <think>漢</think><answer>-</answer>
+"""
+NOT_FORMED = """
+    a | <answer>b</answer> | <think>a</think> | <think>a</think>b | <think>a<answer>b</answer>
+    <think>a</think><answer>b | <think></think><answer>b</answer>
+    <think>a</think><answer> </answer> | x<think>a</think><answer>b</answer>
+    <think>a</think>x<answer>b</answer> | <think>a</think><answer>b</answer>x
+    <think>a</think><answer>b</answer><answer>c</answer> | <think><think>a</think><answer>b</answer>
+    <think>a</think></think><answer>b</answer> | <think>a</think><answer><think></answer>
+    <answer>b</answer><think>a</think> | </think><answer>b</answer>
+    <THINK>a</THINK><ANSWER>b</ANSWER>
+"""
+TABLES = {  # verifier: what it rewards, and what it does not
+    "math": (EXTRACTED, NOT_EXTRACTED),
+    "math_lenient": (LENIENT, NOT_LENIENT),
+    "countdown": (SOLUTIONS, NO_SOLUTIONS),
+    "choice": (CHOSEN, NOT_CHOSEN),
+    "exact": (EXACT + EXTRACTED, NOT_EXACT),
+    "format": (FORMED, NOT_FORMED),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_verifier_judges_as_written(name):
+    for rewarded, table in zip((1, 0), TABLES[name]):
+        for cell in cells(table):
+            completion, _, gold = cell.partition(" => ")
+            verdict = VERIFY[name](completion, gold or GOLD.get(name, "6"))
+            assert verdict == rewarded, cell
 
 
 @pytest.mark.parametrize("rewarded, table", [(0, PARTS_OF_EXPRESSIONS), (1, NUMBERS)])
@@ -173,48 +174,35 @@ def test_math_lenient_takes_a_number_that_stands_alone(rewarded, table):
     """And none out of an expression."""
     for text in cells(table):
         around = f"so {text}." if not rewarded else f"1 and 2.\n{text}"
-        assert VERIFY["math_lenient"](text, "5") == rewarded, text
-        assert VERIFY["math_lenient"](around, "5") == rewarded, text
+        for completion in (text, around):
+            assert VERIFY["math_lenient"](completion, "5") == rewarded, completion
+            assert VERIFY["math"](completion, "5") == 0, completion
 
 
-# ---- the other verifiers
-
-COUNTDOWN = {"numbers": [3, 5, 2], "target": 13}
-
-
-@pytest.mark.parametrize(
-    "text",
-    cells(
-        r"""
-        3*5-2 | 5*3-2 | (3*5)-2 | -2+3*5 | 3 * 5 - 2 | 3×5−2 | 3\times5-2 | 3\cdot 5 - 2
-        3*5-2=13 | 3*5-2 = 13 | 13=3*5-2 | 13 = 3*5-2 | 3*5-2. | 3*5-2 = 13. | ((3*5))-2 | $3*5-2$
-        (3)(5)-2 | +3*5-2 | 5*3+-2 | 03*5-2
-    """
-    ),
-)
-@pytest.mark.parametrize(
-    "wrap", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"]
-)
-def test_countdown_rewards_a_solution(text, wrap):
-    assert VERIFY["countdown"](wrap.format(text), COUNTDOWN) == 1.0
+def test_answers_of_any_length_have_no_effect_but_their_own():
+    """No tail window: an answer may stand far from the end. One of 10,001 characters is none."""
+    far = ["x" * 500_000 + "\\boxed{6}" + "x" * 500_000, "<answer>6</answer>" + "x" * 500_000]
+    assert [VERIFY["math"](text, "6") for text in far] == [1, 1]
+    assert VERIFY["math_lenient"]("so 42" + " and on" * 1000, "42") == 1
+    assert VERIFY["math_lenient"]("7" * 2000, "7") == VERIFY["choice"]("B" * 1000, "B") == 0
+    for text in ("(" * 5000 + "3*5-2" + ")" * 5000, "3*5-2" + "+0" * 5000, "1" * 1_000_000):
+        assert VERIFY["countdown"](text, COUNTDOWN) == 0
+    assert rewards.final_answer(boxed("5" * 10_000), marked=True) == "5" * 10_000
+    assert rewards.final_answer(boxed("5" * 10_001), marked=True) == ""
 
 
-@pytest.mark.parametrize(
-    "text",
-    cells(
-        r"""
-        13 | 3*5 | 3*5-2+0 | 3*5-2-2+2 | 5+5+3 | 35-2*11 | 3*5-1-1 | 3*5+2 | 3**5-2 | 3^5-2
-        3//5*2 | 15-2 | 3*5-2=14 | 13=13=3*5-2 | 13=3*5-2=13 | 14=3*5-2 | 13= | 3*5-2.. | 13=13
-        3*5-2 or 3+5+2 | 3*5-2;3 | 3*5-2,13 | int('3')*5-2 | 3*5-2! | 3 5 2 | ３*5-2 | 3*٥-2
-        3*5-(2 | 3*5-2) | 3.0*5-2 | 3e0*5-2 | 3*5-2%1 | 3*5-\frac{2}{1} | abs(3)*5-2 | 3*5-2#
-        9**9**9 | 9**9**9**9 | 98**97**96 | 3*5-x | <think>3*5-2</think> | <think>3*5-2
-        the solution is 3*5-2 | 3 *5 -2 13
-    """
-    )
-    + ["", "3*5-2\n13", "(" * 5000 + "3*5-2" + ")" * 5000, "3*5-2" + "+0" * 5000, "1" * 1_000_000],
-)
-def test_countdown_does_not_reward(text):
-    assert VERIFY["countdown"](text, COUNTDOWN) == 0.0
+def test_nothing_is_no_answer():
+    for name, gold in [("math", "6"), ("math_lenient", "6"), ("countdown", COUNTDOWN)]:
+        assert VERIFY[name]("", gold) == 0
+    for completion, gold in [("", ""), (" ", " "), ("None", None)]:
+        assert VERIFY["exact"](completion, gold) == 0
+    assert VERIFY["exact"]("7", 7) == 1
+
+
+@pytest.mark.parametrize("wrap", ["<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"])
+def test_countdown_reads_the_final_answer(wrap):
+    for text in cells(SOLUTIONS):
+        assert VERIFY["countdown"](wrap.format(text), COUNTDOWN) == 1, text
 
 
 @pytest.mark.parametrize(
@@ -225,11 +213,8 @@ def test_countdown_does_not_reward(text):
         ("8÷(3−8÷3)", [3, 3, 8, 8], 24, 1),
         ("1/2", [1, 2], 0, 0),
         ("1/(2-2)", [1, 2, 2], 0, 0),
-        ("0/0", [0, 0], 0, 0),
         ("3 1/2*2", [3, 1, 2, 2], 7, 0),
         ("2 2+1", [2, 2, 1], 23, 0),
-        ("12", [1, 2], 12, 0),
-        ("2-5", [2, 5], -3, 1),
         ("2-5=-3", [2, 5], -3, 1),
     ],
 )
@@ -250,68 +235,13 @@ MALFORMED = """
 @pytest.mark.parametrize("answer", cells(MALFORMED))
 def test_countdown_refuses_malformed_problems(answer):
     assert VERIFY["countdown"]("3*5-2", json.loads(answer)) == 0.0
-    with pytest.raises(UserError, match="countdown") as error:
+    with pytest.raises(UserError, match="countdown"):
         rewards.parse_reward("countdown").check_answer(json.loads(answer))
-    assert "\n" not in str(error.value)
-
-
-CHOSEN = r"""
-    B | b | (B) | B. | B) | **B** | \boxed{B} | \boxed{\text{B}} | \boxed{\textbf{(B)}}
-    <answer>B</answer> | <answer>(B) Paris</answer> | B. Paris | B: the capital | Answer: B
-    The answer is B. | The correct option is (B). | the final answer is B | <think>A</think>B
-    #### B | B. A dog | B. I think so | B. Vitamin B | b) Vitamin B | B - Paris | --- B ---
-    B – Paris | (B) - a dog | B. f(a) is 2 | option B
-"""
-NOT_CHOSEN = r"""
-    A | C | A or B | B or A | A, B | B, A | B and C | A B C D | (A)(B) | B. or A. | B) C) D)
-    AB | BB | Berlin | a big dog | not B | I think B is wrong | <think>B</think>A | <think>B
-    <answer>B | Б | 1 | the answer | \boxed{A} B | B? A? | B. Or rather C | B. C is the answer
-    B. A is the answer | B. No: C is correct | B. On reflection C is right | B) 1 c) 2 | B - C
-    B - no, C is right | A - B | B-52
-"""
-DENIED = """
-    (B) is not correct | B: incorrect | B: wrong | B. Wrong, because | (B) is wrong
-    (B) isn't right | (B) isn’t it | B. This is not the answer | (B) cannot be right | (B) is not
-    (B) can't be it | (B)? No | B is not it | ≠ B | ¬B | ❌ B | B ❌ | ~~B~~ | (B) is false
-    (B) would be incorrect | B, no | B) incorrect, because | (B), which is wrong
-    B. Never the right choice | (B) is ruled out | (B) – not the answer
-    (B) is clearly not the case | not (B) | (B) won't do | Option (B) was eliminated
-"""
-NOT_DENIED = """
-    B. Not given | B. Not enough information | B. False | B: False | B. None of the above | B. No
-    (B) No | B. It does not rain | (B) is correct | (B) is right | B. Incorrect dosage
-    B. The wrong side | (B) because it fits | B. Cannot be determined | B. It is not known
-    B. Nothing is lost | (B) is the one
-"""
-
-
-@pytest.mark.parametrize(
-    "rewarded, table", [(1, CHOSEN), (0, NOT_CHOSEN), (0, DENIED), (1, NOT_DENIED)]
-)
-def test_choice_rewards_the_letter_that_an_answer_commits_to(rewarded, table):
-    """A letter that is taken back is none; a text behind it may deny something else."""
-    for text in cells(table):
-        assert VERIFY["choice"](text, "B") == rewarded, text
-    for text in ("", "B" * 1000, "B) 1\n(c) 2"):
-        assert VERIFY["choice"](text, "B") == 0, text
-
-
-def test_exact_compares_up_to_case_and_whitespace():
-    right = "Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE"
-    right += " | \\boxed{a b} => a b | <think>x</think>Paris => Paris"
-    for completion, gold in [*pairs(right), (" Paris \n", "Paris"), ("7", 7)]:
-        assert VERIFY["exact"](completion, gold) == 1, completion
-    wrong = (
-        "Paris. => Paris | in Paris => Paris | Pari => Paris | <think>Paris => Paris | 0.5 => 1/2"
-    )
-    for completion, gold in [*pairs(wrong), ("", "Paris"), ("", ""), (" ", " "), ("None", None)]:
-        assert VERIFY["exact"](completion, gold) == 0, completion
 
 
 @pytest.mark.parametrize(
     "completion, gold, value",
     [
-        ("the cat", "cat", 1),
         ("The cat sat.", "a cat sat", 1),
         ("cat", "dog", 0),
         ("", "dog", 0),
@@ -320,7 +250,6 @@ def test_exact_compares_up_to_case_and_whitespace():
         ("red cat sat down", "red cat", 2 / 3),  # P = 2/4, R = 2/2
         ("cat cat cat", "cat", 1 / 2),  # counted once: P = 1/3, R = 1
         ("<answer>cat</answer> dog", "cat", 1),
-        ("<think>cat</think>", "cat", 0),
         ("x-ray", "xray", 1),
     ],
 )
@@ -328,49 +257,12 @@ def test_f1_is_the_harmonic_mean_of_word_overlap(completion, gold, value):
     assert VERIFY["f1"](completion, gold) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "<think>a</think><answer>b</answer>",
-        "a</think><answer>b</answer>",
-        " <think>\na\n</think>\n\n<answer>\nb</answer>\n",
-        "<think>a < b > c</think> <answer><b></answer>",
-        "<think>...</think><answer>∅</answer>",
-        "<think>漢</think><answer>-</answer>",
-    ],
-)
-def test_format_rewards_the_form(completion):
-    assert VERIFY["format"](completion) == 1.0
-    assert VERIFY["format"](completion, "anything") == 1.0
-
-
-@pytest.mark.parametrize(
-    "completion",
-    cells(
-        r"""
-        a | <answer>b</answer> | <think>a</think> | <think>a</think>b | <think>a<answer>b</answer>
-        <think>a</think><answer>b | <think></think><answer>b</answer>
-        <think>a</think><answer> </answer> | x<think>a</think><answer>b</answer>
-        <think>a</think>x<answer>b</answer> | <think>a</think><answer>b</answer>x
-        <think>a</think><answer>b</answer><answer>c</answer>
-        <think>a</think></think><answer>b</answer> | <think><think>a</think><answer>b</answer>
-        <think>a</think><answer><think></answer> | <answer>b</answer><think>a</think>
-        </think><answer>b</answer> | <THINK>a</THINK><ANSWER>b</ANSWER>
-    """
-    )
-    + [
-        "",
-        "<think>\u200b</think><answer>\u200b</answer>",
-        "<think>a</think><answer>\u200b\u2060</answer>",
-        "<think>\ufeff</think><answer>b</answer>",
-        "<think>\u3164</think><answer>b</answer>",  # a letter that shows nothing
-        "<think>\u2800</think><answer>b</answer>",  # a symbol that does the same
-        "<think>\u0301\ufe0f</think><answer>b</answer>",  # marks, and nothing to stand on
-        "<think>\0</think><answer>b</answer>",
-    ],
-)
-def test_format_does_not_reward(completion):
-    assert VERIFY["format"](completion) == 0.0
+@pytest.mark.parametrize("text", ["\u200b", "\ufeff", "\u3164", "\u2800", "\u0301\ufe0f", "\0"])
+def test_format_does_not_reward_what_cannot_be_seen(text):
+    """Spaces of no width, a letter and a symbol that show nothing, marks with no letter."""
+    assert VERIFY["format"](f"<think>{text}</think><answer>b</answer>") == 0
+    assert VERIFY["format"](f"<think>a</think><answer>{text}</answer>") == 0
+    assert VERIFY["format"](f"<think>a{text}</think><answer>b{text}</answer>") == 1
 
 
 # ---- totality and time
@@ -387,71 +279,69 @@ def hostile():
     """Name -> text: what is long, deep or strange. (`same_answer` has its own in test_answers.)"""
     many = MANY.split("|")
     many += ["\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
-    yield from {repr(piece[:20]): piece * (500_000 // len(piece)) for piece in many}.items()
-    yield from {
+    found = {repr(piece[:20]): piece * (200_000 // len(piece)) for piece in many}
+    found |= {
         "empty": "",
         "boxed digits": boxed("1" * 999_000),
-        "tag digits": "<answer>" + "9" * 1_000_000 + "</answer>",
         "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
         "tower": boxed("9**9**9**9"),
         "nested parens": boxed("(" * 490 + "1" + ")" * 490),
         "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>",
         "spaces in tags": "<answer>" + " " * 9000 + "x</answer>",
-    }.items()
+    }
     rng = random.Random(0)
     for seed in range(20):
         letters = bytes(rng.randrange(256) for _ in range(5000)).decode("latin-1")
-        yield f"bytes {seed}", letters * rng.randint(1, 20)
+        found[f"bytes {seed}"] = letters * rng.randint(1, 20)
     pieces = cells(
         r"""
         \boxed{ | } | { | <answer> | </answer> | <think> | </think> | #### | # | \frac | ^ | ( | )
         , | 1 | 23 | . | x | = | < | + | - | * | / | ! | % | ``` | ; | and | _ | B | not | is
-        minus | "
+        minus | " | ⏎ | \\
         """
-    ) + ["\\\\", " ", "\n", "|"]
-    for seed in range(400):
-        yield f"pieces {seed}", "".join(rng.choices(pieces, k=rng.randint(1, 200)))
+    )
+    for seed in range(200):
+        found[f"pieces {seed}"] = "".join(rng.choices([*pieces, " ", "|"], k=rng.randint(1, 200)))
+    return found
 
 
-HOSTILE = dict(hostile())
+HOSTILE = hostile()
 
 
-@pytest.mark.parametrize("name", [name for name in VERIFY if not name.startswith("code")])
+def is_a_verdict(value):
+    """Whether it is a number from 0 to 1, or a list of (position, such a number)."""
+    if type(value) is list:
+        return all(type(end) is int and is_a_verdict(part) for end, part in value)
+    return type(value) is float and 0 <= value <= 1
+
+
+@pytest.mark.parametrize("name", RUNS_NOTHING)
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    gold = GOLD.get(name, "6")
-    slow = []
     for label, text in HOSTILE.items():
-        start = time.monotonic()
-        value = outcome(VERIFY[name](text, gold))
-        taken = time.monotonic() - start
-        assert type(value) is float and 0.0 <= value <= 1.0, label
-        if taken > 2:
-            slow.append((label, taken))
-    assert not slow
+        start = time.process_time()
+        assert is_a_verdict(VERIFY[name](text, GOLD.get(name, "6"))), label
+        assert time.process_time() - start < 1, label
 
 
-@pytest.mark.parametrize("name", [name for name in VERIFY if not name.startswith("code")])
+@pytest.mark.parametrize("name", RUNS_NOTHING)
 def test_verifier_is_total_over_answers(name):
     golds = [None, True, 0, -1, 3.5, float("inf"), float("nan"), 10**5000, "", "x" * 100_000]
     golds += ["\\frac{1}{", "\0", [], [1], {}, {"numbers": 3}, object(), b"", ()]
-    for gold, text in itertools.product(
-        golds, ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>", 6, None, b"6", ["6"]]
-    ):
-        value = outcome(VERIFY[name](text, gold))
-        assert type(value) is float and 0.0 <= value <= 1.0
+    texts = ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>", 6, None, b"6", ["6"]]
+    for gold, text in itertools.product(golds, texts):
+        assert is_a_verdict(VERIFY[name](text, gold))
 
 
 def test_code_is_total_on_hostile_text_and_takes_no_time():
     """None of these has a program that is right; hardly any has a program."""
-    gold = {"fn": "add", "cases": [[[1, 2], 3]]}
     for label, text in itertools.islice(HOSTILE.items(), 80):
         start = time.monotonic()
-        assert VERIFY["code"](text, gold) == 0.0, label
+        assert VERIFY["code"](text, ADD) == 0.0, label
         assert time.monotonic() - start < 8, label
 
 
 PATTERNS = ["rewards.py", "support/tasks.py"]
-PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "lenient", "programs", "tools")]
+PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "lenient", "programs")]
 
 
 @pytest.mark.parametrize("path", PATTERNS)
@@ -512,10 +402,19 @@ def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
 
 
 @pytest.fixture
-def mine(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        textwrap.dedent('''
+def own(tmp_path):
+    """own(source) -> the path of a user's file with it."""
+
+    def write(source):
+        (tmp_path / "own.py").write_text(textwrap.dedent(source))
+        return f"{tmp_path}/own.py"
+
+    return write
+
+
+@pytest.fixture
+def mine(own):
+    return own('''
         """A user's own."""
         SCALE = 2
         def whole(completion, answer, **row):
@@ -538,8 +437,6 @@ def mine(tmp_path):
             return completion.islower()
         style.shaping = True
     ''')
-    )
-    return path
 
 
 def test_reward_calls_users_functions_with_the_row(mine):
@@ -559,13 +456,6 @@ def test_a_value_outside_0_to_1_is_rewarded_and_not_right(name, mine):
     assert correct is None
 
 
-def test_a_right_answer_stays_right_beside_a_term_outside_0_to_1(mine):
-    """Two right answers of different lengths are rewarded differently, and alike by what counts."""
-    scores, rewarded, correct = scored(f"exact + 0.2*{mine}:short", "6", " 6 ", "7")
-    assert [score.reward for score in scores] == pytest.approx([0.996, 0.988, -0.004])
-    assert (rewarded, correct) == ([1.0, 1.0, 0.0], [1.0, 1.0, 0.0])
-
-
 def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
@@ -576,21 +466,24 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
-def test_shares_count_as_right_in_part(mine):
-    _, rewarded, correct = scored(f"3*exact + {mine}:share", "6", "seven")
-    assert rewarded == pytest.approx([3.1, 0.5]) and correct == pytest.approx([3.1 / 4, 0.5 / 4])
+SUMS = [  # sum, completions, reward, rewarded, correct
+    ("exact + 0.2*{}:short", ["6", " 6 ", "7"], [0.996, 0.988, -0.004], [1, 1, 0], [1, 1, 0]),
+    ("3*exact + {}:share", ["6", "seven"], [3.1, 0.5], [3.1, 0.5], [3.1 / 4, 0.5 / 4]),
+    # marked functions and negative weights are shaping, though they are worth between 0 and 1
+    ("exact + 0.5*{}:style", ["6", "seven"], [1, 0.5], [1, 0], [1, 0]),
+    ("-0.1*{}:share + exact", ["6", "seven"], [0.99, -0.05], [1, 0], [1, 0]),
+    ("-1*{}:share", ["6", "seven"], [-0.1, -0.5], [-0.1, -0.5], None),
+]
 
 
-def test_marked_functions_and_negative_weights_are_shaping(mine):
-    """Though they are worth between 0 and 1."""
-    scores, rewarded, correct = scored(f"exact + 0.5*{mine}:style", "6", "seven")
-    assert [score.reward for score in scores] == [1.0, 0.5]
-    assert (rewarded, correct) == ([1.0, 0.0], [1.0, 0.0])
-    scores, rewarded, correct = scored(f"-0.1*{mine}:share + exact", "6", "seven")
-    assert [score.reward for score in scores] == pytest.approx([0.99, -0.05])
-    assert (rewarded, correct) == ([1.0, 0.0], [1.0, 0.0])
-    _, rewarded, correct = scored(f"-1*{mine}:share", "6", "seven")
-    assert (rewarded, correct) == ([-0.1, -0.5], None)
+@pytest.mark.parametrize("spec, completions, reward, rewarded, correct", SUMS)
+def test_only_what_is_no_shaping_says_what_is_right(
+    spec, completions, reward, rewarded, correct, mine
+):
+    """A value outside 0 to 1 is rewarded, and does not count in `solved`. Shares count in part."""
+    scores, *verdicts = scored(spec.format(mine), *completions)
+    assert [score.reward for score in scores] == pytest.approx(reward)
+    assert verdicts == [pytest.approx(rewarded), correct and pytest.approx(correct)]
 
 
 def test_steps_are_weighted_and_rewarded_and_the_last_entry_is_the_outcome(mine):
@@ -612,9 +505,8 @@ def test_steps_are_weighted_and_rewarded_and_the_last_entry_is_the_outcome(mine)
     """
     ),
 )
-def test_reward_survives_a_users_faults(body, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(f"def broken(completion, answer):\n    {body}\n")
+def test_reward_survives_a_users_faults(body, own):
+    path = own(f"def broken(completion, answer):\n    {body}\n")
     reward = rewards.parse_reward(f"math + {path}:broken")
     scores = reward.score(["\\boxed{6}", "\x1b[31m" + "long " * 1000], [ROW, ROW])
     assert [score.reward for score in scores] == [1.0, 0.0]
@@ -649,6 +541,23 @@ def test_parse_reward_says_what_is_wrong(spec, words):
     assert ("countdown" in message) == (".py:" not in spec)
 
 
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("import nothing_of_that_name", "nothing_of_that_name"),
+        ("def f(:", "own.py"),
+        ("raise RuntimeError('one\\ntwo')", "one"),
+        ("raise SystemExit", "SystemExit"),
+        ("def g(completion, answer): return 1", "'f'"),
+        ("f = 3", "callable"),
+    ],
+)
+def test_parse_reward_names_the_users_file_and_its_error(source, words, own):
+    with pytest.raises(UserError, match=f"--reward .*own.py:f: .*{words}") as error:
+        rewards.parse_reward(f"{own(source)}:f")
+    assert "\n" not in str(error.value)
+
+
 def test_a_verifier_is_added_by_a_decorator(monkeypatch):
     """Registered under its name, total there, itself as it was; `need` refuses a gold answer."""
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
@@ -667,32 +576,13 @@ def test_a_verifier_is_added_by_a_decorator(monkeypatch):
         reward.check_answer(-1)
 
 
-def test_check_answer_leaves_a_users_function_alone(tmp_path):
+def test_check_answer_leaves_a_users_function_alone(own):
     """A user's function may have the name of a verifier, and take any answer."""
-    (tmp_path / "mine.py").write_text("def math(completion, answer): return answer == {}\n")
-    reward = rewards.parse_reward(f"{tmp_path / 'mine.py'}:math")
+    reward = rewards.parse_reward(
+        own("def math(completion, answer): return answer == {}") + ":math"
+    )
     assert reward.check_answer({}) is None
     assert reward.score(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
-
-
-def test_parse_reward_names_the_users_file_and_its_error(tmp_path):
-    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n")
-    (tmp_path / "syntax.py").write_text("def f(:\n")
-    (tmp_path / "lines.py").write_text("raise RuntimeError('one\\ntwo')\n")
-    (tmp_path / "gone.py").write_text("raise SystemExit\n")
-    (tmp_path / "fine.py").write_text("def f(completion, answer): return 1\nNUMBER = 3\n")
-    for spec, words in (
-        ("broken.py:f", ["broken.py", "nothing_of_that_name"]),
-        ("syntax.py:f", ["syntax.py"]),
-        ("lines.py:f", ["lines.py", "one"]),
-        ("gone.py:f", ["gone.py"]),
-        ("fine.py:g", ["fine.py", "'g'"]),
-        ("fine.py:NUMBER", ["NUMBER"]),
-    ):
-        with pytest.raises(ValueError) as error:
-            rewards.parse_reward(str(tmp_path / spec))
-        assert all(word in str(error.value) for word in ["--reward", *words])
-        assert "\n" not in str(error.value)
 
 
 CHECKED = {  # a user's function, and words of the sentence that refuses it
@@ -700,7 +590,6 @@ CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
     "def f(completions, **kwargs): return [1.0 for _ in completions]": ["no lists", "TRL"],
     "def f(answer, completion): return completion == answer": ["f(completion, answer)", "first"],
-    "def f(answer, text): return text == answer": ["f(completion, answer)", "first"],
     "def f(completion, answer): return '1.0'": ["'1.0'", "a text is no number"],
     "def f(completion, answer): return [(1, 0.5), (2, '1')]": ["a text is no number"],
     "def f(data_source, solution_str, ground_truth, extra_info=None): return 1": ["ground_truth"],
@@ -714,10 +603,9 @@ CHECKED = {  # a user's function, and words of the sentence that refuses it
 
 
 @pytest.mark.parametrize("source", CHECKED)
-def test_check_refuses_functions_that_cannot_work(source, tmp_path):
+def test_check_refuses_functions_that_cannot_work(source, own):
     """In one sentence, before any model is loaded."""
-    (tmp_path / "mine.py").write_text(source)
-    reward = rewards.parse_reward(f"math + {tmp_path}/mine.py:f")
+    reward = rewards.parse_reward(f"math + {own(source)}:f")
     with pytest.raises(UserError) as error:
         reward.check([ROW])
     message = str(error.value)
@@ -738,19 +626,18 @@ def test_check_refuses_functions_that_cannot_work(source, tmp_path):
         "class F:\n    def __call__(self, completion, answer): return 1\nf = F()",
     ],
 )
-def test_check_accepts_functions_that_can_work(source, tmp_path):
-    (tmp_path / "mine.py").write_text(source)
-    reward = rewards.parse_reward(f"{tmp_path}/mine.py:f")
+def test_check_accepts_functions_that_can_work(source, own):
+    reward = rewards.parse_reward(f"{own(source)}:f")
     assert reward.check([ROW]) is None
     [score] = reward.score(["6"], [ROW])
     assert score.reward != 0 and score.fault == ""
 
 
-def test_a_reward_that_changes_its_answer_does_not_change_the_row(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def f(completion, answer, level):\n    level.append(1)\n    return answer.pop('target')\n"
+def test_a_reward_that_changes_its_answer_does_not_change_the_row(own):
+    source = (
+        "def f(completion, answer, level):\n    level.append(1)\n    return answer.pop('target')"
     )
-    reward = rewards.parse_reward(f"{tmp_path}/mine.py:f")
+    reward = rewards.parse_reward(f"{own(source)}:f")
     row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
     reward.check([row])
     assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [1, 1]
@@ -793,56 +680,48 @@ def test_check_knows_that_a_run_counts_tokens(mine):
     assert score.reward == 0 and score.fault  # nobody counted
 
 
-def test_check_asks_nothing_of_our_own_verifiers():
-    for name in rewards.VERIFIERS:
-        if not name.startswith("code"):
-            assert rewards.parse_reward(name).check([{"prompt": "?", "answer": "6"}]) is None
-
-
-def test_a_users_file_can_import_its_neighbours(tmp_path):
+def test_a_users_file_can_import_its_neighbours(own, tmp_path):
+    """When it is read, and later."""
     (tmp_path / "neighbour_of_mine.py").write_text("RIGHT = 1\n")
     (tmp_path / "later_neighbour_of_mine.py").write_text("HALF = 0.5\n")
-    (tmp_path / "mine.py").write_text(
-        "from neighbour_of_mine import RIGHT\n"
-        "def f(completion, answer):\n"
-        "    from later_neighbour_of_mine import HALF\n"
-        "    return HALF * RIGHT\n"
-    )
-    reward = rewards.parse_reward(f"{tmp_path}/mine.py:f")
-    assert reward.score(["x"], [ROW])[0].reward == 0.5
+    path = own("""
+        from neighbour_of_mine import RIGHT
+        def f(completion, answer):
+            from later_neighbour_of_mine import HALF
+            return HALF * RIGHT
+    """)
+    assert scored(f"{path}:f", "x")[0][0].reward == 0.5
 
 
-def test_users_function_gets_the_fields_it_asks_for(tmp_path):
+def test_users_function_gets_the_fields_it_asks_for(own, tmp_path):
     """Two stars in a default ask for nothing; `question` stays where it also is the prompt."""
-    (tmp_path / "mine.py").write_text(
-        "def bold(completion, answer, marker='**'): return marker in completion\n"
-        "def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'\n"
-    )
+    path = own("""
+        def bold(completion, answer, marker='**'): return marker in completion
+        def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'
+    """)
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    mine = rewards.parse_reward(f"{tmp_path}/mine.py:bold + {tmp_path}/mine.py:asks")
-    rows = read_rows(str(tmp_path / "rows.jsonl"), "--data", mine.check_answer)
-    assert mine.score(["**x**"], rows)[0].terms == {"bold": 1.0, "asks": 1.0}
+    reward = rewards.parse_reward(f"{path}:bold + {path}:asks")
+    rows = read_rows(str(tmp_path / "rows.jsonl"), "--data", reward.check_answer)
+    assert reward.score(["**x**"], rows)[0].terms == {"bold": 1.0, "asks": 1.0}
 
 
-@pytest.mark.parametrize("name", list(VERIFY))
-def test_check_answer_accepts_what_can_be_used(name):
-    assert rewards.parse_reward(name).check_answer(GOLD.get(name, "6")) is None
+@pytest.mark.parametrize("name", VERIFY)
+def test_checks_accept_our_verifiers_and_answers_that_they_can_use(name):
+    reward = rewards.parse_reward(name)
+    assert reward.check_answer(GOLD.get(name, "6")) is None
+    assert reward.check([{"prompt": "?", "answer": "6"}]) is None  # it is for users' functions
 
 
 @pytest.mark.parametrize(
-    "name, answer",
-    [
-        (name, answer)
-        for name in ("math", "math_lenient", "exact", "f1", "choice", "arithmetic")
-        for answer in (None, "", "  ", [], {}, True)
-    ]
-    + [("choice", "Paris"), ("f1", "the"), ("math", "<think>5"), ("math", "x" * 20_000)],
+    "name, answers",
+    [("choice", ["Paris"]), ("f1", ["the"]), ("math", ["<think>5", "x" * 20_000])]
+    + [(name, [None, "", "  ", [], {}, True]) for name in ("math_lenient", "exact", "arithmetic")],
 )
-def test_check_answer_refuses_what_cannot(name, answer):
-    with pytest.raises(UserError) as error:
-        rewards.parse_reward(f"-0.5*{name} + 0.1*format").check_answer(answer)
-    reason = str(error.value)
-    assert name in reason and "\n" not in reason and len(reason) < 200
+def test_check_answer_refuses_what_cannot_be_used(name, answers):
+    for answer in answers:
+        with pytest.raises(UserError, match=name) as error:
+            rewards.parse_reward(f"-0.5*{name} + 0.1*format").check_answer(answer)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
 def test_a_verifier_whose_file_is_gone_says_so(monkeypatch):
@@ -854,15 +733,10 @@ def test_a_verifier_whose_file_is_gone_says_so(monkeypatch):
     rewards.parse_reward("math")
 
 
-# ---- shaping
-
-
 def test_soft_overlong_penalty_is_eq_13():
     """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
-    values = [
-        rewards.soft_overlong_penalty(length, 20, 4)
-        for length in (0, 15, 16, 17, 18, 19, 20, 21, 100)
-    ]
+    lengths = [0, 15, 16, 17, 18, 19, 20, 21, 100]
+    values = [rewards.soft_overlong_penalty(length, 20, 4) for length in lengths]
     assert values == [0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
 
 
@@ -884,7 +758,6 @@ def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     [
         (None, "exact", "answers.jsonl: expected a file"),
         ("{}", "exact", "line 1: expected an object .* with completion and answer"),
-        ('{"completion": "a", "answer": "1"}\n{"comp', "exact", "line 2"),
         ('{"completion": 3, "answer": "1"}', "exact", "line 1.*field completion"),
         ('{"completion": "a", "answer": ""}', "exact", "line 1.*cannot be used by exact"),
         ('{"completion": "a", "answer": "1"}', "exat", "--reward exat.*exact"),

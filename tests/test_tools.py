@@ -30,6 +30,10 @@ def says(text):
     return [None, "=7", "", "#12", "3;"][len(text) % 5]
 
 
+def always(text):
+    return "=7"
+
+
 @pytest.fixture(scope="module")
 def model(models):
     return rollout.load_model(str(models / "tiny"), "cpu")
@@ -103,11 +107,7 @@ def test_a_marker_of_several_tokens(model):
     """`+` may end it, and mostly does not: then the completion goes on as if nothing was."""
     texts = TOKENIZER.batch_decode(sampled(model, str).completions, skip_special_tokens=True)
     after = next(text[3:5] for text in texts if len(set(text[3:5])) == 2)
-
-    def answers(text):
-        return "=7"
-
-    same_as_by_hand(sampled(model, answers, after), by_hand(model, answers, after))
+    same_as_by_hand(sampled(model, always, after), by_hand(model, always, after))
 
 
 def test_the_limit_bounds_the_whole_completion_and_cuts_a_reply(model):
@@ -129,17 +129,6 @@ def test_a_context_that_is_almost_full_takes_more_turns(model):
     assert torch.equal(out.tokens, expected.tokens)
 
 
-def test_a_tool_that_is_silent_changes_nothing(model):
-    out = sampled(model, lambda text: None)
-    prompts = [ids_of(prompt) for prompt in PROMPTS]
-    plain = rollout.generate(model, prompts, uniforms(), eos_ids=[END], pad_id=0)
-    for name, found, expected in zip(plain._fields, out, plain):
-        if name == "sampler_logprobs":
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        else:
-            assert torch.equal(found, expected), name
-
-
 def test_an_end_token_that_may_ask_ends_and_one_in_a_reply_does_not(model):
     asked = []
     ends = ids_of(";")
@@ -151,29 +140,15 @@ def test_an_end_token_that_may_ask_ends_and_one_in_a_reply_does_not(model):
     assert (given & (steps < out.lengths[:, None] - 1)).any()
 
 
-def test_a_share_of_the_prompts_is_what_it_is_among_all(model):
-    whole, parts = sampled(model), []
-    turns = Turns(rollout.generate, Tool(says, ";"), TOKENIZER)
-    for prompt, drawn in zip(PROMPTS, uniforms()):
-        parts.append(turns(model, [ids_of(prompt)], drawn[None], eos_ids=[END], pad_id=0))
-    joined = rollout.Rollout.cat(parts, pad_id=0)
-    assert joined.sequences() == whole.sequences()
-    width = joined.completion_mask.shape[1]
-    assert torch.equal(joined.completion_mask, whole.completion_mask[:, :width])
-
-
 def test_scores_are_the_samplers_around_replies(model):
     out = sampled(model)
     scored, _ = rollout.completion_logprobs(model, out, temperature=1.0)
     torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
 
 
-ALONE = SimpleNamespace(ranks=Ranks())
-
-
 def test_what_is_measured_is_a_count(model):
-    out = sampled(model)
-    found = Turns(rollout.generate, Tool(says, ";"), TOKENIZER).measure(ALONE, out)
+    out, alone = sampled(model), SimpleNamespace(ranks=Ranks())
+    found = Turns(rollout.generate, Tool(says, ";"), TOKENIZER).measure(alone, out)
     calls = tokens = 0
     for _, given, _, _ in by_hand(model):
         calls += sum(now and not before for before, now in zip([False, *given], given))
@@ -225,12 +200,9 @@ def test_it_is_asked_when_its_text_is_complete(text, after, expected):
 
 
 def test_few_tokens_may_ask():
-    """`>` and `>b`; no other holds an end of `</c>` where it begins."""
+    """`>` and `>b`; no other holds an end of `</c>` where it begins. Without any it is refused."""
     turns = Turns(None, Tool(str, "</c>"), byte_tokenizer())
     assert [turns.read([token]) for token in turns.asking] == [">", ">b"]
-
-
-def test_a_text_that_no_token_can_complete_is_refused():
     with pytest.raises(UserError, match="--tool: no token"):
         Turns(None, Tool(str, "</c>"), TOKENIZER)
 
@@ -244,11 +216,10 @@ def leave(text):
     [
         (lambda text: 1 / 0, "ZeroDivisionError"),
         (lambda text: 7, "it returned 7, which is no text"),
-        (lambda text: b"7", "which is no text"),
         (lambda text: "\ud800", ""),  # no text either: half of a character
         (leave, "SystemExit"),
     ],
-    ids=["raises", "number", "bytes", "surrogate", "exits"],
+    ids=["raises", "number", "surrogate", "exits"],
 )
 def test_a_tool_that_fails_is_a_fault_and_no_reply(function, words):
     turns = Turns(None, Tool(function, ";"), TOKENIZER)
@@ -272,18 +243,16 @@ def test_a_reply_is_plain_text_and_read_no_further_than_needed():
         ("<calc>1+2</calc>=3<calc>3-20</calc>", "=-17"),
         ("12*7</calc>", "=84"),  # it need not be opened
         ("<calc>999999999*999999999</calc>", "=999999998000000001"),
-        ("<calc>1234567890*1</calc>", "=?"),
-        ("<calc>1/0</calc>", "=?"),
-        ("<calc>2**9</calc>", "=?"),
-        ("<calc>1+2+3</calc>", "=?"),
-        ("<calc>1+2\n</calc>", "=?"),
-        ("<calc>٣+٣</calc>", "=?"),
-        ("<calc>__import__('os')</calc>", "=?"),
-        ("", "=?"),
     ],
 )
 def test_the_calculator_computes_one_operation_of_two_numbers(text, expected):
     assert calculate(text) == expected
+
+
+def test_the_calculator_computes_nothing_else():
+    assert calculate("") == "=?"
+    for call in ("1234567890*1", "1/0", "2**9", "1+2+3", "1+2\n", "٣+٣", "__import__('os')"):
+        assert calculate(f"<calc>{call}</calc>") == "=?", call
 
 
 # ------------------------------------------------------------------------------ runs
@@ -304,24 +273,19 @@ def stand(place):
     return place
 
 
-def test_a_place_is_read(stand):
+@pytest.mark.usefixtures("stand")
+def test_a_place_is_read_or_refused_in_one_sentence(tmp_path):
     assert parse_tool("calculator").after == "</calc>"
     tool = parse_tool("tool.py:answer@</a@b>")
     assert tool.after == "</a@b>" and tool.function("1") == "=7"
-
-
-@pytest.mark.parametrize(
-    "tool, words",
-    [
+    for place, words in (
         ("tool.py:answer", "called after TEXT"),
         ("calc", "calculator"),
         ("tool.py:answers@;", "did you mean answer"),
         ("no.py:answer@;", "FileNotFoundError"),
-    ],
-)
-def test_a_place_that_is_none_is_one_sentence(tool, words, stand, tmp_path):
-    sentence = refused(tmp_path / "runs", BASE, "--tool", tool)
-    assert words in sentence and "--tool" in sentence
+    ):
+        sentence = refused(tmp_path / "runs", BASE, "--tool", place)
+        assert words in sentence and "--tool" in sentence
 
 
 ALGORITHMS = [
@@ -367,8 +331,9 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
 
 
 @pytest.mark.usefixtures("stand")
-def test_a_run_shows_the_whole_text(tmp_path):
-    folder = good(tmp_path, f"{WITH} --steps 3").folder
+def test_a_run_with_experts_replays_them_around_replies_and_shows_the_whole_text(tmp_path):
+    folder = good(tmp_path, f"{WITH} --model models/moe --routing-replay --eval-every 1").folder
+    assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in metrics(folder))
     rows = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
     asked = [row["completion"] for row in rows if "2" in row["completion"][:10]]
     assert asked
@@ -379,7 +344,7 @@ def test_a_run_shows_the_whole_text(tmp_path):
 
 @pytest.mark.usefixtures("stand")
 def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
-    result = good(tmp_path, f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16 --steps 3")
+    result = good(tmp_path, f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16")
     rows = metrics(result.folder)
     assert all(row["tool_faults"] > 0 and row["tool_calls"] == 0 for row in rows)
     assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
@@ -387,9 +352,9 @@ def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
 
 @pytest.mark.usefixtures("stand")
 def test_a_resumed_run_with_a_tool_is_the_same_run(tmp_path):
-    whole = good(tmp_path / "whole", f"{WITH} --algo ppo --steps 3 --save-every 1").folder
-    good(tmp_path / "parts", f"{WITH} --algo ppo --steps 2 --save-every 1")
-    parts = good(tmp_path / "parts", "--resume --name run --steps 3", small=False).folder
+    whole = good(tmp_path / "whole", f"{WITH} --algo ppo --save-every 1").folder
+    good(tmp_path / "parts", f"{WITH} --algo ppo --steps 1 --save-every 1")
+    parts = good(tmp_path / "parts", "--resume --name run --steps 2", small=False).folder
     assert digests(whole) == digests(parts)
 
 
@@ -398,13 +363,6 @@ def test_a_resumed_run_with_a_tool_is_the_same_run(tmp_path):
 def test_two_processes_with_a_tool_train_as_one(tmp_path):
     flags = f"{WITH} --algo gspo-token --reward pay.py:steps --steps 4 --lr 1e-4"
     alike(together(2, tmp_path / "several", flags), together(1, tmp_path / "one", flags))
-
-
-@pytest.mark.usefixtures("stand")
-def test_experts_are_replayed_around_replies(tmp_path):
-    flags = f"{WITH} --model models/moe --routing-replay --eval-every 1"
-    rows = metrics(good(tmp_path, flags).folder)
-    assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in rows)
 
 
 def test_a_task_brings_its_tool_where_the_model_is_its_own(stand):

@@ -1,10 +1,8 @@
-"""The slowest comparisons of answers, and our verdicts beside Math-Verify's.
+"""Search for slow comparisons of answers. It takes half a minute.
 
-python tests/bench/bench_answers.py             # a search for slow calls: half a minute
-python tests/bench/bench_answers.py --beside    # the pairs of test_answers.py, where math_verify is
+python tests/bench/bench_answers.py
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -147,29 +145,5 @@ def slowest() -> None:
         print(f"{took:8.1f} {length:6d}  {name}")
 
 
-def beside() -> None:
-    """Wrong verdicts of ours and of Math-Verify on the pairs of test_answers.py."""
-    from math_verify import parse, verify
-
-    from test_answers import AIMED, PAIRS, REVIEWED, judged
-
-    def theirs(given: str, gold: str) -> bool:
-        return verify(*(parse(f"${text}$", parsing_timeout=2) for text in (gold, given)))
-
-    for title, table in (("PAIRS", PAIRS), ("AIMED", AIMED), ("REVIEWED", REVIEWED)):
-        cases = [case[1:] for case in judged(table)]
-        for name, function in (("ours", same_answer), ("Math-Verify", theirs)):
-            start = time.process_time()
-            wrong = [verdict for *pair, verdict in cases if function(*pair) != verdict]
-            rate = len(cases) / (time.process_time() - start)
-            right = sum(verdict for *_, verdict in cases)
-            print(
-                f"{title} {name}: rewards {wrong.count(False)} of {len(cases) - right} wrong ones,"
-                f" refuses {wrong.count(True)} of {right} right ones; {rate:.0f} a second"
-            )
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--beside", action="store_true", help="beside Math-Verify")
-    beside() if parser.parse_args().beside else slowest()
+    slowest()

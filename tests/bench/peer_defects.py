@@ -4,7 +4,6 @@
     VERL/bin/python tests/bench/peer_defects.py verl                    # 0.9
     BOOK/bin/python tests/bench/peer_defects.py book rlhf-book/code POLICY
     MLX/bin/python tests/bench/peer_defects.py mlx                      # 5.10.2, mlx[cpu], torch
-    python tests/bench/peer_defects.py nemo RECIPE BASE                 # two YAML files, only read
 
 POLICY is a folder of the built-in policy, a checkpoint of `python train.py --algo gspo`. Nothing is
 asserted: versions change, and a line that no longer shows a defect is good news. Seeds are fixed.
@@ -14,7 +13,6 @@ import contextlib
 import importlib
 import io
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -80,20 +78,15 @@ def trl_positions(policy: str) -> None:
     see another text."""
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    ids, padding, mask = padded_text(tokenizer)
+    ids = torch.tensor([tokenizer.encode("1+1=222222")])
+    padding = torch.full((1, 4), tokenizer.pad_token_id)
+    mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         trainer = small_trainer(random_gpt2(tokenizer), tokenizer, folder)
         score = trainer._get_per_token_logps_and_entropies
         plain = score(trainer.model, ids, torch.ones_like(ids), 6)[0].mean()
         beside = score(trainer.model, torch.cat([padding, ids], 1), mask, 6)[0].mean()
     print(f"TRL, a GPT-2: mean log-prob of a text {plain:.2f}, behind four pads {beside:.2f}")
-
-
-def padded_text(tokenizer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Ids of a text, four pad tokens for its left, and the mask of both."""
-    ids = torch.tensor([tokenizer.encode("1+1=222222")])
-    padding = torch.full((1, 4), tokenizer.pad_token_id)
-    return ids, padding, torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
 
 
 def random_gpt2(tokenizer) -> transformers.PreTrainedModel:
@@ -123,22 +116,13 @@ def vllm_weight(policy: str, mode: str, tokens: int, gap: float) -> float:
     model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
         settings = {"num_generations": 2, "per_device_train_batch_size": 2}
-        trainer = small_trainer(
-            model, tokenizer, folder, vllm_importance_sampling_mode=mode, **settings
-        )
+        settings["vllm_importance_sampling_mode"] = mode
+        trainer = small_trainer(model, tokenizer, folder, **settings)
         trainer.use_vllm = True  # there is none: what it would have sampled stands here
         completions = [[3] * tokens] * 2
         sampled = [[-1.0 - gap] * tokens] * 2
-        trainer._generate = lambda prompts: (
-            [[3], [3]],
-            completions,
-            None,
-            ["3", "3"],
-            sampled,
-            {},
-            None,
-            None,
-        )
+        generated = ([[3], [3]], completions, None, ["3", "3"], sampled, {}, None, None)
+        trainer._generate = lambda prompts: generated
         scored = torch.full((2, tokens), -1.0)
         trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, None, None)
         found = trainer._generate_and_score_completions([{"prompt": "1"}] * 2)
@@ -219,26 +203,6 @@ def mlx_ratio() -> None:
     )
 
 
-# ---- NeMo-RL -------------------------------------------------------------------------------------
-
-
-def nemo_recipe(recipe: str, base: str) -> None:
-    """examples/configs/recipes/llm/grpo-gspo-deepscaler-1.5b-8K.yaml and the grpo_math_1B.yaml that
-    it inherits from. Read, not run: the clip that GSPO's recipe gets, and its updates a rollout."""
-
-    def number(name: str) -> float:
-        found = [
-            re.search(rf"(?m)^ *{name}: *([-.\de]+)", Path(each).read_text())
-            for each in (recipe, base)
-        ]
-        return float(next(match[1] for match in found if match))
-
-    completions = number("num_prompts_per_step") * number("num_generations_per_prompt")
-    updates = completions / number("train_global_batch_size")
-    band = [number(f"ratio_clip_{end}") for end in ("min", "max")]
-    print(f"NeMo-RL, {Path(recipe).stem}: the clip is {band[0]}, {band[1]}, {updates:.0f} updates")
-
-
 # ---- the RLHF book's code ------------------------------------------------------------------------
 
 
@@ -261,19 +225,6 @@ def book_dead_groups(policy: str) -> None:
     for reward in (0.1, 0.7):
         advantage = utils.compute_standardized_advantages(torch.full((8, 1), reward))[0].item()
         print(f"book, 8 rewards of {reward}: advantage {advantage:.2f}, expected 0")
-
-
-def book_positions(policy: str) -> None:
-    """utils.py: compute_log_probs passes no position_ids, and batches are padded on the left."""
-    utils = importlib.import_module("policy_gradients.utils")
-    torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    ids, padding, mask = padded_text(tokenizer)
-    model = random_gpt2(tokenizer)
-    with torch.no_grad():
-        plain = utils.compute_log_probs(model, ids, torch.ones_like(ids))[:, -6:].mean()
-        beside = utils.compute_log_probs(model, torch.cat([padding, ids], 1), mask)[:, -6:].mean()
-    print(f"book, a GPT-2: mean log-prob of a text {plain:.2f}, behind four pads {beside:.2f}")
 
 
 def book_temperature(policy: str) -> None:
@@ -305,8 +256,7 @@ def main() -> None:
         "trl": (trl_level, trl_positions, trl_sequence_weight),
         "verl": (verl_dual_clip, verl_geo_mean),
         "mlx": (mlx_ratio,),
-        "nemo": (nemo_recipe,),
-        "book": (book_kl, book_dead_groups, book_positions, book_temperature),
+        "book": (book_kl, book_dead_groups, book_temperature),
     }
     for show in shown[peer]:
         show(*folders)
