@@ -59,18 +59,14 @@ GREEK = """
 SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789+-n0123456789n")
 
 
-def meanings() -> dict[str, str]:
-    """Return symbol -> our symbol."""
-    found = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")
-    for row in SYMBOLS.split():
-        ours, _, others = row.partition("←")
-        meaning = f" {ours} " if ours[-1].isalpha() else ours
-        found |= dict.fromkeys(others.split(","), meaning)
-    signs = GREEK.split()
-    return found | {sign: f"\\{name} " for sign, name in zip(signs[::2], signs[1::2])}
+SIGNS, NAMES = GREEK.split()[::2], GREEK.split()[1::2]
+MEANINGS = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")  # symbol -> ours
+MEANINGS |= {sign: f"\\{name} " for sign, name in zip(SIGNS, NAMES)}
+for row in SYMBOLS.split():
+    ours, _, others = row.partition("←")
+    meaning = f" {ours} " if ours[-1].isalpha() else ours
+    MEANINGS |= dict.fromkeys(others.split(","), meaning)
 
-
-MEANINGS = meanings()
 SYMBOL = re.compile(
     r"""
       \{,[ ]?\}                    # 1{,}000
@@ -92,21 +88,21 @@ REPEATING = re.compile(
     r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*(?:\{([0-9]+)\}|([0-9]))(?![0-9])"
 )
 DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
-REWRITES = (  # a part of the text (for speed), the pattern, its replacement
-    ('"', re.compile('"'), " "),
-    ("er cent", re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
-    ("eal", re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
-    ("\\", re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
-    ("m", re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
-    ("olor", re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
-    ("$", re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
-    ("\\overline", REPEATING, lambda found: repeated(*found.groups())),  # 0.1\overline{6}
-    (".", re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
-    ("\\", TEXT_BOX, r'"\1"'),
-    ("\\\\", re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
-    ("\\end", re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
-    ("\\!", re.compile(r"\\!\s*"), ""),  # 32,\! 349
-    ("}{", re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
+REWRITES = (  # a pattern, and its replacement
+    (re.compile('"'), " "),
+    (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
+    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
+    (re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
+    (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
+    (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
+    (re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
+    (REPEATING, lambda found: repeated(*found.groups())),  # 0.1\overline{6}
+    (re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
+    (TEXT_BOX, r'"\1"'),
+    (re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
+    (re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
+    (re.compile(r"\\!\s*"), ""),  # 32,\! 349
+    (re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
 )
 UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
@@ -117,14 +113,13 @@ LEAD_IN = (
     rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
 )
 REWRITES_OF_OURS = (  # as above, in our symbols
-    ("", re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
-    ("^{-", re.compile(rf"(?<=[0-9] )((?:{UNIT})+)$"), r'"\1"'),  # 9.8 m s^{-2}
-    ('"', re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
-    ('"', re.compile('" ?/ ?"'), "/"),  # "km"/"h"
-    (",", re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
-    (",", re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
-    ("\\frac", MIXED, r"\1{\2+\3}"),  # 3\frac12
-    ("/", MIXED, r"\1{\2+\3}"),  # 3 1/2
+    (re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
+    (re.compile(rf"^(?=.*\^\{{-)(.*[0-9] )((?:{UNIT})+)$"), r'\1"\2"'),  # 9.8 m s^{-2}
+    (re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
+    (re.compile('" ?/ ?"'), "/"),  # "km"/"h"
+    (re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
+    (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
+    (MIXED, r"\1{\2+\3}"),  # 3\frac12, 3 1/2
 )
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
@@ -172,16 +167,15 @@ def tokenise(text: str) -> list[str]:
         if token == "%":
             tokens += ["/", "100"]
         elif token[0] == '"' or WORD.fullmatch(token):
-            tokens += word_tokens(token.strip('" '), boxed=token[0] == '"')
+            tokens += word_tokens(token.strip('" '))
         else:
             tokens.append(token)
     return tokens
 
 
 def rewritten(text: str, rewrites: tuple) -> str:
-    for hint, pattern, meaning in rewrites:
-        if hint in text:
-            text = pattern.sub(meaning, text)
+    for pattern, meaning in rewrites:
+        text = pattern.sub(meaning, text)
     return text
 
 
@@ -205,7 +199,7 @@ MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "percent": ["/", "100"], "pct
 MEANINGS_OF_WORDS |= {"infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
 
 
-def word_tokens(word: str, boxed: bool) -> list[str]:
+def word_tokens(word: str) -> list[str]:
     """Return the tokens of a word, or of the text in a box."""
     meaning = word.strip(" ,").lower()
     if meaning in MEANINGS_OF_WORDS:
@@ -213,7 +207,7 @@ def word_tokens(word: str, boxed: bool) -> list[str]:
     if word in FUNCTIONS or word in ("e", "i"):
         return [word]
     plain = re.search("[0-9]", word) or not re.search(r"\w", word)  # \text{5 cm}
-    if boxed and plain and not UNIT_WITH_POWER.fullmatch(word):
+    if plain and not UNIT_WITH_POWER.fullmatch(word):
         return tokenise(word)
     return ['"' + word]
 
@@ -251,7 +245,7 @@ PRECEDENCE |= {"+": 2, "-": 2, "±": 2, "∓": 2, "*": 3, "/": 3, "^": 4}
 RELATIONS = ("=", "≠", "<", ">", "≤", "≥", "≈")
 SEPARATORS = (",", ";", "and", "or")
 TURNED = {">": "<", "≥": "≤"}
-COMMANDS = "|".join([*GREEK.split()[1::2], "partial", "nabla", "det", "dim", "deg"])
+COMMANDS = "|".join([*NAMES, "partial", "nabla", "det", "dim", "deg"])
 LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTALL)
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 CONSTANTS = ("\\pi", "e", "i")
@@ -619,10 +613,8 @@ def is_name(node: Node) -> bool:
         return not CHANGES_VALUE.search(node.value)
     if node.kind in ("letter", "call"):
         return node.value not in ENCLOSED  # ⌊7/2⌋ = 4 is not 4
-    grows = node.kind in FUNCTIONS or node.kind in (
-        *("product", "()", "absolute", "inverse", "ratio", "matrix", "row"),
-    )
-    return grows and all(map(is_name, node.items))
+    kinds = (*FUNCTIONS, "product", "()", "absolute", "inverse", "ratio", "matrix", "row")
+    return node.kind in kinds and all(map(is_name, node.items))
 
 
 def is_named(node: Node) -> bool:
@@ -781,10 +773,8 @@ def equal(left, right) -> bool:
 
 # ---------------------------------------------------------------------- comparing
 
-STRUCTURES = {  # kinds without a value of their own: compared piece by piece
-    *("()", "[]", "(]", "[)", "matrix", "row", "word"),
-    *("list", "set", "union", "=", "≠", "<"),
-}
+# kinds without a value of their own: compared piece by piece
+STRUCTURES = {*PAIRS, "matrix", "row", "word", "list", "set", "union", "=", "≠", "<"}
 
 
 class Comparison:
