@@ -4,11 +4,11 @@ Both answers become trees. Trees are compared by their values where they have va
 numbers, at several points), piece by piece where they are points, sets and the like, else as text.
 Answers come from models that are trained on the verdict: nothing is evaluated, no call is slow."""
 
-import functools
 import itertools
 import random
 import re
 from fractions import Fraction
+from functools import lru_cache, partial
 from math import comb, factorial, inf
 from typing import NamedTuple
 
@@ -523,9 +523,7 @@ class Parser:
             return items[0]
         if kind in ("{}", "⟨⟩"):
             return alternatives(Node("set", items))
-        if kind in PAIRS:
-            return Node(kind, items)
-        raise Unreadable(f"{kind} is no bracket")
+        return Node(kind, items)  # (1, 2} has no value
 
     def enclosed(self, opening: str) -> Node:
         self.bars += opening == "|"
@@ -654,7 +652,7 @@ NOISE = MP.mpf(10) ** -230
 LARGEST_EXPONENT = 350  # of 2: beyond 10^105 a digit next to the point would not be seen
 
 
-@functools.lru_cache(maxsize=1000)
+@lru_cache(maxsize=1000)
 def unknown(name: str, point: str) -> Fraction:
     """Return the value of a letter at a point, a number that nobody would write.
 
@@ -669,10 +667,6 @@ def unknown(name: str, point: str) -> Fraction:
 
 def are_exact(*found) -> bool:
     return all(isinstance(value, Fraction) for value in found)
-
-
-def is_real(value) -> bool:
-    return not isinstance(value, MP.mpc) or value.imag == 0
 
 
 def is_infinite(value) -> bool:
@@ -728,7 +722,7 @@ def power(base, exponent):
         if size * abs(exponent) > MAX_BITS:
             raise Unreadable("9^9^9")
         return bounded(base ** int(exponent))
-    if degree % 2 and is_real(base) and inexact(base) < 0:
+    if degree % 2 and base.imag == 0 and inexact(base) < 0:
         return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
     return bounded(inexact(base) ** inexact(exponent))
 
@@ -739,14 +733,10 @@ def small_whole(value) -> int:
     return int(value)
 
 
-def on_our_values(compute):
-    """Wrap a function of mpmath: results that are only the error of the last digits become 0."""
-
-    def computed(*arguments):
-        value = compute(*map(inexact, arguments))
-        return Fraction(0) if abs(value) <= NOISE else bounded(value)
-
-    return computed
+def called(compute, *arguments):
+    """Call a function of mpmath: a result that is only the error of the last digits becomes 0."""
+    value = compute(*map(inexact, arguments))
+    return Fraction(0) if abs(value) <= NOISE else bounded(value)
 
 
 OPERATIONS = {  # kind of a node -> its function of one or two values
@@ -758,8 +748,8 @@ OPERATIONS = {  # kind of a node -> its function of one or two values
     "absolute": lambda value: bounded(abs(value)),
     "factorial": lambda value: bounded(Fraction(factorial(small_whole(value)))),
     "binomial": lambda above, below: Fraction(comb(small_whole(above), small_whole(below))),
-    **{name: on_our_values(getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
-    "log": on_our_values(lambda value, base=10: MP.log(value, base)),
+    **{name: partial(called, getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
+    "log": partial(called, lambda value, base=10: MP.log(value, base)),
 }
 SLOW = (*FUNCTIONS, "power", "root")  # if the value is not exact
 
@@ -881,7 +871,7 @@ class Comparison:
         some_are_real = False
         for point in points:
             pair = self.value(left, point), self.value(right, point)
-            if not any(map(is_real, pair)):
+            if all(value.imag for value in pair):
                 verdicts.append(equal(*pair))
             elif equal(*pair):
                 some_are_real = True
@@ -931,7 +921,7 @@ class Comparison:
         factors = list(map(divide, left_values, right_values))
         if not all(equal(factor, factors[0]) for factor in factors):
             return False
-        return left.kind != "<" or (is_real(factors[0]) and factors[0] > 0)
+        return left.kind != "<" or (factors[0].imag == 0 and factors[0] > 0)
 
 
 def units_of(node: Node) -> set[str]:
