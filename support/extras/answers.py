@@ -849,17 +849,14 @@ class Comparison:
         kinds = {left.kind, right.kind}
         if kinds <= {"list", "set"} or kinds == {"union"}:
             return self.same_collection(left, right)
-        if kinds <= {"=", "≠", "<"}:
-            return self.same_items(left, right) or self.proportional(left, right)
-        if kinds & STRUCTURES:
-            return self.same_items(left, right)
-        return self.same_values(left, right)
-
-    def same_items(self, left: Node, right: Node) -> bool:
+        if not kinds & STRUCTURES:
+            return self.same_values(left, right)
         alike = left.kind == right.kind and left.value == right.value
         if not alike or len(left.items) != len(right.items):
             return False
-        return all(map(self.same, left.items, right.items))
+        if all(map(self.same, left.items, right.items)):
+            return True
+        return left.kind in ("=", "≠", "<") and self.proportional(left, right)
 
     def same_values(self, left: Node, right: Node) -> bool:
         """Compare values at every point, or at one if there is no letter.
@@ -906,17 +903,15 @@ class Comparison:
         return True
 
     def proportional(self, left: Node, right: Node) -> bool:
-        """Return whether left - right of one relation is a constant times that of the other.
+        """Return whether left - right of one relation is a constant times that of a like one.
 
         The constant is above 0 in an inequality. Both must vary."""
         self.pay(150)
-        if left.value != right.value or left.kind != right.kind:
-            return False
-        if len(left.items) != 2 or len(right.items) != 2:
+        if len(left.items) != 2:
             return False
         nodes = [combine("-", *node.items) for node in (left, right)]
         left_values, right_values = ([self.value(node, at) for at in POINTS] for node in nodes)
-        if equal(*left_values[:2]) or equal(*right_values[:2]) or 0 in right_values:
+        if equal(*left_values[:2]) or 0 in right_values:
             return False
         factors = list(map(divide, left_values, right_values))
         if not all(equal(factor, factors[0]) for factor in factors):
