@@ -104,7 +104,8 @@ REWRITES = (  # a pattern, and its replacement
     (re.compile(r"\\!\s*"), ""),  # 32,\! 349
     (re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
 )
-UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
+# read in one way only: "mmmm" as m, mm, ... in all ways would take exponential time
+UNIT = r"(?:k?g|[cmk]?m(?!ol)|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
 MIXED = re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})")
@@ -114,7 +115,7 @@ LEAD_IN = (
 )
 REWRITES_OF_OURS = (  # as above, in our symbols
     (re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
-    (re.compile(rf"^(?=.*\^\{{-)(.*[0-9] )((?:{UNIT})+)$"), r'\1"\2"'),  # 9.8 m s^{-2}
+    (re.compile(rf"^(?=.*\^\{{-)(.*[0-9] )((?:{UNIT})++)$"), r'\1"\2"'),  # 9.8 m s^{-2}
     (re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
     (re.compile('" ?/ ?"'), "/"),  # "km"/"h"
     (re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
@@ -248,7 +249,6 @@ TURNED = {">": "<", "≥": "≤"}
 COMMANDS = "|".join([*NAMES, "partial", "nabla", "det", "dim", "deg"])
 LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTALL)
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
-CONSTANTS = ("\\pi", "e", "i")
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
 ENCLOSED = {"|": "|", "⌊": "⌋"}
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
@@ -648,6 +648,7 @@ def with_signs(node: Node, signs: dict[str, str]) -> Node:
 POINTS = ("negative", "positive", "58")
 MP = mpmath.MPContext()  # of our own: other code may change the digits of mpmath's
 MP.dps = 250  # digits, of which the last 20 may be wrong
+CONSTANTS = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
 NOISE = MP.mpf(10) ** -230
 LARGEST_EXPONENT = 350  # of 2: beyond 10^105 a digit next to the point would not be seen
 
@@ -794,8 +795,7 @@ class Comparison:
         if node.kind == "number":
             return node.value
         if node.kind == "letter":
-            constants = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
-            return constants.get(node.value) or unknown(node.value, point)
+            return CONSTANTS.get(node.value) or unknown(node.value, point)
         if node.kind == "call" or (node.kind in ("factorial", "binomial") and has_unknowns(node)):
             arguments = [MP.nstr(inexact(self.value(item, point)), 30) for item in node.items]
             self.pay(80)
