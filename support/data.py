@@ -161,8 +161,7 @@ class PromptFormat:
         unknown = self.tokenizer.unk_token_id
         ends = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         if unknown in ids and unknown not in ends:
-            strange = [c for c in sorted(set(text)) if unknown in self.tokenizer.encode(c)]
-            strange = "".join(strange)
+            strange = "".join(c for c in sorted(set(text)) if unknown in self.tokenizer.encode(c))
             raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
 
     def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:

@@ -4,11 +4,11 @@ Both answers become trees. Trees are compared by their values where they have va
 numbers, at several points), piece by piece where they are points, sets and the like, else as text.
 Answers come from models that are trained on the verdict: nothing is evaluated, no call is slow."""
 
-import functools
 import itertools
 import random
 import re
 from fractions import Fraction
+from functools import lru_cache, partial
 from math import comb, factorial, inf
 from typing import NamedTuple
 
@@ -59,18 +59,14 @@ GREEK = """
 SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789+-n0123456789n")
 
 
-def meanings() -> dict[str, str]:
-    """Return symbol -> our symbol."""
-    found = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")
-    for row in SYMBOLS.split():
-        ours, _, others = row.partition("←")
-        meaning = f" {ours} " if ours[-1].isalpha() else ours
-        found |= dict.fromkeys(others.split(","), meaning)
-    signs = GREEK.split()
-    return found | {sign: f"\\{name} " for sign, name in zip(signs[::2], signs[1::2])}
+SIGNS, NAMES = GREEK.split()[::2], GREEK.split()[1::2]
+MEANINGS = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")  # symbol -> ours
+MEANINGS |= {sign: f"\\{name} " for sign, name in zip(SIGNS, NAMES)}
+for row in SYMBOLS.split():
+    ours, _, others = row.partition("←")
+    meaning = f" {ours} " if ours[-1].isalpha() else ours
+    MEANINGS |= dict.fromkeys(others.split(","), meaning)
 
-
-MEANINGS = meanings()
 SYMBOL = re.compile(
     r"""
       \{,[ ]?\}                    # 1{,}000
@@ -92,23 +88,24 @@ REPEATING = re.compile(
     r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*(?:\{([0-9]+)\}|([0-9]))(?![0-9])"
 )
 DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
-REWRITES = (  # a part of the text (for speed), the pattern, its replacement
-    ('"', re.compile('"'), " "),
-    ("er cent", re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
-    ("eal", re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
-    ("\\", re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
-    ("m", re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
-    ("olor", re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
-    ("$", re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
-    ("\\overline", REPEATING, lambda found: repeated(*found.groups())),  # 0.1\overline{6}
-    (".", re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
-    ("\\", TEXT_BOX, r'"\1"'),
-    ("\\\\", re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
-    ("\\end", re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
-    ("\\!", re.compile(r"\\!\s*"), ""),  # 32,\! 349
-    ("}{", re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
+REWRITES = (  # a pattern, and its replacement
+    (re.compile('"'), " "),
+    (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
+    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
+    (re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
+    (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
+    (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
+    (re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
+    (REPEATING, lambda found: repeated(*found.groups())),  # 0.1\overline{6}
+    (re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
+    (TEXT_BOX, r'"\1"'),
+    (re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
+    (re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
+    (re.compile(r"\\!\s*"), ""),  # 32,\! 349
+    (re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
 )
-UNIT = r"(?:k?g|[cmk]?m|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
+# read in one way only: "mmmm" as m, mm, ... in all ways would take exponential time
+UNIT = r"(?:k?g|[cmk]?m(?!ol)|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
 MIXED = re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})")
@@ -117,14 +114,13 @@ LEAD_IN = (
     rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
 )
 REWRITES_OF_OURS = (  # as above, in our symbols
-    ("", re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
-    ("^{-", re.compile(rf"(?<=[0-9] )((?:{UNIT})+)$"), r'"\1"'),  # 9.8 m s^{-2}
-    ('"', re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
-    ('"', re.compile('" ?/ ?"'), "/"),  # "km"/"h"
-    (",", re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
-    (",", re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
-    ("\\frac", MIXED, r"\1{\2+\3}"),  # 3\frac12
-    ("/", MIXED, r"\1{\2+\3}"),  # 3 1/2
+    (re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
+    (re.compile(rf"^(?=.*\^\{{-)(.*[0-9] )((?:{UNIT})++)$"), r'\1"\2"'),  # 9.8 m s^{-2}
+    (re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
+    (re.compile('" ?/ ?"'), "/"),  # "km"/"h"
+    (re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
+    (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
+    (MIXED, r"\1{\2+\3}"),  # 3\frac12, 3 1/2
 )
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
@@ -172,16 +168,15 @@ def tokenise(text: str) -> list[str]:
         if token == "%":
             tokens += ["/", "100"]
         elif token[0] == '"' or WORD.fullmatch(token):
-            tokens += word_tokens(token.strip('" '), boxed=token[0] == '"')
+            tokens += word_tokens(token.strip('" '))
         else:
             tokens.append(token)
     return tokens
 
 
 def rewritten(text: str, rewrites: tuple) -> str:
-    for hint, pattern, meaning in rewrites:
-        if hint in text:
-            text = pattern.sub(meaning, text)
+    for pattern, meaning in rewrites:
+        text = pattern.sub(meaning, text)
     return text
 
 
@@ -205,7 +200,7 @@ MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "percent": ["/", "100"], "pct
 MEANINGS_OF_WORDS |= {"infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
 
 
-def word_tokens(word: str, boxed: bool) -> list[str]:
+def word_tokens(word: str) -> list[str]:
     """Return the tokens of a word, or of the text in a box."""
     meaning = word.strip(" ,").lower()
     if meaning in MEANINGS_OF_WORDS:
@@ -213,7 +208,7 @@ def word_tokens(word: str, boxed: bool) -> list[str]:
     if word in FUNCTIONS or word in ("e", "i"):
         return [word]
     plain = re.search("[0-9]", word) or not re.search(r"\w", word)  # \text{5 cm}
-    if boxed and plain and not UNIT_WITH_POWER.fullmatch(word):
+    if plain and not UNIT_WITH_POWER.fullmatch(word):
         return tokenise(word)
     return ['"' + word]
 
@@ -251,10 +246,9 @@ PRECEDENCE |= {"+": 2, "-": 2, "±": 2, "∓": 2, "*": 3, "/": 3, "^": 4}
 RELATIONS = ("=", "≠", "<", ">", "≤", "≥", "≈")
 SEPARATORS = (",", ";", "and", "or")
 TURNED = {">": "<", "≥": "≤"}
-COMMANDS = "|".join([*GREEK.split()[1::2], "partial", "nabla", "det", "dim", "deg"])
+COMMANDS = "|".join([*NAMES, "partial", "nabla", "det", "dim", "deg"])
 LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTALL)
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
-CONSTANTS = ("\\pi", "e", "i")
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
 ENCLOSED = {"|": "|", "⌊": "⌋"}
 MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
@@ -529,9 +523,7 @@ class Parser:
             return items[0]
         if kind in ("{}", "⟨⟩"):
             return alternatives(Node("set", items))
-        if kind in PAIRS:
-            return Node(kind, items)
-        raise Unreadable(f"{kind} is no bracket")
+        return Node(kind, items)  # (1, 2} has no value
 
     def enclosed(self, opening: str) -> Node:
         self.bars += opening == "|"
@@ -619,10 +611,8 @@ def is_name(node: Node) -> bool:
         return not CHANGES_VALUE.search(node.value)
     if node.kind in ("letter", "call"):
         return node.value not in ENCLOSED  # ⌊7/2⌋ = 4 is not 4
-    grows = node.kind in FUNCTIONS or node.kind in (
-        *("product", "()", "absolute", "inverse", "ratio", "matrix", "row"),
-    )
-    return grows and all(map(is_name, node.items))
+    kinds = (*FUNCTIONS, "product", "()", "absolute", "inverse", "ratio", "matrix", "row")
+    return node.kind in kinds and all(map(is_name, node.items))
 
 
 def is_named(node: Node) -> bool:
@@ -658,11 +648,12 @@ def with_signs(node: Node, signs: dict[str, str]) -> Node:
 POINTS = ("negative", "positive", "58")
 MP = mpmath.MPContext()  # of our own: other code may change the digits of mpmath's
 MP.dps = 250  # digits, of which the last 20 may be wrong
+CONSTANTS = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
 NOISE = MP.mpf(10) ** -230
 LARGEST_EXPONENT = 350  # of 2: beyond 10^105 a digit next to the point would not be seen
 
 
-@functools.lru_cache(maxsize=1000)
+@lru_cache(maxsize=1000)
 def unknown(name: str, point: str) -> Fraction:
     """Return the value of a letter at a point, a number that nobody would write.
 
@@ -677,10 +668,6 @@ def unknown(name: str, point: str) -> Fraction:
 
 def are_exact(*found) -> bool:
     return all(isinstance(value, Fraction) for value in found)
-
-
-def is_real(value) -> bool:
-    return not isinstance(value, MP.mpc) or value.imag == 0
 
 
 def is_infinite(value) -> bool:
@@ -736,7 +723,7 @@ def power(base, exponent):
         if size * abs(exponent) > MAX_BITS:
             raise Unreadable("9^9^9")
         return bounded(base ** int(exponent))
-    if degree % 2 and is_real(base) and inexact(base) < 0:
+    if degree % 2 and base.imag == 0 and inexact(base) < 0:
         return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
     return bounded(inexact(base) ** inexact(exponent))
 
@@ -747,14 +734,10 @@ def small_whole(value) -> int:
     return int(value)
 
 
-def on_our_values(compute):
-    """Wrap a function of mpmath: results that are only the error of the last digits become 0."""
-
-    def computed(*arguments):
-        value = compute(*map(inexact, arguments))
-        return Fraction(0) if abs(value) <= NOISE else bounded(value)
-
-    return computed
+def called(compute, *arguments):
+    """Call a function of mpmath: a result that is only the error of the last digits becomes 0."""
+    value = compute(*map(inexact, arguments))
+    return Fraction(0) if abs(value) <= NOISE else bounded(value)
 
 
 OPERATIONS = {  # kind of a node -> its function of one or two values
@@ -766,8 +749,8 @@ OPERATIONS = {  # kind of a node -> its function of one or two values
     "absolute": lambda value: bounded(abs(value)),
     "factorial": lambda value: bounded(Fraction(factorial(small_whole(value)))),
     "binomial": lambda above, below: Fraction(comb(small_whole(above), small_whole(below))),
-    **{name: on_our_values(getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
-    "log": on_our_values(lambda value, base=10: MP.log(value, base)),
+    **{name: partial(called, getattr(MP, name.replace("arc", "a"))) for name in FUNCTIONS},
+    "log": partial(called, lambda value, base=10: MP.log(value, base)),
 }
 SLOW = (*FUNCTIONS, "power", "root")  # if the value is not exact
 
@@ -781,10 +764,8 @@ def equal(left, right) -> bool:
 
 # ---------------------------------------------------------------------- comparing
 
-STRUCTURES = {  # kinds without a value of their own: compared piece by piece
-    *("()", "[]", "(]", "[)", "matrix", "row", "word"),
-    *("list", "set", "union", "=", "≠", "<"),
-}
+# kinds without a value of their own: compared piece by piece
+STRUCTURES = {*PAIRS, "matrix", "row", "word", "list", "set", "union", "=", "≠", "<"}
 
 
 class Comparison:
@@ -814,8 +795,7 @@ class Comparison:
         if node.kind == "number":
             return node.value
         if node.kind == "letter":
-            constants = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
-            return constants.get(node.value) or unknown(node.value, point)
+            return CONSTANTS.get(node.value) or unknown(node.value, point)
         if node.kind == "call" or (node.kind in ("factorial", "binomial") and has_unknowns(node)):
             arguments = [MP.nstr(inexact(self.value(item, point)), 30) for item in node.items]
             self.pay(80)
@@ -869,17 +849,14 @@ class Comparison:
         kinds = {left.kind, right.kind}
         if kinds <= {"list", "set"} or kinds == {"union"}:
             return self.same_collection(left, right)
-        if kinds <= {"=", "≠", "<"}:
-            return self.same_items(left, right) or self.proportional(left, right)
-        if kinds & STRUCTURES:
-            return self.same_items(left, right)
-        return self.same_values(left, right)
-
-    def same_items(self, left: Node, right: Node) -> bool:
+        if not kinds & STRUCTURES:
+            return self.same_values(left, right)
         alike = left.kind == right.kind and left.value == right.value
         if not alike or len(left.items) != len(right.items):
             return False
-        return all(map(self.same, left.items, right.items))
+        if all(map(self.same, left.items, right.items)):
+            return True
+        return left.kind in ("=", "≠", "<") and self.proportional(left, right)
 
     def same_values(self, left: Node, right: Node) -> bool:
         """Compare values at every point, or at one if there is no letter.
@@ -891,7 +868,7 @@ class Comparison:
         some_are_real = False
         for point in points:
             pair = self.value(left, point), self.value(right, point)
-            if not any(map(is_real, pair)):
+            if all(value.imag for value in pair):
                 verdicts.append(equal(*pair))
             elif equal(*pair):
                 some_are_real = True
@@ -926,22 +903,20 @@ class Comparison:
         return True
 
     def proportional(self, left: Node, right: Node) -> bool:
-        """Return whether left - right of one relation is a constant times that of the other.
+        """Return whether left - right of one relation is a constant times that of a like one.
 
         The constant is above 0 in an inequality. Both must vary."""
         self.pay(150)
-        if left.value != right.value or left.kind != right.kind:
-            return False
-        if len(left.items) != 2 or len(right.items) != 2:
+        if len(left.items) != 2:
             return False
         nodes = [combine("-", *node.items) for node in (left, right)]
         left_values, right_values = ([self.value(node, at) for at in POINTS] for node in nodes)
-        if equal(*left_values[:2]) or equal(*right_values[:2]) or 0 in right_values:
+        if equal(*left_values[:2]) or 0 in right_values:
             return False
         factors = list(map(divide, left_values, right_values))
         if not all(equal(factor, factors[0]) for factor in factors):
             return False
-        return left.kind != "<" or (is_real(factors[0]) and factors[0] > 0)
+        return left.kind != "<" or (factors[0].imag == 0 and factors[0] > 0)
 
 
 def units_of(node: Node) -> set[str]:

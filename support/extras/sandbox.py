@@ -52,12 +52,8 @@ def run_program(
         settings = {"name": name, "folder": folder, "seconds": seconds}
         json.dump({"source": source, **settings, **layers}, task)
         task.seek(0)
-        environment = {
-            "TMPDIR": folder,
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MALLOC_ARENA_MAX": "1",  # else each thread sets much of the memory aside
-        }
+        environment = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment["MALLOC_ARENA_MAX"] = "1"  # else each thread sets much of the memory aside
         child = subprocess.Popen(
             [sys.executable, "-I", __file__, str(task.fileno())],
             stdin=subprocess.PIPE,
@@ -161,12 +157,10 @@ REFUSED = """
 CLONE_THREAD = 0x00010000
 # a pair of datagrams could send to any service that has a path
 STREAM_PAIRS = (0x1, 0x801, 0x80001, 0x80801)  # with or without not to wait, to close
-# copies of descriptors, their flags, locks of files, but no signals to processes
-HARMLESS_FCNTLS = (*range(fcntl.F_SETLKW + 1), fcntl.F_DUPFD_CLOEXEC)
-# is it a terminal, how much can be read, to wait or not, to close when a program starts or not
-HARMLESS_IOCTLS = (
-    *(termios.TCGETS, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX),
-)
+# harmless: copies of descriptors, their flags, locks of files, but no signals to processes
+FCNTLS = (*range(fcntl.F_SETLKW + 1), fcntl.F_DUPFD_CLOEXEC)
+# harmless: is it a terminal, how much can be read, to wait or not, to close at exec or not
+IOCTLS = (termios.TCGETS, termios.FIONREAD, termios.FIONBIO, termios.FIOCLEX, termios.FIONCLEX)
 MAX_THREADS = 256  # no limit of the kernel counts threads without forbidding them
 WATCH_SECONDS = 0.02  # between two counts
 
@@ -200,7 +194,8 @@ class Sandbox:
         self.wait_for_second()
         self.wait_for_third()
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        self.drop_capabilities()
+        # of a trainer that runs as root, or of a namespace's owner
+        self.libc.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))
         if "landlock" in self.layers:
             self.restrict_files()
         if "seccomp" in self.layers:
@@ -264,10 +259,6 @@ class Sandbox:
             return sum(len(os.listdir(f"/proc/{child}/task")) for child in file.read().split())
         return 0
 
-    def drop_capabilities(self) -> None:
-        """Give up the capabilities of a trainer that runs as root, or of a namespace's owner."""
-        self.libc.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))
-
     def restrict_files(self) -> None:
         """Landlock: it may read Python's own folders, write its own folder, and nothing else."""
         version = self.libc.syscall(
@@ -305,8 +296,8 @@ class Sandbox:
             "clone": (0, HAS_BITS, [CLONE_THREAD]),
             "tgkill": (0, EQUAL, [os.getpid()]),  # abort()
             "prlimit64": (0, EQUAL, [0]),  # its own limits
-            "fcntl": (1, EQUAL, HARMLESS_FCNTLS),
-            "ioctl": (1, EQUAL, HARMLESS_IOCTLS),
+            "fcntl": (1, EQUAL, FCNTLS),
+            "ioctl": (1, EQUAL, IOCTLS),
             "socketpair": (1, EQUAL, STREAM_PAIRS),
         }
         lines = [
@@ -318,20 +309,17 @@ class Sandbox:
             (RETURN, 0, 0, NO_SUCH_CALL),
         ]
         for name, call in numbers_of_calls(machine).items():
-            lines += self.only(call, *harmless.get(name, (0, EQUAL, [])))
+            argument, test, values = harmless.get(name, (0, EQUAL, []))
+            tests = [(LOAD, 0, 0, ARGUMENTS + 8 * argument)]
+            for value in values:
+                tests += [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
+            tests.append((RETURN, 0, 0, NOT_PERMITTED))
+            lines += [(EQUAL, 0, len(tests), call), *tests]
         lines.append((RETURN, 0, 0, ALLOW))
         code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
         program = struct.pack("HP", len(lines), ctypes.addressof(code))
         filtered = self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program)
         self.layers["seccomp"] = filtered == 0
-
-    def only(self, call: int, argument: int, test: int, values) -> list[tuple]:
-        """Return lines of a filter that allow a call if a test of its argument holds."""
-        lines = [(LOAD, 0, 0, ARGUMENTS + 8 * argument)]
-        for value in values:
-            lines += [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
-        lines.append((RETURN, 0, 0, NOT_PERMITTED))
-        return [(EQUAL, 0, len(lines), call), *lines]
 
     def bound_resources(self) -> None:
         limits = {
