@@ -66,18 +66,6 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model
     assert "judge" in parse_reward(reward).shaping  # even if its scores are between 0 and 1
 
 
-def test_groups_are_told_apart_beyond_1(model, monkeypatch, tmp_path):
-    """Scores above 1 do not make every group all right: dynamic sampling keeps what differs."""
-
-    def scores_much(judge, texts):
-        return {text: 5.0 + text.count("2") + len(text) / 10 for text in texts}
-
-    monkeypatch.setattr(Judge, "classify", scores_much)
-    flags = "--model models/tiny --algo dapo --reward judge:models/judge --steps 1"
-    row = metrics(good(tmp_path, flags).folder)[0]
-    assert row["advantage_abs"] > 0 and row["dead"] < 1 and row["reward"] > 1
-
-
 @pytest.mark.parametrize("pad", [2, None])
 def test_it_does_not_read_padding(pad, model, folder):
     """Its scores in a batch are those of one row at a time, whatever pad token its config names;

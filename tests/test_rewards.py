@@ -447,15 +447,6 @@ def test_reward_calls_users_functions_with_the_row(mine):
     assert scored(f"{mine}:long", "6", tokens=50)[0][0].reward == 0.5
 
 
-@pytest.mark.parametrize("name", ["two_to_four", "below"])
-def test_a_value_outside_0_to_1_is_rewarded_and_not_right(name, mine):
-    """Completions of 1, 2 and 3 characters have other rewards: no group of them is dead."""
-    scores, rewarded, correct = scored(f"{mine}:{name}", "a", "bb", "ccc", "dddd")
-    assert rewarded == [score.reward for score in scores]
-    assert rewarded[0] == rewarded[3] and len(set(rewarded)) == 3
-    assert correct is None
-
-
 def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
@@ -469,6 +460,9 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
 SUMS = [  # sum, completions, reward, rewarded, correct
     ("exact + 0.2*{}:short", ["6", " 6 ", "7"], [0.996, 0.988, -0.004], [1, 1, 0], [1, 1, 0]),
     ("3*exact + {}:share", ["6", "seven"], [3.1, 0.5], [3.1, 0.5], [3.1 / 4, 0.5 / 4]),
+    # values outside 0 to 1, whose sum says nothing about what is right
+    ("{}:two_to_four", ["a", "bb", "ccc"], [3, 4, 2], [3, 4, 2], None),
+    ("{}:below", ["a", "bb", "ccc"], [-6, -7, -5], [-6, -7, -5], None),
     # marked functions and negative weights are shaping, though they are worth between 0 and 1
     ("exact + 0.5*{}:style", ["6", "seven"], [1, 0.5], [1, 0], [1, 0]),
     ("-0.1*{}:share + exact", ["6", "seven"], [0.99, -0.05], [1, 0], [1, 0]),
@@ -495,16 +489,14 @@ def test_steps_are_weighted_and_rewarded_and_the_last_entry_is_the_outcome(mine)
     assert correct == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    "body",
-    cells(
-        r"""
-        raise KeyError('x\n\x1b[31m') | return None | return 'a' | return float('nan')
-        return float('inf') | return [(1, float('nan'))] | return [] | return [1] | return 1/0
-        raise SystemExit(3) | return -1e300 | return 10 ** 400 | return [(1, 1e300), (2, 1.0)]
-    """
-    ),
-)
+FAULTS = r"""
+    raise KeyError('x\n\x1b[31m') | return None | return 'a' | return float('nan')
+    return float('inf') | return [(1, float('nan'))] | return [] | return [1] | return 1/0
+    raise SystemExit(3) | return 10 ** 400 | return [(1, 1e300), (2, 1.0)]
+"""
+
+
+@pytest.mark.parametrize("body", cells(FAULTS))
 def test_reward_survives_a_users_faults(body, own):
     path = own(f"def broken(completion, answer):\n    {body}\n")
     reward = rewards.parse_reward(f"math + {path}:broken")
@@ -724,15 +716,6 @@ def test_check_answer_refuses_what_cannot_be_used(name, answers):
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-def test_a_verifier_whose_file_is_gone_says_so(monkeypatch):
-    monkeypatch.setitem(rewards.OPTIONAL, "wise", "nothing_of_that_name")
-    with pytest.raises(UserError) as error:
-        rewards.parse_reward("0.5*wise + format")
-    path = "support/extras/nothing_of_that_name.py"
-    assert str(error.value) == f"--reward wise: needs {path}, which is not here"
-    rewards.parse_reward("math")
-
-
 def test_soft_overlong_penalty_is_eq_13():
     """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
     lengths = [0, 15, 16, 17, 18, 19, 20, 21, 100]
@@ -745,8 +728,8 @@ def test_soft_overlong_penalty_is_eq_13():
 
 def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     path = tmp_path / "answers.jsonl"
-    rows = [{"completion": f"so {n}", "answer": str(n + (n == 2))} for n in range(4)]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    rows = [{"completion": f"so {n}", "answer": "3" if n == 2 else str(n)} for n in range(4)]
+    path.write_text("\n".join(map(json.dumps, rows)))
     command = [sys.executable, ROOT / "rewards.py", path, "--reward", "math_lenient"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "reward 0.7500 of 4" in done.stdout and "accuracy 0.7500" in done.stdout
@@ -758,7 +741,6 @@ def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     [
         (None, "exact", "answers.jsonl: expected a file"),
         ("{}", "exact", "line 1: expected an object .* with completion and answer"),
-        ('{"completion": 3, "answer": "1"}', "exact", "line 1.*field completion"),
         ('{"completion": "a", "answer": ""}', "exact", "line 1.*cannot be used by exact"),
         ('{"completion": "a", "answer": "1"}', "exat", "--reward exat.*exact"),
     ],

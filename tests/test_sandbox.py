@@ -280,17 +280,6 @@ LASTING = {
         threading.stack_size(32768)
         while True:
             _thread.start_new_thread(time.sleep, (60,))""",
-    "twice orphaned": """
-        import ctypes, os, time
-        for _ in range(2):
-            try:
-                if os.fork():
-                    os._exit(0)
-                os.setsid()
-            except OSError:
-                pass
-            ctypes.CDLL(None).prctl(1, 0)
-        time.sleep(60)""",
     "ignores signals in a session of its own": """
         import ctypes, os, signal, time
         ctypes.CDLL(None).prctl(1, 0)
@@ -304,26 +293,6 @@ LASTING = {
     "blocks signals": """
         import signal, time
         signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
-        time.sleep(60)""",
-    "kills its parent": """
-        import os, signal, time
-        try:
-            if os.getppid() > 1:  # 1: the first of its namespace
-                os.kill(os.getppid(), signal.SIGKILL)
-        except OSError:
-            pass
-        time.sleep(60)""",
-    "kills its parent by a descriptor": """
-        import ctypes, fcntl, os, socket, time
-        ctypes.CDLL(None).prctl(1, 0)
-        a, b = socket.socketpair()
-        try:
-            fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())
-            fcntl.fcntl(a, 10, 9)  # F_SETSIG
-            fcntl.fcntl(a, fcntl.F_SETFL, os.O_RDWR | os.O_ASYNC)
-            b.send(b"x")
-        except OSError:
-            pass
         time.sleep(60)""",
     "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()",
     "busy loop": "while True: pass",
