@@ -75,7 +75,7 @@ LENIENT = r"""
     6 or \boxed{7} => 7
 """
 NOT_LENIENT = r"""
-    6 apples, 7 pears | 10-5 => -5 | \boxed{7} then 6 | <think>6</think> none | <think>6
+    6 apples, 7 pears | 10-5 => -5 | \boxed{7} then 6 | <think>it is 6. </think> none | <think>6
     no number | 6 #### \boxed{} | 6 #### | so \boxed{6 | 6 <answer></answer> | −5 => 5 | - 5 => 5
     10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10 | it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
     10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4 | so 50% => 50 | 5 million => 5 | 7 tenths => 7
