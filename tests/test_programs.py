@@ -272,11 +272,12 @@ def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
 
 @pytest.mark.slow
 def test_code_does_not_charge_the_start_of_the_interpreter(monkeypatch):
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.4)
-    cases = [["1", "1"]] * 40  # 40 starts alone would take longer
-    # a busy machine may delay some attempts
-    found = [VERIFY["code"](fenced("print(input())"), {"stdin": cases}) for _ in range(5)]
-    assert max(found) == 1.0
+    """All cases share CODE_SECONDS: here half of the time that the starts take."""
+    source, case = fenced("print(input())"), ["1", "1"]
+    begun = time.monotonic()
+    assert VERIFY["code"](source, {"stdin": [case] * 20}) == 1.0
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", (time.monotonic() - begun) / 2)
+    assert VERIFY["code"](source, {"stdin": [case] * 20}) == 1.0
 
 
 def test_code_strict_rewards_only_with_every_layer(monkeypatch):
