@@ -461,9 +461,13 @@ def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
 def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path):
-    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
+    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token. In the
+    loss there is no KL: it is a metric alone."""
+    large = torch.tensor(1e6)
+    monkeypatch.setattr(gspo, "kl_penalty", lambda *_, **__: (large, {"kl": large}))
     calls = spied(monkeypatch, algorithm, "advantages")
-    good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
+    rows = metrics(good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2").folder)
+    assert all(row["kl"] > 1e5 and abs(row["loss"]) < 1e3 for row in rows)
     positional, _, _ = calls[1]
     batch, lengths = seen.batches[1], seen.batches[1].rollout.lengths.tolist()
     nonzero = 0
