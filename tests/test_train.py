@@ -461,8 +461,8 @@ def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
 def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path):
-    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token. In the
-    loss there is no KL: it is a metric alone."""
+    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token. The
+    loss has no KL: it is a metric alone."""
     large = torch.tensor(1e6)
     monkeypatch.setattr(gspo, "kl_penalty", lambda *_, **__: (large, {"kl": large}))
     calls = spied(monkeypatch, algorithm, "advantages")
