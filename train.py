@@ -765,10 +765,10 @@ def losses(
 
 
 def count_units(mask: Tensor, unit: str) -> Tensor:
-    """Count the tokens of a mask (n, T), or its completions with a token: 0-d, at least 1."""
+    """Count the tokens of a mask (n, T), or its completions with a token: 0-d."""
     if unit == "completion":
         mask = mask.any(1)
-    return mask.sum().clamp(min=1)
+    return mask.sum()
 
 
 def clip_gradients(run: Run) -> dict[str, float]:

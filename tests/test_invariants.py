@@ -5,7 +5,7 @@ import torch
 
 import rollout
 import train
-from tools import BASE, digests, good, metrics, newest, same_run, timeless
+from tools import BASE, digests, good, metrics, newest, same_run, timeless, write_rows
 
 in_place = pytest.mark.usefixtures("place")
 
@@ -41,6 +41,16 @@ def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
     assert len({*orders, tuple(range(16))}) == 5
     same_run(folders[0], folders[1])
     assert timeless(folders[0]) != timeless(folders[2])
+
+
+@in_place
+def test_the_seed_decides_on_samples_of_equal_prompts(seen, tmp_path):
+    write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
+    flags = f"{BASE} --data same.jsonl --eval-data same.jsonl --steps 1"
+    for seed in (0, 1):
+        good(tmp_path / str(seed), f"{flags} --seed {seed}")
+    first, second = (batch.samples.texts for batch in seen.batches)
+    assert first != second
 
 
 @in_place

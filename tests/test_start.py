@@ -147,7 +147,8 @@ def test_the_last_line_has_the_system_message_and_the_stop_texts():
 
 def test_the_console_says_what_a_scientist_looks_at(tmp_path):
     """The size, an answer at each evaluation, a line a step, and where the results are."""
-    flags = "--steps 4 --eval-every 2 --eval-samples 2 --max-new-tokens 16 --kl-coef 0.05"
+    flags = "--steps 4 --eval-every 3 --save-every 3 --eval-samples 2 --max-new-tokens 16"
+    flags += " --kl-coef 0.05"
     result = good(tmp_path, f"{BASE} {flags}", "--reward", "pay.py:even + arithmetic")
     lines = result.out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
