@@ -113,6 +113,7 @@ PARTS = {
     "longest": (grid(BASIC, (5e-5,), tokens=340), 3),  # this and the next: planned later
     "real": (grid(BASIC, (1e-5,), tokens=80, task="numbers"), 3),
     "others-slowest": (grid(OTHERS, (1e-4,)), 3),
+    "others-updates": (grid(OTHERS, (4e-4,), updates=4), 3),
     "norm": (grid(BASIC, (4e-4,), more="--max-grad-norm 0.03"), 3),  # not in the plan
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "length_mean", "truncated")
