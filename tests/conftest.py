@@ -1,5 +1,5 @@
-"""Puts the project's files on the path, as a user's script would find them; --slow; fixtures that
-several test files share."""
+"""Put the project's files on the path, as a user's script would find them. Add --slow, and
+fixtures that several test files share."""
 
 import functools
 import os
@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """The folder of the models that runs are made with; tests add theirs under other names.
+    """The folder of the models of the test runs. Tests add theirs under other names.
 
-    tiny is dense, of one layer; moe is a mixture of 8 experts, 2 of them active, in 2 layers."""
+    tiny is dense, of one layer. moe is a mixture of 8 experts, 2 of them active, in 2 layers."""
     folder = tmp_path_factory.mktemp("models")
     random_policy(folder / "tiny", transformers.Qwen3Config(**SHAPE))
     random_policy(folder / "moe", transformers.Qwen3MoeConfig(**EXPERTS))
@@ -49,7 +49,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def place(models, tmp_path, monkeypatch):
-    """A folder of its own to stand in, so that flags are short; --model tiny warms up briefly."""
+    """A working directory of its own, so that flags are short. --model tiny warms up briefly."""
     here = tmp_path / "here"
     here.mkdir()
     furnish(here, models)

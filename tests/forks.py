@@ -10,7 +10,7 @@ FORKS.set_forkserver_preload(["pytest", "transformers.models.qwen3.modeling_qwen
 
 
 def begin(function, arguments, out, err, folder, environment):
-    """What a fork does first and last."""
+    """Run the function in a fork: redirect its output before, and exit with its status after."""
     sys.stdout = open(out, "a", buffering=1)  # noqa: SIM115, open until it dies
     sys.stderr = sys.stdout if err is None else open(err, "a", buffering=1)  # noqa: SIM115
     os.environ |= environment
@@ -31,7 +31,7 @@ def fork(function, *arguments, out, err=None, folder=".", **environment):
 
 
 def program(source: str, *arguments: str) -> int:
-    """`python -c source arguments`, for fork; of the project it finds what stands where it runs."""
+    """`python -c source arguments`, for fork. It imports the project from its working directory."""
     sys.argv = ["-c", *arguments]
     tests = os.path.dirname(__file__)
     elsewhere = [path for path in sys.path if path not in (tests, os.path.dirname(tests))]

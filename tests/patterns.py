@@ -3,7 +3,7 @@
     python tests/patterns.py rewards.py      # prints each expression before it is tried
 
 A sample of the expression is made in which one repeated part is pumped up to LENGTH characters.
-Exponential backtracking never ends on such texts; quadratic backtracking takes milliseconds."""
+Exponential backtracking never ends on such texts. Quadratic backtracking takes milliseconds."""
 
 import ast
 import importlib
@@ -111,7 +111,7 @@ def holds(nodes, pumped) -> bool:
 
 
 def member(choices: list, rng: random.Random) -> str:
-    """A character of a class; of a negated class one that is seldom excluded."""
+    """A character of a class. Of a negated class, one that is seldom excluded."""
     if str(choices[0][0]) == "NEGATE":
         return rng.choice("a (-")
     operation, argument = rng.choice(choices)

@@ -1,11 +1,12 @@
-"""A pretended CUDA device: what a GPU would refuse is refused, where there is no GPU.
+"""A pretended CUDA device: it refuses the operations that a GPU would refuse. No GPU is needed.
 
     python tests/pretend.py train.py --device cuda --steps 2
 
-Every tensor lies in the CPU's memory and is computed there. Pretended is where it lies: a storage
+Every tensor is in the CPU's memory and is computed there. Only its place is pretended: a storage
 has a place, and with it a tensor's device, as Python sees it. An operation on tensors of both
-places raises; so does, while a stand-in for CUDA graphs notes operations, whatever waits for the
-device. Not pretended: speed, rounding, streams, memory. The last line on stderr counts graphs."""
+places raises. While a replacement of CUDA graphs records operations, those that wait for the
+device raise, too. Not pretended: speed, rounding, streams, memory. The last line on stderr counts
+graphs."""
 
 import contextlib
 import runpy
@@ -81,7 +82,7 @@ class Operations(TorchDispatchMode):
                 put(operands[0], places[1])
             return result
         place = next((each for each in ("cuda", "cpu") if each in places), "either")
-        if name == "_to_copy":  # `to` has said where, see below; this is a change of dtype
+        if name == "_to_copy":  # `to` has said where, see below. This is a change of dtype
             place = places[0]
         shared = {operand.untyped_storage()._cdata for operand in operands}
         for tensor in tensors(result):
@@ -90,7 +91,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-# ---- what Python sees
+# ---- the device that Python sees
 
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.rand, torch.randn}
 FACTORIES |= {torch.randint, torch.tensor, torch.zeros, torch.as_tensor, torch.randperm}
@@ -171,8 +172,8 @@ def refuse_in_capture(why: str) -> None:
 
 
 class Graph(TorchDispatchMode):
-    """Stands in for torch.cuda.CUDAGraph. What runs in its context is noted, and what was there
-    before stays as it was; replay does it again, in the same memory, with what it holds."""
+    """Replace torch.cuda.CUDAGraph. Operations in its context are recorded, and do not change older
+    tensors. replay repeats them in the same memory, on the numbers that it holds then."""
 
     def __init__(self):
         super().__init__()
@@ -260,8 +261,8 @@ def on_the_cpu(function):
 
 
 def seen_again(checkpoint):
-    """What a checkpoint runs again in the backward pass sees the device, too: a mode is off within
-    the functions that it handles, and backward() is one of them."""
+    """Let the second forward pass of a checkpoint, in the backward pass, see the device, too: a
+    mode is off within the functions that it handles, and backward() is one of them."""
 
     def checkpoint_and_see(function, *args, **kwargs):
         def run(*inputs, **options):

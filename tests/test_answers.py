@@ -12,7 +12,7 @@ from support.extras import answers
 from support.extras.answers import same_answer
 
 # ≡ right, both ways. ≢ wrong, both ways. → right for that gold answer. ↛ wrong for that one.
-# Four spaces stand between two pairs; the verdicts were written before the code ran.
+# Four spaces separate two pairs. The verdicts were written before the code ran.
 
 PAIRS = r"""
     # numbers and percent
@@ -368,7 +368,7 @@ def test_polynomials_are_equal_whatever_their_order_and_no_others():
 
 
 def test_pairs_of_letters_differ_in_sign_at_one_point():
-    """Else |x| + |y| would be |x + y|; at the other points all are negative, or all positive."""
+    """Else |x| + |y| would be |x + y|. At the other points all are negative, or all positive."""
     for pair in ("xy", "ab", "mn", "pq", "uv", "st", "bc", "nk", "cd"):
         one, other = (answers.unknown(name, answers.POINTS[-1]) for name in pair)
         assert (one > 0) != (other > 0), pair

@@ -28,7 +28,7 @@ BLOCKS = dict(re.findall(r"```python\n# ([\w.]+)(.*?)```", COPYING, re.DOTALL))
 
 
 def block(name: str) -> str:
-    """One of the page's programs; its first line, a comment, is gone."""
+    """One of the page's programs without its first line, a comment."""
     assert name in BLOCKS, f"docs/copying.md: no block of python begins with # {name}"
     return BLOCKS[name].partition("\n")[2]
 
@@ -53,7 +53,7 @@ LOOP = (ROOT / "docs/loop.py").read_text()
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    """A GPT-2: positions are absolute, training has dropout, and its folder asks for filters."""
+    """A GPT-2: positions are absolute, training has dropout, and its folder sets filters."""
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "vocab_size": 18}
     ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     folder = tmp_path_factory.mktemp("copied") / "gpt2"
@@ -96,7 +96,7 @@ def test_loop_takes_four_updates_a_step(loop):
 
 
 def test_loop_masks_to_the_first_end_token(loop):
-    """Against a loop over tokens; some completions end early, and some never."""
+    """Against a loop over tokens. Some completions end early, and some never."""
     lengths = []
     for row, mask in zip(loop.tokens[:, -loop.width :].tolist(), loop.mask.tolist()):
         length = row.index(1) + 1 if 1 in row else len(row)
@@ -121,7 +121,7 @@ def test_loop_logprobs_are_those_of_each_row_alone(loop):
 
 
 def test_loop_old_logprobs_are_those_before_the_updates(policy):
-    """After a step that moves nothing they are still the policy's; after one that does, not."""
+    """After a step that moves nothing they are still the policy's, after another they are not."""
     for lr, moved in (("0.0", False), ("1e-3", True)):
         loop = run_loop(policy, steps=1, lr=lr)
         with torch.no_grad():
@@ -176,7 +176,7 @@ def test_term_advantages_match_scalar_loop(corrections):
 
 @pytest.mark.parametrize("name", ["mismatch_mask", "off_policy_mask"])
 def test_masks_match_scalar_loop(name, corrections):
-    """Also with NaN on the padding; both kinds of tokens occur."""
+    """Also with NaN on the padding. Both kinds of tokens occur."""
     generator, found = torch.Generator().manual_seed(0), set()
     old, new = -torch.rand(2, 8, 6, generator=generator)
     new[0:4] -= 0.6
@@ -233,7 +233,7 @@ def trl_trainer(kind, model, folder, **settings):
 
 
 def weight_gradients(model, losses) -> list[torch.Tensor]:
-    """The gradient of each loss, all weights in one tensor; that of the first is not 0."""
+    """The gradient of each loss, all weights in one tensor. That of the first is not 0."""
     found = []
     for loss in losses:
         model.zero_grad()
@@ -246,8 +246,8 @@ def weight_gradients(model, losses) -> list[torch.Tensor]:
 @needs("trl")
 @pytest.mark.parametrize("extra", ["nothing", "old", "tools", "token weights", "weights"])
 def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
-    """With the optional inputs of TRL: log-probs before the updates, a mask without the tokens of
-    tools, weights against the mismatch of vLLM; the last of three micro-batches."""
+    """In the last of three micro-batches, with the optional inputs of TRL: log-probs before the
+    updates, a mask without the tokens of tools, weights against the mismatch of vLLM."""
     import trl
 
     scope = {}

@@ -1,4 +1,4 @@
-"""At which token a reward stands: place_rewards and token_that_completes of train.py."""
+"""The token that gets a reward: place_rewards and token_that_completes of train.py."""
 
 import types
 
@@ -30,7 +30,7 @@ def byte_tokenizer(fallback):
 
 @pytest.mark.parametrize("fallback", [False, True])
 def test_a_step_ends_with_the_token_that_completes_its_text(fallback):
-    """The first n with decode(ids[:n]) beginning with the text; 。 and → are three tokens, 🙂 is
+    """The first n such that decode(ids[:n]) starts with the text. 。 and → are three tokens, 🙂 is
     four. A few decodings find it."""
     tokenizer = byte_tokenizer(fallback)
     for text in ("abc. a→b。c", "。a→", "a 🙂b 🙂 b.", "abc" * 30 + "→"):
@@ -50,7 +50,7 @@ def test_a_step_ends_with_the_token_that_completes_its_text(fallback):
 
 
 class Pieces:
-    """A tokenizer whose tokens are strings of several characters; 0 ends, and is special."""
+    """A tokenizer whose tokens are strings of several characters. 0 ends, and is special."""
 
     pieces = ["<end>", "ab", "c", "", "def"]
 

@@ -191,7 +191,7 @@ def test_tokens_beyond_the_vocabulary_are_refused():
 
 
 def test_long_prompts_are_skipped_with_a_count(capsys):
-    """A context of 26 leaves 22 for the prompt beside 4 of the completion."""
+    """A context of 26 has room for 22 of the prompt beside 4 of the completion."""
     rows = [{"prompt": "1+" * n + "1="} for n in range(1, 21)]
     kept = form(context=26).encode_rows(rows, "--data long.jsonl")
     assert [len(row[IDS]) for row in kept] == list(range(4, 23, 2))

@@ -1,5 +1,5 @@
-"""The README and docs/ against the code: commands, examples, links, tables; extending.md, step by
-step in a copy."""
+"""The README and docs/ against the code: commands, examples, links, tables. extending.md is
+followed step by step in a copy."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def first_cells(page: str) -> set[str]:
-    """What the first cells of the page's tables name: | `one`, `another` | ..."""
+    """The names in the first cells of the page's tables: | `one`, `another` | ..."""
     cells = re.findall(r"(?m)^\| (`[^|]+`(?:, `[^|]+`)*) \|", PAGES[page])
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
@@ -35,7 +35,7 @@ def first_cells(page: str) -> set[str]:
 
 
 def test_the_console_of_the_readme_is_that_of_the_default_run():
-    """Of docs/runs/gspo, which --report draws beside a user's."""
+    """Of docs/runs/gspo, which --report plots beside a user's."""
     story = report.read_story(ROOT / "docs/runs/gspo")
     before, after = [
         f"solved {row['eval_solved']:.1%}, pass@8 {row['eval_pass@8']:.1%}"
@@ -188,7 +188,7 @@ def test_reward_example_pays_and_trains(place):
 
 
 def applied(step: str, project: Path) -> None:
-    """Does what the first line of a block says: `# FILE, above: PART OF A LINE`, or `# FILE`."""
+    """Apply a block as its first line says: `# FILE, above: PART OF A LINE`, or `# FILE`."""
     head, lines = step.split("\n", 1)
     found = re.fullmatch(r"# (\S+?)(?:, (above|below|instead of): (.+))?", head)
     name, where, anchor = found.groups()

@@ -22,7 +22,7 @@ MIXTURES = {
     "qwen3_moe": {},
     "mixtral": {},
     "gpt_oss": {},
-    # groups of experts are chosen first; the first layer is dense
+    # groups of experts are chosen first, and the first layer is dense
     "deepseek_v3": dict(num_hidden_layers=3, n_routed_experts=8, n_group=4, topk_group=2),
 }
 ROWS = torch.tensor([4, 0, 2])
@@ -154,7 +154,7 @@ MOE = "--model models/moe --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2
 
 @pytest.mark.usefixtures("place")
 def test_expert_flips_are_measured_with_evaluations(tmp_path):
-    """A fraction; it costs a pass over the batch."""
+    """A fraction. It costs a pass over the batch."""
     flags = f"{MOE} --steps 4 --eval-every 2 --lora-rank 2 --routing-replay"
     rows = metrics(good(tmp_path, flags).folder)
     assert ["expert_flips" in row for row in rows] == [False, True, False, True]

@@ -1,5 +1,5 @@
-"""Files of support/ that can be deleted with what they do: in a copy of the project without one of
-them, and without all, the default command trains, and what needs one says so in a sentence."""
+"""The optional files of support/: in a copy of the project without one of them, and without all,
+the default command trains. A flag that needs a missing file says so in a sentence."""
 
 import json
 import shutil

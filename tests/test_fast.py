@@ -37,8 +37,8 @@ def scores(model, out, way=fast, temperature=0.7):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("forced", [0.0, 0.4])
 def test_packed_scores_are_the_plain_ones_in_value_and_gradient(kind, forced):
-    """Windows of 6 tokens, caps, sinks, experts, shared heads; finite everywhere: padding that saw
-    no key would make NaN gradients."""
+    """Windows of 6 tokens, caps, sinks, experts, shared heads. Gradients are finite everywhere:
+    padding that saw no key would make them NaN."""
     model = tiny(kind)
     for name, groups in CASES.items():
         out = rollout_of(groups, forced)

@@ -71,7 +71,7 @@ def wrong_models(models):
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 LONG = "".join(f'{{"prompt": "{"1" * n}", "answer": "2"}}\n' for n in range(600, 612))
 MISSING = "mps" if torch.cuda.is_available() else "cuda"
-# flags after those of BASE, words of the sentence, the content of bad.jsonl; a row a mechanism
+# a row a mechanism: flags after those of BASE, words of the sentence, the content of bad.jsonl
 BAD_INPUT = [
     # the parser
     ("--group_size 4", "--group_size: .*did you mean --group-size"),
@@ -111,7 +111,7 @@ BAD_INPUT = [
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
     ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
     ("--max-new-tokens 510", "held out: .* more than 2 tokens"),
-    # models; an absolute folder where nothing must be found: about a name the hub would be asked
+    # models. A folder that does not exist is absolute: for a name the hub would be asked
     ("--model /nowhere/at/all", "--model /nowhere/at/all: "),
     ("--model models/pickled", "--model models/pickled: "),
     ("--model models/tokenless", "--model models/tokenless: "),
@@ -196,7 +196,7 @@ def raising(error):
 
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
 def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
-    """Of a forker's own, while the sampler is checked; in the loop it would be the same."""
+    """Of a forker's own, while the sampler is checked. In the loop it would be the same."""
     monkeypatch.setattr(train.rollout, "check_scorer", raising(error))
     with pytest.raises(type(error), match=str(error)):
         launch(tmp_path, BASE)
@@ -210,7 +210,7 @@ def test_the_command_itself_refuses_in_one_line(tmp_path):
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: --algo")
 
 
-# ---- what flags take
+# ---- values of flags
 
 
 def given(name: str, value):
@@ -273,7 +273,7 @@ def test_a_negative_weight_is_a_value_and_no_flag(tmp_path):
     assert strict((folder / "config.json").read_text())["reward"].startswith("-0.5*")
 
 
-# ---- what flags reach
+# ---- functions that flags reach
 
 # algorithm, its function of gspo.py, flags that it gets
 REACHED = [

@@ -234,7 +234,7 @@ def positions(lengths, width):
 
 
 def make_batch(seed, spread, advantages="row"):
-    """Ragged float64 rows; row 1 is empty, row 4 has advantage 0, padding holds other numbers.
+    """Ragged float64 rows. Row 1 is empty, row 4 has advantage 0, padding holds other numbers.
 
     The mask of seed 1 has holes, as completions have that called a tool."""
     generator = torch.Generator().manual_seed(seed)
@@ -296,8 +296,8 @@ def reference(case, batch):
 
 
 def evaluate(case, batch, **more):
-    """(loss, gradient, metrics) of the function under test; the gradient goes to `logprobs` (or
-    `values`) alone, and the metrics are detached scalars."""
+    """(loss, gradient, metrics) of the function under test. Only `logprobs` (or `values`) get a
+    gradient, and the metrics are detached scalars."""
     given = {key: tensor.clone().requires_grad_(key != "mask") for key, tensor in batch.items()}
     loss, metrics = case(given, **more)
     loss.backward()
@@ -386,7 +386,7 @@ def test_share_without_tokens_has_loss_and_gradient_zero(case):
 def test_far_log_ratio_keeps_its_gradient():
     """Many codes clamp the log-ratio to +-10 or +-20 "for stability" and lose the gradient where
     the policy has moved furthest. With A = -1 at log-ratio 30 a token's slope is e^30
-    (SAPO's gate closes by design); with A = 1 at -30 it is e^-30, small but not 0."""
+    (SAPO's gate closes by design). With A = 1 at -30 it is e^-30, small but not 0."""
     old = -torch.ones(2, 3, dtype=torch.float64)
     for gap, advantage in ((30.0, -1.0), (-30.0, 1.0)):
         batch = {"logprobs": old + gap, "old_logprobs": old, "mask": positions([3, 2], 3)}
@@ -487,8 +487,8 @@ def expected(name):
 
 
 def exact_kl():
-    """Reverse KL(pi || ref) and the closed-form gradients by the logits:
-    reverse  pi_j (log pi_j/ref_j - KL);  forward KL(ref || pi)  pi_j - ref_j."""
+    """Reverse KL(pi || ref) and the closed-form gradients by the logits: of the reverse KL
+    pi_j (log pi_j/ref_j - KL), and of the forward KL(ref || pi) pi_j - ref_j."""
     pi = [math.exp(each) for each in LOGITS.log_softmax(0).tolist()]
     ref = [math.exp(each) for each in REF.tolist()]
     kl = sum(p * math.log(p / q) for p, q in zip(pi, ref))
@@ -719,7 +719,7 @@ def test_truncated_importance_weights_match_scalar_loop(numbers):
 LOSSES = {"reinforce++": "ppo", "rloo": "reinforce", "maxrl": "reinforce", "opd": "importance"}
 READS = {"gspo-token": "steps", "ppo": "values", "reinforce++": "tokens", "opd": "teacher"}
 Z = 0.5**0.5  # the z-score of two unequal rewards
-OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two; the others' are z-scores
+OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' are z-scores
     "dr-grpo": [0.5, -0.5, -2, 2],
     "maxrl": [1, -1, -1, 1],
     "rloo": [1, -1, -4, 4],

@@ -1,4 +1,4 @@
-"""A reward model: what it reads, what its score does, which folders are none."""
+"""A reward model: the text that it reads, the use of its score, the folders that are refused."""
 
 import json
 import math
@@ -68,8 +68,8 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model
 
 @pytest.mark.parametrize("pad", [2, None])
 def test_it_does_not_read_padding(pad, model, folder):
-    """Its scores in a batch are those of one row at a time, whatever pad token its config names;
-    what is too long loses its beginning; equal texts are rewarded alike."""
+    """Its scores in a batch are those of one row at a time, whatever pad token its config names. A
+    text that is too long loses its beginning. Equal texts get equal scores."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"pad_token_id": pad, "max_position_embeddings": 24}
     (folder / "config.json").write_text(json.dumps(config))
@@ -86,8 +86,8 @@ def test_it_does_not_read_padding(pad, model, folder):
 
 
 def test_it_reads_its_own_chat_template(model, folder):
-    """Prompt and completion are turns of a chat where its tokenizer has one; the first token of the
-    template's text is not doubled. Without one messages are texts."""
+    """Prompt and completion are turns of a chat where its tokenizer has a template. The first token
+    of the template's text is not doubled. Without a template messages are texts."""
     messages = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
     prompts = ["3+4=", [*messages, {"role": "user", "content": "5"}]]
     plain = Judge(str(folder), "cpu")
@@ -114,7 +114,7 @@ def test_it_reads_its_own_chat_template(model, folder):
     [("models/tiny", "Qwen3ForCausalLM"), ("./none", "none"), ("models/two", "2")],
 )
 def test_what_is_no_reward_model_is_refused(source, words, model, models):
-    """A policy, whose head would be random; no folder at all; a classifier of two classes."""
+    """A policy, whose head would be random, no folder at all, a classifier of two classes."""
     two = transformers.Qwen3Config(**SHAPE, num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(models / "two")
     with pytest.raises(UserError, match=f"--reward judge:{re.escape(source)}: .*{words}"):

@@ -94,7 +94,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_formulas_are_safe_from_markdown(page):
     """Within $...$ and $$...$$ GitHub removes the backslash of `\\,` and `\\{`, and reads _..._ as
-    emphasis. ```math blocks and $`...`$ are left alone; in a table a | would end the cell."""
+    emphasis. ```math blocks and $`...`$ are left alone. In a table a | would end the cell."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"(?ms)^```math\n(.*?)^```$", text)
     inline = re.findall(r"\$`([^`\n]*)`\$", text)

@@ -1,8 +1,8 @@
 """Completions without advantage are not computed, and the trained weights are the same.
 
 Prompts on 1 are always right and those on 2 always wrong: dead groups, whose advantages are 0.
-Those on 3 are paid for even digits: live. In the order of the steps, updates are all three: live,
-dead and mixed."""
+Those on 3 are rewarded for even digits: live. In the order of the steps, updates are all three:
+live, dead and mixed."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(everything_is_live, s
     # means over the updates that had a live row
     assert one["grad_norm"] > other["grad_norm"] > 0
     assert one["entropy"] != pytest.approx(other["entropy"], rel=1e-4)
-    # the loss is a mean over all rows: what is left out adds 0
+    # the loss is a mean over all rows: a skipped row adds 0
     live_updates = one["grad_norm"] / other["grad_norm"]
     assert one["loss"] == pytest.approx(other["loss"] * live_updates, rel=0.01, abs=1e-6)
 
@@ -119,7 +119,7 @@ def test_where_something_else_reads_logprobs_all_rows_stay(flags, seen, tmp_path
 
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):
-    """Each once; and so are passes of the model, frozen and trained on."""
+    """Each once. So are passes of the model, frozen and trained on."""
     calls = Calls(fast_scoring.completion_logprobs)
     monkeypatch.setattr(fast_scoring, "completion_logprobs", calls.stand_in)
     good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
@@ -141,7 +141,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
 
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
 def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
-    """With one update a rollout every ratio is 1, and so is their mean; the entropy is that of the
+    """With one update a rollout every ratio is 1, and so is their mean. The entropy is that of the
     live rows, in the unit of the algorithm."""
     flags = f"{MIXED} --algo {algorithm} --completions-per-update 24 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)

@@ -1,4 +1,4 @@
-"""Counted memory (bench_memory.py, counting.py) is what real tensors take."""
+"""Counted memory (bench_memory.py, counting.py) is the memory that real tensors take."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_counted_bytes_of_a_backward_pass_are_those_of_a_real_one():
 @pytest.mark.slow
 def test_memory_of_a_run_is_counted_phase_by_phase():
     """Four bytes a parameter for the policy, two for the sampler, eight for AdamW, four for the
-    gradients; checkpointed layers and an adapter need less; sampling stays under its limit."""
+    gradients. Checkpointed layers and an adapter need less. Sampling stays under its limit."""
     flags = ["--micro-batch-tokens", "1024", "--cache-gb", "0.001"]
     memory = count_memory(TINY, *flags)
     count = memory.parameters

@@ -38,14 +38,14 @@ def test_a_sampler_of_ones_own_samples_rollouts_and_evaluations(place, tmp_path)
     ],
 )
 def test_a_schedule_of_the_learning_rate(schedule, expected, tmp_path):
-    """Two steps of warm-up, times what is left of four steps when a step begins."""
+    """Two steps of warm-up, times the fraction of the four steps that is left as a step begins."""
     flags = f"{BASE} --steps 4 --warmup-steps 2 --lr 1e-3 --lr-schedule {schedule}"
     rows = metrics(good(tmp_path, flags).folder)
     assert [row["lr"] / 1e-3 for row in rows] == pytest.approx(expected)
 
 
 def test_the_lenient_twin_judges_the_same_completions(seen, tmp_path):
-    """math wants a mark, and finds none; math_lenient takes the last number."""
+    """math wants a mark, and finds none. math_lenient takes the last number."""
     rows = [{"prompt": f"{i}+1=", "answer": str(n)} for i in range(5) for n in range(10)]
     write_rows("rows.jsonl", rows)
     flags = f"{BASE} --data rows.jsonl --eval-data rows.jsonl --reward math --eval-prompts 50"

@@ -89,7 +89,7 @@ def test_a_token_beyond_the_axis_has_no_dot():
     assert shown.furthest == 0.5
     root = drawn(pictures.ratios_picture(shown))
     dots = [each for each in root.iter(f"{SVG}circle")]
-    # wide: 1, e^0.1 and e^0.001; close, 1.5 |s - 1| = 0.14 around 1: the same three
+    # wide: 1, e^0.1 and e^0.001. Close, 1.5 |s - 1| = 0.14 around 1: the same three
     assert len(dots) == 6
     assert "0.607 to 1.105, 1 of them outside GRPO's band" in root.find(f"{SVG}desc").text
 

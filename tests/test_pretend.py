@@ -72,7 +72,7 @@ def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
     ],
 )
 def test_what_a_gpu_refuses_is_seen(file, there, instead, word, tmp_path):
-    """A transfer that is left out; a value that is read while a decode step is captured."""
+    """A transfer that is missing, and a value that is read while a decode step is captured."""
     source = tmp_path / "source"
     source.mkdir()
     for name in ("gspo.py", "rollout.py", "rewards.py", "train.py"):

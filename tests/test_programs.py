@@ -155,7 +155,7 @@ def test_code_refuses_malformed_tests(answer, no_sandbox):
         rewards.parse_reward("code").check_answer(json.loads(answer))
 
 
-# ---- what it may do
+# ---- allowed actions of a program
 
 CALLED = {  # programs that define `add`
     "prints": "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
@@ -318,7 +318,7 @@ def test_code_never_rewards_a_crash(name):
 
 
 def test_code_rewards_silence_where_it_is_expected():
-    """The programs above fail for their crash, and not for what they did not print."""
+    """The programs above fail for their crash, and not for missing output."""
     assert VERIFY["code"](fenced("x = input()"), SILENCE) == 1.0
     assert VERIFY["code"](fenced("import sys\nsys.exit(0)"), {"stdin": [["", ""]]}) == 1.0
 

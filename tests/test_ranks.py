@@ -1,6 +1,6 @@
 """Several processes train as one does: the same run up to rounding, decisions alike, no hang.
 
-Processes are forked with the environment that torchrun would give them; at the end torchrun itself
+Processes are forked with the environment that torchrun would give them. At the end torchrun itself
 starts some. Gloo, on the CPU, one thread each."""
 
 import functools
@@ -39,7 +39,7 @@ def prompts(place):
 
 
 def one_rank(rank, arguments, trouble):
-    """train.main. trouble: (what, rank, step) that is to happen, see `interfere`."""
+    """train.main. trouble: (its kind, rank, step), see `interfere`."""
     if trouble is not None and trouble[1] == rank:
         interfere(*trouble)
     return train.main(arguments)
@@ -63,7 +63,7 @@ def interfere(what, rank, at):
 
 
 class Together:
-    """A run in some processes; waits for them."""
+    """Start a run in some processes, and wait for them."""
 
     def __init__(self, size, runs, flags, trouble=None, small=True):
         with socket.socket() as one:
@@ -82,7 +82,7 @@ class Together:
         self.texts = [log.read_text() for log in logs]
 
     def wait(self, processes) -> float:
-        """Until all have ended; how long that took after the first had. Who hangs is killed."""
+        """Wait until all end. Return the seconds since the first did. Kill those that hang."""
         first, end = None, time.monotonic() + MINUTES
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
             if first is None and not all(process.is_alive() for process in processes):
@@ -134,7 +134,7 @@ def tensors_alike(one: Path, other: Path):
 # ---- the same run
 
 SAME = {
-    # groups that do not divide evenly; refills; rows that leave the loss, and dead ones
+    # groups that do not divide evenly, refills, rows that leave the loss, and dead ones
     "dapo with refills": (
         "--algo dapo --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt "
         "--overlong-filter --max-new-tokens 30 --prompts-per-step 5 --completions-per-update 5"

@@ -1,5 +1,5 @@
 """The page of runs is well formed, loads nothing and shows hostile text as text. Curves lie where
-their values are. Sentences say what is not healthy."""
+their values are. Sentences name the problems of a run."""
 
 import html.parser
 import re

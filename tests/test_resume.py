@@ -336,7 +336,7 @@ def mortal_run(arguments, die_at, limit):
 
 
 def forked(runs, flags, log, die_at=None, limit=None, seconds=60, small=True):
-    """A run in a process of its own; waits for its end, at most so many seconds."""
+    """Start a run in a process of its own. Wait for its end, at most so many seconds."""
     arguments = command_line(runs, flags, small=small)
     process = fork(mortal_run, arguments, die_at, limit, out=log)
     process.join(seconds)

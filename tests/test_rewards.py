@@ -1,4 +1,4 @@
-"""Verifiers and rewards: what must be rewarded, what must not, and what must not hang."""
+"""Verifiers and rewards: answers to reward, answers not to reward, texts that must not hang."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def fenced(source):
     return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
 
 
-# ---- verdicts. In the tables a gold answer other than GOLD's stands behind an arrow
+# ---- verdicts. In the tables a gold answer other than GOLD's follows an arrow
 
 EXTRACTED = r"""
     <answer>6</answer> | <think>2+3=5</think> <answer>6</answer> | 2+3=5</think> <answer>6</answer>
@@ -150,7 +150,7 @@ NOT_FORMED = """
     <answer>b</answer><think>a</think> | </think><answer>b</answer>
     <THINK>a</THINK><ANSWER>b</ANSWER>
 """
-TABLES = {  # verifier: what it rewards, and what it does not
+TABLES = {  # verifier: texts that it rewards, and texts that it does not
     "math": (EXTRACTED, NOT_EXTRACTED),
     "math_lenient": (LENIENT, NOT_LENIENT),
     "countdown": (SOLUTIONS, NO_SOLUTIONS),
@@ -276,7 +276,7 @@ MANY = (
 
 
 def hostile():
-    """Name -> text: what is long, deep or strange. (`same_answer` has its own in test_answers.)"""
+    """Name -> text: long, deep and strange ones. (`same_answer` has its own in test_answers.)"""
     many = MANY.split("|")
     many += ["\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
     found = {repr(piece[:20]): piece * (200_000 // len(piece)) for piece in many}
@@ -333,7 +333,7 @@ def test_verifier_is_total_over_answers(name):
 
 
 def test_code_is_total_on_hostile_text_and_takes_no_time():
-    """None of these has a program that is right; hardly any has a program."""
+    """None of these has a program that is right. Hardly any has a program."""
     for label, text in itertools.islice(HOSTILE.items(), 80):
         start = time.monotonic()
         assert VERIFY["code"](text, ADD) == 0.0, label
@@ -346,7 +346,7 @@ PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "lenient", "pro
 
 @pytest.mark.parametrize("path", PATTERNS)
 def test_no_expression_backtracks_without_end(path):
-    """Each on repetitions of its own pieces; exponential growth would not end within the limit."""
+    """Each on repetitions of its own pieces. Exponential growth would not end within the limit."""
     command = [sys.executable, ROOT / "tests/patterns.py", path]
     try:
         subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=30)
@@ -376,7 +376,7 @@ ROW = {"prompt": "1+5?", "answer": "6"}
 
 
 def scored(spec, *completions, **row):
-    """What a reward says of completions, and its verdicts: (scores, rewarded, correct)."""
+    """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
     return scores, *noted(reward, scores)
@@ -389,7 +389,7 @@ def noted(reward, scores):
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
-    """0.5 * 1 + 0.1 * 1 = 0.6; `format` moves the policy, and is no part of what is right."""
+    """0.5 * 1 + 0.1 * 1 = 0.6. `format` moves the policy, and makes no completion right."""
     right, wrong = "<think>a</think><answer>6</answer>", "<think>a</think><answer>7</answer>"
     (good, bad), rewarded, correct = scored(" 0.5*math+0.1 * format", right, wrong)
     assert good.terms == bad.terms | {"math": 1.0} == {"math": 1.0, "format": 1.0}
@@ -460,7 +460,7 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
 SUMS = [  # sum, completions, reward, rewarded, correct
     ("exact + 0.2*{}:short", ["6", " 6 ", "7"], [0.996, 0.988, -0.004], [1, 1, 0], [1, 1, 0]),
     ("3*exact + {}:share", ["6", "seven"], [3.1, 0.5], [3.1, 0.5], [3.1 / 4, 0.5 / 4]),
-    # values outside 0 to 1, whose sum says nothing about what is right
+    # values outside 0 to 1, whose sum does not tell which completions are right
     ("{}:two_to_four", ["a", "bb", "ccc"], [3, 4, 2], [3, 4, 2], None),
     ("{}:below", ["a", "bb", "ccc"], [-6, -7, -5], [-6, -7, -5], None),
     # marked functions and negative weights are shaping, though they are worth between 0 and 1
@@ -524,7 +524,7 @@ def test_reward_survives_a_users_faults(body, own):
     ],
 )
 def test_parse_reward_says_what_is_wrong(spec, words):
-    """And what is expected; our verifiers are no help for a file's function."""
+    """And the expected form. Our verifiers are no help for a file's function."""
     with pytest.raises(UserError) as error:
         rewards.parse_reward(spec)
     message = str(error.value)
@@ -551,7 +551,7 @@ def test_parse_reward_names_the_users_file_and_its_error(source, words, own):
 
 
 def test_a_verifier_is_added_by_a_decorator(monkeypatch):
-    """Registered under its name, total there, itself as it was; `need` refuses a gold answer."""
+    """Registered under its name, total there, itself as it was. `need` refuses a gold answer."""
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
 
     @rewards.verifier
@@ -637,7 +637,7 @@ def test_a_reward_that_changes_its_answer_does_not_change_the_row(own):
 
 
 def test_a_reward_has_a_twin_where_a_verifier_names_one():
-    """The same sum, and the same weights; what is no lenient verifier stays."""
+    """The same sum, and the same weights. A verifier without a lenient twin stays."""
     reward = rewards.parse_reward("2*math + 0.1*format")
     twin = reward.lenient_twin()
     assert list(twin.terms) == ["math_lenient", "format"] and twin.shaping == {"format"}
@@ -686,7 +686,7 @@ def test_a_users_file_can_import_its_neighbours(own, tmp_path):
 
 
 def test_users_function_gets_the_fields_it_asks_for(own, tmp_path):
-    """Two stars in a default ask for nothing; `question` stays where it also is the prompt."""
+    """Two stars in a default request no field. `question` stays where it also is the prompt."""
     path = own("""
         def bold(completion, answer, marker='**'): return marker in completion
         def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'

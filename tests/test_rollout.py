@@ -1,7 +1,7 @@
 """Sampling and scoring against transformers' own forward pass and `generate`, on tiny
 random models.
 
-`way` runs a test with rollout.py and with the fast files of support/extras; test_fast.py compares
+`way` runs a test with rollout.py and with the fast files of support/extras. test_fast.py compares
 them."""
 
 import contextlib
@@ -42,7 +42,7 @@ KINDS = {
     "qwen3_moe": {},
     "mixtral": {},
     "gpt_oss": {},  # attention sinks
-    "deepseek_v3": {},  # keys and values of different sizes
+    "deepseek_v3": {},  # keys have another size than values
     "bloom": {},  # no position_ids
     "mamba": {},
 }
@@ -76,7 +76,7 @@ def own_logprobs(model, out, temperature=1.0):
 
 
 def gradients(model):
-    """Of all parameters that have one; they are gone afterwards."""
+    """Of all parameters that have one. They are gone afterwards."""
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return found
@@ -142,8 +142,8 @@ def test_greedy_completions_are_those_of_transformers_generate(kind, way):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_the_models_own_in_value_and_gradient(kind, way):
-    """Against a forward pass for each row; the sampler's, too; the same bits with and without
-    gradients."""
+    """Against a forward pass for each row. So are the sampler's. Scores are bit-identical with and
+    without gradients."""
     model = tiny(kind)
     assert fast.fits(model) == (kind not in PLAIN_ONLY)
     out = sampled(model, temperature=0.7)
@@ -197,7 +197,7 @@ SHORTER = "plain and fast, up to the original context; checkpointed"
 )
 def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kind, path):
     """Sampler, scorer and whole model to 1e-3, on texts longer than every window and limit of the
-    tiny model; with gradient checkpointing the same bits, and the backward pass runs."""
+    tiny model. Gradient checkpointing is bit-identical, and the backward pass runs."""
     assert examine(kind) == ("right", path)
 
 
@@ -249,7 +249,7 @@ def test_a_text_beyond_the_context_is_refused(way):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_frequencies_and_logprobs_are_those_of_the_distribution(temperature):
-    """χ² of 20,000 draws over 7 tokens: the right distribution stays below 28 in 99.99%."""
+    """χ² of 20,000 samples over 7 tokens: the right distribution stays below 28 in 99.99%."""
     logits = random_numbers(1, 7, seed=3) * 6
     token, logprobs = R.sample_token(
         logits.expand(20_000, -1), random_numbers(20_000, seed=11), temperature
@@ -275,7 +275,7 @@ def test_a_large_vocabulary_is_drawn_from_as_exactly_as_float32_can():
 
 
 def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
-    """Tokens of probability 0, at both ends of the vocabulary too, are never drawn."""
+    """Tokens of probability 0, at both ends of the vocabulary too, are never sampled."""
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [3, 255, 256]] = torch.tensor([0.0, 1.0, 2.0])
     uniform = torch.tensor([0.0, 0.5, 1 - 2.0**-24])
@@ -298,7 +298,7 @@ def test_logits_that_are_not_finite_are_refused(value, temperature):
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("cache_gb", [1e-12, 3e-5])
 def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb, way):
-    """One slot, a few; rows are stepped in another order, and end where they did."""
+    """One slot, a few. Rows are stepped in another order, and end where they did."""
     options = dict(group_size=7, max_new_tokens=12)
     model = tiny(kind)
     whole = sampled(model, **options)
@@ -311,7 +311,7 @@ def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb, way):
 
 @pytest.mark.parametrize("slots", [1, 8, 12])
 def test_cache_gb_bounds_the_keys_and_values_of_samples(slots, monkeypatch, quick):
-    """2 layers x 2 x 2 heads x 8 x 4 bytes = 256 a token; 9 + 24 tokens a slot."""
+    """2 layers x 2 x 2 heads x 8 x 4 bytes = 256 a token, 9 + 24 tokens a slot."""
     held = []
 
     def note(slots, *_):
@@ -412,7 +412,7 @@ def test_the_model_is_left_as_it_was_also_after_an_error(way):
 
 @pytest.fixture
 def taped(quick, monkeypatch):
-    """The pace of a GPU, and graphs that note what runs and do it again; how often they did."""
+    """The pace of a GPU, and graphs that record operations. Yield a count of their replays."""
     modes = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", pretend.Graph)
     monkeypatch.setattr(torch.cuda, "graph", pretend.capturing)
@@ -436,7 +436,7 @@ def taped(quick, monkeypatch):
     ids=str,
 )
 def test_captured_steps_sample_what_eager_ones_do(kind, options, taped, monkeypatch):
-    """A step captured at one time, replayed on what the slots hold later, dead slots among them."""
+    """A captured step is replayed on later contents of the slots, dead slots among them."""
     model, shapes = tiny(kind), []
     watch(monkeypatch, fast.Slots, "decode_one_token", lambda slots, *shape: shapes.append(shape))
     out = sampled(model, **options)
@@ -464,7 +464,7 @@ def test_a_step_that_cannot_be_captured_runs_as_it_is(taped):
 
 
 def test_memory_that_runs_out_in_a_capture_is_no_capture_that_failed(taped, monkeypatch):
-    """It goes on to the caller, who says which flags help; without a warning."""
+    """It goes on to the caller, who says which flags help. There is no warning."""
 
     def full(*_):
         if pretend.CAPTURES:
@@ -477,7 +477,7 @@ def test_memory_that_runs_out_in_a_capture_is_no_capture_that_failed(taped, monk
 
 
 def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch):
-    """0.8 of 10 GB that are free, 3 of them in PyTorch's cache; of this machine half."""
+    """0.8 of 10 GB that are free, 3 of them in PyTorch's cache. Of this machine half."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7e9, 20e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8e9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5e9)
@@ -487,7 +487,7 @@ def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch):
 
 
 def test_grouped_heads_never_meet_a_mask_where_that_is_slow(monkeypatch, quick):
-    """As if on a GPU: keys and values are expanded, and values and gradients stay."""
+    """As if on a GPU: shared heads are expanded, and the results and gradients stay."""
     seen, results = [], []
 
     def note(*_, attn_mask=None, enable_gqa=False, **options):
@@ -628,8 +628,8 @@ def test_a_model_without_layers_for_checkpointing_is_refused():
 
 
 def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
-    """2,000 tokens of a vocabulary of 400, 655 at a time; the backward pass computes those of all
-    chunks but the last again, and the gradients are those of the whole at once."""
+    """2,000 tokens of a vocabulary of 400, 655 at a time. The backward pass computes those of all
+    chunks but the last again. The gradients are those of the whole at once."""
     assert R.LOGITS_AT_ONCE <= 2**26  # float32: 256 MB
     monkeypatch.setattr(R, "LOGITS_AT_ONCE", 2**18)
     model = tiny(vocab_size=400)
@@ -648,7 +648,7 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
 
 
 def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
-    """And their values: what is left out is the backward pass through the entropies."""
+    """And their values: only the backward pass through the entropies is skipped."""
     model = tiny(vocab_size=50)
     out, found = sampled(model), []
     for entropy_grad in (True, False):
@@ -668,8 +668,8 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_softmax_comes_from_float32_logits(dtype):
-    """Under autocast, and of a copy in bf16: its hidden states through a float32 head; the same
-    bits with and without gradients."""
+    """Under autocast, and of a copy in bf16: its hidden states through a float32 head. The results
+    are bit-identical with and without gradients."""
     model = frozen_copy(tiny(attention="sdpa"), dtype)
     out = sampled(model)
     seen = []
@@ -764,7 +764,7 @@ def folder(tmp_path_factory):
 
 
 def command(capsys, *arguments):
-    """Return the status and the output of the command, which draws no bar into a pipe."""
+    """Return the status and the output of the command, which shows no progress bar in a pipe."""
     transformers.utils.logging.enable_progress_bar()
     capsys.readouterr()
     status = R.main([str(argument) for argument in arguments])

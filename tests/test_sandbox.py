@@ -1,4 +1,4 @@
-"""What a program that nobody trusts can reach, with every layer and without any one of them."""
+"""The reach of a program that nobody trusts, with every layer and without any one of them."""
 
 import concurrent.futures
 import contextlib
@@ -70,7 +70,7 @@ check(-os.waitpid(child, 0)[1])
 """  # the program itself leads a session
 STREAMS = "a, b = socket.socketpair()\n"
 PAIR = "a, b = socket.socketpair(type=socket.SOCK_DGRAM)\n"
-# what reaches out of the sandbox: the program, under the layers each of which stops it
+# programs that reach out of the sandbox, under the layers each of which stops them
 EFFECTS = {
     (FILES,): {
         "reads a file": "print(open('FOLDER/secret').read())",
@@ -151,7 +151,7 @@ def check(result):
 
 @pytest.fixture
 def outside(tmp_path):
-    """What a program might reach on this machine, and the words of EFFECTS that stand for it."""
+    """Things on this machine that a program might reach, by the words of EFFECTS that name them."""
     (tmp_path / "secret").write_text("a secret")
     os.chmod(tmp_path, 0o755)
     abstract = f"test-of-the-sandbox-{os.getpid()}"
@@ -207,7 +207,7 @@ ONE_OFF = [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in ALL]
 
 @pytest.mark.parametrize("off", ONE_OFF)
 def test_sandbox_has_no_effect_outside(off, monkeypatch, outside):
-    """With every layer, and with one switched off: what the others stop does not happen."""
+    """With every layer, and with one switched off: the others still stop their programs."""
     monkeypatch.setattr(sandbox, "NEEDED", ())
     there = {name for name, works in layers().items() if works and name != off}
     monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in ALL if x != off))
@@ -236,7 +236,7 @@ def test_sandbox_keeps_the_environment(monkeypatch):
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """The path of the sandbox's file, a copy: by it its processes are told from other tests'."""
+    """The path of the sandbox's file, a copy: it distinguishes its processes from other tests'."""
     path = tmp_path / "sandbox.py"
     shutil.copy(sandbox.__file__, path)
     monkeypatch.setattr(sandbox, "__file__", str(path))
@@ -332,7 +332,7 @@ def test_sandbox_counts_threads(layers, mark, monkeypatch):
     assert left_running(mark) == set()
 
 
-HONEST = {  # a program, and what it prints
+HONEST = {  # a program, and its output
     "pair of streams": """
         import socket
         a, b = socket.socketpair()

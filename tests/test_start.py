@@ -311,7 +311,7 @@ def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
-    """The packages are not among ours: a module with their functions stands in for them."""
+    """The packages are not among ours: a module with their functions replaces them."""
     Path(f"{name}.py").write_text(
         "calls, rows = [], []\n\ndef init(**settings):\n    calls.append(settings)\n\n"
         "def log(row, step):\n    rows.append(row)\n"

@@ -11,7 +11,7 @@ from support.user import UserError
 from test_rollout import tiny
 from tools import BASE, digests, fast, good, metrics, refused, strict, timeless
 
-# tokens of one to three characters; "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
+# tokens of one to three characters. "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
 WORDS = ["<pad>", "<eos>", "a", "b", "<s", "t>", "x<st>y", "st", "<", ">", "ab", "\n", "\n\n", "Q:"]
 TEXTS = ["<st>", "\n\nQ:"]
 

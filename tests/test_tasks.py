@@ -39,7 +39,7 @@ def test_arithmetic_steps_reward_each_operation(completion, expected):
 
 
 def test_arithmetic_rewards_what_stands_behind_the_last_mark():
-    """To the letter; the answer may be a number."""
+    """To the letter. The answer may be a number."""
     for right in ("7+5=2;2*3=6#6", "#6", "#5#6"):
         assert VERIFY["arithmetic"](right, "6") == VERIFY["arithmetic"](right, 6) == 1.0
     for wrong in ("6", "#6 ", "# 6", "#", "", "#66", "#6#", "#６", "6#5"):

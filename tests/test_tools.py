@@ -1,5 +1,5 @@
-"""A tool that answers in the middle of a completion: what it writes is read by the model, and is no
-action of the policy's."""
+"""A tool that answers in the middle of a completion: the model reads its reply, which is no action
+of the policy's."""
 
 import json
 import math
@@ -57,8 +57,8 @@ def sampled(model, function=says, after=";", drawn=None, **options):
 
 @torch.no_grad()
 def by_hand(model, function=says, after=";", temperature=1.0):
-    """What a loop without cache, slots, batches or turns samples: for each row its tokens, which of
-    them were given, their log-probs, and whether it was cut off."""
+    """Sample with a loop without cache, slots, batches or turns. Yield for each row its tokens,
+    which of them were given, their log-probs, and whether it was cut off."""
     for prompt, rows in zip(PROMPTS, uniforms()):
         for row in rows:
             tokens, given, logprobs = [], [], []
@@ -98,7 +98,7 @@ def same_as_by_hand(out, rows):
 @pytest.mark.parametrize("options", [{}, {"cache_gb": 3e-5}, {"temperature": 0.0}], ids=str)
 def test_sampling_in_turns_is_a_loop_that_appends_what_the_tool_says(model, options):
     """Few slots, too, so that samples take the places of others."""
-    after = "8" if "temperature" in options else ";"  # what the greedy one writes
+    after = "8" if "temperature" in options else ";"  # a character that greedy sampling writes
     rows = by_hand(model, after=after, temperature=options.get("temperature", 1.0))
     same_as_by_hand(sampled(model, after=after, **options), rows)
 
@@ -157,7 +157,7 @@ def test_what_is_measured_is_a_count(model):
     assert float(found["tool_tokens"]) == pytest.approx(tokens / int(out.lengths.sum()))
 
 
-# ------------------------------------------------------------------------------ what it is asked
+# ------------------------------------------------------------------------------ calls of the tool
 
 
 def byte_tokenizer():
@@ -188,7 +188,7 @@ def byte_tokenizer():
     ],
 )
 def test_it_is_asked_when_its_text_is_complete(text, after, expected):
-    """Once each, whatever the tokens; a token at a time, where one may ask."""
+    """Once each, whatever the tokens. Only after a token that may ask."""
     tokenizer = byte_tokenizer()
     turns = Turns(None, Tool(str, after), tokenizer)
     ids, asked = tokenizer.encode(text), []
@@ -200,7 +200,7 @@ def test_it_is_asked_when_its_text_is_complete(text, after, expected):
 
 
 def test_few_tokens_may_ask():
-    """`>` and `>b`; no other holds an end of `</c>` where it begins. Without any it is refused."""
+    """`>` and `>b`. No other starts with an end of `</c>`. Without any the tool is refused."""
     turns = Turns(None, Tool(str, "</c>"), byte_tokenizer())
     assert [turns.read([token]) for token in turns.asking] == [">", ">b"]
     with pytest.raises(UserError, match="--tool: no token"):
@@ -297,8 +297,8 @@ ALGORITHMS = [
 @pytest.mark.usefixtures("stand")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen):
-    """Two steps with all that reads tokens: whatever scorer and critic said of the tool's, all
-    metrics and weights are the same bits."""
+    """Two steps with all that reads tokens: whatever scorer and critic return for the tool's, all
+    metrics and weights are bit-identical."""
     knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4 --epochs 2"
     if algorithm == "gspo-token":
         knobs += " --reward pay.py:steps"

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("place")
 
 @pytest.fixture(scope="module")
 def gpt2(models):
-    """A policy whose configuration asks for dropout: it must be off wherever a model scores."""
+    """A policy whose configuration has dropout: it must be off wherever a model scores."""
     shape = dict(vocab_size=18, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     ids = dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
     dropout = dict(resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
@@ -54,7 +54,7 @@ def nothing_moves(monkeypatch):
 
 
 def ratios_are_1(calls):
-    """Old and new log-probs are the same bits in every call of a loss; how many calls."""
+    """Assert that old and new log-probs of every call of a loss are equal. Return their number."""
     for (logprobs, old_logprobs, _, mask), _, _ in calls:
         assert torch.equal(logprobs[mask], old_logprobs[mask])
     return len(calls)
@@ -72,8 +72,8 @@ def ratios_are_1(calls):
     ],
 )
 def test_the_first_ratio_is_exactly_1(algorithm, flags, losses, nothing_moves, tmp_path):
-    """What `freeze` scored without gradients and the log-probs of the updates are the same bits,
-    row for row, as long as nothing moves."""
+    """The log-probs that `freeze` scored without gradients and those of the updates are
+    bit-identical, row for row, as long as nothing moves."""
     calls = losses(algorithm)
     good(tmp_path, f"{BASE} --algo {algorithm} {flags} --micro-batch-tokens 24")
     assert ratios_are_1(calls) > 2 * 4  # two steps of four updates, of several micro-batches
@@ -160,7 +160,7 @@ def test_first_gradient_is_reinforce_by_plain_forwards(algorithm, unit, advantag
         )
     batch = seen.batches[0]
     lengths = batch.rollout.lengths.tolist()
-    assert len(set(lengths)) > 1  # ragged, or the units could not be told apart
+    assert len(set(lengths)) > 1  # ragged, or the units would be the same
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
     pays = by_group([score.reward for score in batch.samples.scores], 4, advantages)
     loss = 0.0
@@ -241,12 +241,12 @@ def test_gradients_are_clipped_to_the_norm(tmp_path):
         result = good(tmp_path, f"{BASE} {ONE_UPDATE} --max-grad-norm 1e-3")
     norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in steps[0]))
     assert norm == pytest.approx(1e-3, rel=1e-2)
-    assert metrics(result.folder)[0]["grad_norm"] > 0.01  # what it was before
+    assert metrics(result.folder)[0]["grad_norm"] > 0.01  # the norm before clipping
 
 
 @pytest.mark.parametrize("algorithm", gspo.ALGOS)
 def test_every_algorithm_trains(algorithm, seen, tmp_path):
-    """Who asks for a critic has one."""
+    """An algorithm that needs a critic has one."""
     flags = f"--algo {algorithm} {needed(algorithm)} --steps 1 --prompts-per-step 2"
     good(tmp_path, f"{BASE} {flags} --eval-prompts 1")
     assert (seen.run.critic is not None) == (gspo.ALGOS[algorithm].reads == "values")
@@ -275,7 +275,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
         for i in range(0, 16, 4):
             assert len({score.reward for score in judged.scores[i : i + 4]}) > 1
             assert len({row["prompt"] for row in judged.rows[i : i + 4]}) == 1
-        assert row["prompts_drawn"] >= 8  # refilled, and what was dropped is still counted
+        assert row["prompts_drawn"] >= 8  # refilled, and dropped prompts are still counted
     assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
 
 
@@ -291,8 +291,8 @@ def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
 
 
 def test_overlong_filtering_leaves_the_other_rows_alone(losses, seen, tmp_path):
-    """A truncated row leaves the loss, even where something (here the bonus) needs all
-    others, which are scored as before."""
+    """A truncated row is excluded from the loss. The others are scored as before, even where
+    something (here the bonus) needs all of them."""
     calls = losses("gspo")
     flags = f"{BASE} --steps 1 --completions-per-update 16 --max-new-tokens 12 --lr 1e-4"
     flags += " --entropy-coef 0.1"
@@ -321,7 +321,7 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tm
 
 
 def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
-    """Length 12 of at most 12 with a cache of 5: -1; 8: -1/5; 7 and less: 0."""
+    """Of at most 12 with a cache of 5: length 12 costs 1, 8 costs 1/5, 7 and less nothing."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
     batch = seen.batches[0]
     lengths = batch.rollout.lengths.tolist()
@@ -340,7 +340,7 @@ def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
 
 
 def test_a_stale_sampler_is_one_step_behind(tmp_path):
-    """--stale-steps 2: fresh in steps 1 and 3, behind in 2; pi_old is the trainer's still."""
+    """--stale-steps 2: fresh in steps 1 and 3, behind in 2. pi_old is the trainer's still."""
     rows = metrics(good(tmp_path, f"{BASE} --stale-steps 2 --steps 3").folder)
     drift = [row["sampler_kl"] for row in rows]
     assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
@@ -391,7 +391,7 @@ def test_an_entropy_bonus_raises_the_entropy(tmp_path):
 
 @pytest.fixture
 def other_rewards(place):
-    """far pays 2 to 4; short is never positive; right is 0 or 1, always the latter on 1+..."""
+    """far is 2 to 4. short is never positive. right is 0 or 1, and always 1 on 1+..."""
     Path("other.py").write_text(
         "import pay\n\n"
         "def far(completion, answer):\n    return 2 + 2 * pay.even(completion, answer)\n\n"
@@ -418,8 +418,8 @@ def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, t
     "reward", ["other.py:right+0.2*other.py:short", "other.py:right+-1*pay.py:even"]
 )
 def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, seen, tmp_path):
-    """Groups of "1+" are all right, whatever their lengths cost: solved and dead, and still paid
-    differently, so that they move the policy."""
+    """Groups of "1+" are all right, whatever their lengths cost: solved and dead. Their rewards
+    still differ, so that they move the policy."""
     flags = f"{other_rewards} {reward} --algo gspo --prompts-per-step 8 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
     [batch] = seen.batches
@@ -437,8 +437,8 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
 
 
 def test_the_critic_learns_a_constant_reward(tmp_path):
-    """Every completion pays 0.7: the value loss starts near 0.7^2 / 2 and falls to a tenth."""
-    # the limit is high so that few are cut off, where 0.7 + V is paid
+    """Every reward is 0.7: the value loss starts near 0.7^2 / 2 and falls to a tenth."""
+    # the limit is high so that few are cut off, whose reward is 0.7 + V
     flags = "--algo ppo --reward pay.py:always --steps 3 --critic-lr 3e-3 --lr 1e-6"
     wide = "--value-clip 9 --gae-lambda 1"
     rows = metrics(good(tmp_path, f"{BASE} {flags} {wide} --max-new-tokens 80").folder)
@@ -541,8 +541,8 @@ def test_metrics_stay_finite_in_small_and_empty_corners(flags, tmp_path):
 
 
 def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
-    """Held-out prompts, once at temperature 0; before and after, k times at that of training.
-    Steps and refills have random numbers of their own; every evaluation has the same, to compare.
+    """Held-out prompts, once at temperature 0. Before and after, k times at that of training.
+    Steps and refills have random numbers of their own. Every evaluation has the same, to compare.
     """
     calls = Calls(rollout.generate)
     monkeypatch.setattr(rollout, "generate", calls.stand_in)
@@ -626,7 +626,7 @@ def test_a_verifier_that_raises_is_told_scored_0_and_counted(seen, tmp_path):
     )
     told = [line for line in result.out.splitlines() if "boom" in line]
     assert told and "broken" in told[0] and "ArithmeticError" in told[0]
-    assert "\x1b" not in result.out + result.err  # what it raised holds an escape sequence
+    assert "\x1b" not in result.out + result.err  # the raised message has an escape sequence
     rows = metrics(result.folder)
     assert [row["reward/broken"] for row in rows] == [0, 0, 0]
     for row, batch in zip(rows, seen.batches, strict=True):

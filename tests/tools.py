@@ -1,10 +1,10 @@
-"""What several test files share: a small run of train.py, models of random weights, spies.
+"""Helpers of several test files: a small run of train.py, models of random weights, spies.
 
 Runs are real ones, mostly by train.main in this process, of a random policy with 18 characters and
 0.01 M parameters: its completions end after 1 to some 30 tokens, by chance. Its reward is `even`,
-the share of even digits in a completion: it pays differently for almost every sample, so hardly any
-group is dead. Tests that run it stand in a folder of their own (`place` in conftest.py), in which
-`models` leads to the policies and pay.py has the rewards.
+the share of even digits in a completion: almost every sample gets another reward, so hardly any
+group is dead. Tests that run it have a working directory of their own (`place` in conftest.py), in
+which `models` leads to the policies and pay.py has the rewards.
 """
 
 import contextlib
@@ -66,12 +66,12 @@ def steps(completion, answer):
 
 
 def needed(algorithm: str) -> str:
-    """What an algorithm cannot do without: the mixture, with the same tokens, is its teacher."""
+    """Flags that an algorithm needs: the mixture, with the same tokens, is its teacher."""
     return "--teacher models/moe" if gspo.ALGOS[algorithm].reads == "teacher" else ""
 
 
 def furnish(folder, models):
-    """What a run expects where it stands: the models and the rewards."""
+    """Put the models and the rewards into the working directory of a run."""
     Path(folder, "models").symlink_to(models)
     Path(folder, "pay.py").write_text(PAY)
 
@@ -83,7 +83,7 @@ def command_line(runs, flags="", *more, small=True) -> list[str]:
 
 
 def launch(runs, flags="", *more, small=True):
-    """train.main on the small run; what it returned and printed, and the folder of the run."""
+    """Run train.main on the small run. Return its status, its output and the folder of the run."""
     arguments = command_line(runs, flags, *more, small=small)
     out, err = io.StringIO(), io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -113,7 +113,7 @@ def refused(runs, flags="", *more, small=True) -> str:
     return result.err.strip()
 
 
-# ------------------------------------------------------------------------------ what a run left
+# ------------------------------------------------------------------------------ files of a run
 
 
 def strict(text):
@@ -130,7 +130,7 @@ def metrics(folder) -> list[dict]:
 
 
 def timeless(folder) -> list[dict]:
-    """The rows of metrics.jsonl without what a clock or the memory says."""
+    """The rows of metrics.jsonl without times, speed and memory."""
     clock = re.compile("seconds_|tokens_per_second|memory_gb")
     return [{name: row[name] for name in row if not clock.match(name)} for row in metrics(folder)]
 
@@ -226,10 +226,10 @@ def copied(source, folder, without=(), **files) -> Path:
 
 
 class Calls(list):
-    """Stands in for a function and keeps every call of it: (positional, keyword, result).
+    """Replace a function and keep every call of it: (positional, keyword, result).
 
     Positional are the arguments without a default, however they were given. change(number of the
-    call, result) may replace a result; calls for which counts(*positional) is false are left alone.
+    call, result) may replace a result. Calls for which counts(*positional) is false are not kept.
     """
 
     def __init__(self, function, change=None, counts=None):
@@ -296,7 +296,7 @@ def rows_of(update) -> torch.Tensor:
 
 
 def z_scores(values):
-    """(x - mean) / (std + 1e-6) in floats, ddof 1; equal values: 0."""
+    """(x - mean) / (std + 1e-6) in floats, ddof 1. Of equal values 0."""
     mean = math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
     return [0.0 if len(set(values)) == 1 else (x - mean) / (std + 1e-6) for x in values]

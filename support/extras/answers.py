@@ -16,7 +16,7 @@ import mpmath
 
 from rewards import DENIAL, final_answer, gold_answer, verifier
 
-MAX_EXPRESSION = 1_000  # characters of an answer that is read; a longer one is compared as text
+MAX_EXPRESSION = 1_000  # characters of an answer that is read. A longer one is compared as text
 MAX_DEPTH = 60  # brackets within brackets
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
 MAX_WORK = 22_000  # of a comparison, in something like microseconds
@@ -158,7 +158,7 @@ CLOSING = (")", "]", "⟩")
 
 
 def tokenise(text: str) -> list[str]:
-    """Return the tokens of an answer. A word, or a text in a box, begins with `"`."""
+    """Return the tokens of an answer. A word, or a text in a box, starts with `"`."""
     text = rewritten(text, REWRITES)
     text = END.sub("", " ".join(SYMBOL.sub(our_symbol, text).split()))
     if len(text) > 2 * MAX_EXPRESSION:
@@ -294,7 +294,7 @@ SAME_UNIT = {  # other ways to write a unit
 
 
 def read(text: str) -> Node:
-    """Return the tree of an answer; Unreadable if our grammar has none."""
+    """Return the tree of an answer. Raise Unreadable if our grammar has none."""
     parser = Parser(tokenise(text))
     found = parser.listed()
     parser.take("")
@@ -644,7 +644,7 @@ def with_signs(node: Node, signs: dict[str, str]) -> Node:
 
 # ---------------------------------------------------------------------- values
 
-# at each point letters have other values; at the last one x and y differ in sign, as do most pairs
+# letters have other values at each point. At the last, x and y differ in sign, as do most pairs
 POINTS = ("negative", "positive", "58")
 MP = mpmath.MPContext()  # of our own: other code may change the digits of mpmath's
 MP.dps = 250  # digits, of which the last 20 may be wrong
@@ -675,7 +675,7 @@ def is_infinite(value) -> bool:
 
 
 def inexact(value):
-    """Return a number of mpmath; Unreadable if others would be lost beside it."""
+    """Return a number of mpmath. Raise Unreadable if others would be lost beside it."""
     if are_exact(value):  # mpmath's own conversion looks for a common divisor, slowly
         value = MP.mpf(value.numerator) / value.denominator
     if value and abs(MP.mag(value)) > LARGEST_EXPONENT:
@@ -688,7 +688,7 @@ def bits_of(value: Fraction) -> int:
 
 
 def bounded(value):
-    """Return the value, 0 as a Fraction; Unreadable if computing with it would take long."""
+    """Return the value, 0 as a Fraction. Raise Unreadable if computing with it would take long."""
     if not are_exact(value):
         return inexact(value) or Fraction(0)
     if bits_of(value) > MAX_BITS:

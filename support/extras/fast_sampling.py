@@ -106,7 +106,7 @@ class Output(typing.NamedTuple):
 
 class Prompts:
     """The layout of a pass over prompts without their last token, which is the first one that a
-    slot reads. It keeps their keys and values."""
+    slot reads. It keeps their KV cache."""
 
     keys: list[Tensor]  # per layer (P, kv_heads, S, dim)
     values: list[Tensor]
@@ -151,7 +151,7 @@ class Slots:
         """Make as many slots as cache_gb has room for, at least one."""
         self.model, self.prompts, self.output = model, prompts, output
         width = max(map(len, prompts)) + output.max_new_tokens
-        probe = Prompts(model, prompts[:1])  # its keys and values tell the sizes
+        probe = Prompts(model, prompts[:1])  # its KV cache has the sizes
         one_token = [memory[0, :, 0] for memory in probe.keys + probe.values]
         slot_bytes = width * sum(memory.nbytes for memory in one_token)
         slots = min(max(int(cache_gb * 1e9 / slot_bytes), 1), len(prompts))
@@ -192,7 +192,7 @@ class Slots:
         self.stepped = max(self.stepped, max(slots) + 1)
 
     def read_prompts(self, pairs: list[tuple[tuple[int, ...], list[int]]]):
-        """Copy the keys and values of each prompt into its slots."""
+        """Copy the KV cache of each prompt into its slots."""
         read = Prompts(self.model, [list(prompt) for prompt, _ in pairs])
         which = [i for i, (_, slots) in enumerate(pairs) for _ in slots]
         slots = [slot for _, slots in pairs for slot in slots]
@@ -227,7 +227,7 @@ class Slots:
         return attention(module, query, keys[seen], values[seen], mask, **options)
 
     def decode_one_token(self, rows: int, span: int):
-        """Sample one token in the first rows, all at positions below span; no host sync."""
+        """Sample one token in the first rows, all at positions below span. No host sync."""
         self.rows, self.span = rows, span  # for `mask` and `attend`
         ids = self.token[:rows, None]
         ones = torch.ones_like(ids)  # without a mask the library would look for padding
@@ -249,8 +249,8 @@ class Slots:
         active *= ~ends & (step < output.max_new_tokens)
 
     def last_tokens(self, row: Tensor, step: Tensor, width: int) -> Tensor:
-        """Return the last tokens (rows, width) up to a step; a number beyond the vocabulary stands
-        before the first one."""
+        """Return the last tokens (rows, width) up to a step. Places before the first token hold a
+        number beyond the vocabulary."""
         steps = step[:, None] - width + 1 + self.range[:width]
         tokens = self.output.tokens[row[:, None], steps.clamp(min=0)]
         return tokens.masked_fill(steps < 0, 2**31 - 1)
@@ -303,7 +303,7 @@ def capture(step: Callable, shape: tuple[int, int]):
     """Capture a step that has run at this shape as a CUDA graph. Return None where it fails."""
     graph = torch.cuda.CUDAGraph()
     try:
-        # the outer stream: a capture that breaks off leaves its own stream current
+        # restores the outer stream: a failed capture would keep its own stream current
         with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
             torch.cuda.set_sync_debug_mode("error")  # earlier than CUDA, which would lose memory
             step(*shape)

@@ -2,8 +2,8 @@
 
 Tokens that several completions have in common, most of all the prompt of a group, go through the
 model once, and all tokens go through it as one sequence. The functions have the signatures of
-rollout.py and the same results up to rounding. `fits` tells for which models: those whose layers
-keep keys and values alone, and whose attention transformers lets us replace."""
+rollout.py and the same results up to rounding. `fits` tells for which models: layers have a KV
+cache and no other state, and transformers lets us replace their attention."""
 
 import contextlib
 import functools
@@ -123,8 +123,8 @@ class Block(typing.NamedTuple):
                                                6 .        2 6 . .
     """
 
-    queries: Tensor  # (rows, most new nodes) nodes; any node on padding
-    keys: Tensor  # (rows, longest path) nodes; any node on padding
+    queries: Tensor  # (rows, most new nodes) nodes, any node on padding
+    keys: Tensor  # (rows, longest path) nodes, any node on padding
     positions: Tensor  # of the queries, each in its text
     is_new: Tensor  # indices of the queries, flattened, that are no padding
 
@@ -173,7 +173,7 @@ class Packed:
         prediction     0 1 4   0 2 5   3 6        targets     c   d   e   g   x   y   z
     """
 
-    blocks: list[Block]  # prompts, then texts; together their new nodes are all nodes in order
+    blocks: list[Block]  # prompts, then texts. Together their new nodes are all nodes in order
     ids: Tensor  # (1, nodes) that the model reads
     parents: Tensor  # (predictions,)
     targets: Tensor  # (predictions,) tokens
@@ -283,7 +283,7 @@ def attention(module, query, key, value, mask, scaling=None, **options):
     key, value (rows, kv_heads, keys, dim), with a mask that is added to the scores."""
     mask = mask.to(query.dtype)
     if options.get("softcap") is not None or options.get("s_aux") is not None:
-        # the fused kernel has no capped scores and no attention sinks; the model's own file has
+        # the fused kernel has no capped scores and no attention sinks. The model's own file has
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, key, value, mask, scaling=scaling, **options)[0]
 

@@ -19,7 +19,7 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
     return same_answer(given, gold)
 
 
-AROUND = "*_$()[]`'\""  # what may stand around a number
+AROUND = "*_$()[]`'\""  # characters allowed around a number
 PART_BEFORE = re.compile(  # text before a number that changes it
     r"""
     (?:

@@ -7,7 +7,7 @@ Print sentences about problems of the run and their usual remedies.
 
 The page is one file without a script, and it loads nothing. It uses config.json, starts.jsonl,
 metrics.jsonl and evaluations.jsonl of a run's folder. A CSV file has published points, with the
-columns step and eval_solved. They are drawn on the chart of that name."""
+columns step and eval_solved. They are plotted on the chart of that name."""
 
 import csv
 import html
@@ -256,7 +256,7 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 
 def rounded(value: float, form: str = "") -> str:
-    """Return a number by its chart's format; without one, three digits: 0.0237, 6,880, 8.4e-06."""
+    """Return a number by its chart's format, or with three digits: 0.0237, 6,880, 8.4e-06."""
     if form:
         return f"{value:{form}}"
     if 100 <= abs(value) < 1e6:

@@ -6,9 +6,10 @@ For Linux on x86-64 and aarch64. A program is one process with limits on time, m
 Its threads are counted every WATCH_SECONDS, and nothing of it is left running. Network, other
 processes and all files but Python's own are out of reach if the kernel has every layer.
 
-Not covered: the name, size and times of any file (stat), the names and values of its extended
-attributes (listxattr), events in any folder (inotify), the contents of Python's own folders, how
-busy the machine is, and a kernel with a bug."""
+Not covered: a program can read the name, size and times of any file (stat), and the names and
+values of its extended attributes (listxattr). It can see events in any folder (inotify), the
+contents of Python's own folders, and how busy the machine is. It can exploit a bug of the kernel.
+"""
 
 import contextlib
 import ctypes
@@ -26,7 +27,7 @@ import time
 CODE_SECONDS = 5  # of wall clock, and of CPU, for one run of a program
 START_SECONDS = 0.2  # of a run that are its interpreter's, not the program's
 STOP_SECONDS = 6  # after its time, for a run that did not end itself
-CODE_BYTES = 1 << 20  # of a program's output; its memory may be a thousand times that
+CODE_BYTES = 1 << 20  # of a program's output. Its memory may be a thousand times that
 LAYERS = ("namespaces", "landlock", "seccomp")  # hide processes, guard files, refuse calls
 NEEDED = ("seccomp",)  # without it a program could start others that nobody ends
 
@@ -106,7 +107,7 @@ READ = 0b00_0000_0000_1100  # to read files, to list folders
 WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
 # seccomp(2): programs of the classic packet filter, over a struct of the call
 SECCOMP_MODE_FILTER = 2
-CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct; an argument has 8 bytes
+CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct. An argument has 8 bytes
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW = 0x7FFF0000
 KILL = 0x80000000

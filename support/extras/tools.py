@@ -4,7 +4,7 @@
     --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
 
 The tool's reply is appended, and the policy continues. The tokens of the reply are no actions of
-the policy: `completion_mask` leaves them out of ratios, KL, entropy and gradients."""
+the policy: `completion_mask` excludes them from ratios, KL, entropy and gradients."""
 
 import dataclasses
 import re
@@ -96,7 +96,7 @@ class Turns:
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
     def may_ask(self, token: int) -> bool:
-        """Return whether a token contains the trigger text, or begins with an end of it.
+        """Return whether a token contains the trigger text, or starts with an end of it.
 
         A token with a part of a character reads as U+FFFD."""
         text, after = self.read([token]), self.tool.after

@@ -1,11 +1,11 @@
-"""Trains with every algorithm and several seeds, a process each, and prints what came out.
+"""Train with every algorithm and several seeds, a process each, and print a table of the results.
 
     python tests/bench/bench_algorithms.py --out results.jsonl --write
     python tests/bench/bench_algorithms.py --algos gspo grpo --seeds 0 1 -- --lr 2e-4
 
-A run that is in --out already is not done again, so an interrupted benchmark goes on where it
-stopped; delete the file when train.py has changed. --write puts the table into docs/results.md,
-between its bench markers. What stands behind -- goes to train.py."""
+A run that is in --out already is not repeated, so an interrupted benchmark goes on where it
+stopped. Delete the file when train.py has changed. --write puts the table into docs/results.md,
+between its bench markers. The flags after -- go to train.py."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ GOAL = 0.9  # held-out accuracy whose first step is reported
 
 
 def train(flags: list[str]) -> dict:
-    """Runs train.py to its end; its metrics, the accuracy before, the peak memory in MB."""
+    """Run train.py to its end. Return its metrics, the accuracy before, the peak memory in MB."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train.py"), "--eval-every", "5", *flags]
         command += ["--runs", folder, "--name", "bench"]
@@ -47,7 +47,7 @@ def train(flags: list[str]) -> dict:
 
 
 def train_all(algos: list[str], seeds: list[int], extra: list[str], jobs: int, out: Path) -> dict:
-    """Algorithm -> its runs; those that --out holds are read from it."""
+    """Return algorithm -> its runs. Read those that --out holds from it."""
     known = {}
     if out and out.exists():
         lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -17,7 +17,7 @@ SIZES = (10, 20, 40, 60, 100, 150, 200, 330, 480, 1_000, 5_000, 9_990)
 
 
 def joined(sign: str, item: str, low: int = 2) -> Callable[[int], str]:
-    """A text of n items; # in an item is its number."""
+    """Return n -> a text of n items. The # in an item becomes its number."""
     return lambda n: sign.join(item.replace("#", str(low + i)) for i in range(n))
 
 

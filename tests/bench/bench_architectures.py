@@ -6,9 +6,9 @@
 
 Each row compares, in float32, log-probs of completions that we sampled: by the sampler, by the
 scorer, and by a forward pass of the whole model over each text alone. Right: all agree to 1e-3, and
-with gradient checkpointing to the same bits as without. Refused: one sentence instead. Texts have
-up to 21 tokens, more than every window, chunk, floor and original context of the tiny
-configurations. An encoder that has a causal head is built as a decoder."""
+gradient checkpointing changes no bit. Refused: one sentence instead. Texts have up to 21 tokens,
+more than every window, chunk, floor and original context of the tiny configurations. An encoder
+that has a causal head is built as a decoder."""
 
 import argparse
 import contextlib
@@ -62,7 +62,7 @@ SMALL = {
     **dict.fromkeys(["linear_num_key_heads", "linear_num_value_heads"], 4),
     **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 8),
     "mamba_d_ssm": 64,
-    # what changes at some length
+    # settings that take effect from some length on
     **dict.fromkeys(["sliding_window_size", "attention_window_size", "window_size"], 6),
     **dict.fromkeys(["local_attention", "attention_chunk_size"], 6),
     **dict.fromkeys(["floor_scale", "log_scaling_n_floor", "index_topk", "index_block_size"], 4),

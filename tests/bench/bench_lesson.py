@@ -38,7 +38,7 @@ def rootless_loss(
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    # its gradient is L times that of s; divided by L, both are equal at ratio 1
+    # its gradient is L times that of s. Divided by L, both are equal at ratio 1
     loss = -masked_mean(
         torch.min(unclipped, clipped) / length.clamp(min=1), mask, "completion", denom
     )

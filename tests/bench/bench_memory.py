@@ -4,9 +4,9 @@
     python tests/bench/bench_memory.py --write          # the same, put into the page
     python tests/bench/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
 
-It counts the bytes of all floating-point tensors that live at a time (counting.py), while our own
-functions sample, score and train in bfloat16 autocast, as on a GPU with its fused attention. CUDA
-itself, fragmentation and a kernel's own workspace are not counted; ROOM is for them."""
+It counts the bytes of all floating-point tensors that live at a time (counting.py). Meanwhile our
+own functions sample, score and train in bfloat16 autocast, as on a GPU with its fused attention.
+CUDA itself, fragmentation and a kernel's own workspace are not counted. ROOM is for them."""
 
 import argparse
 import contextlib
@@ -39,7 +39,7 @@ from support.ranks import Ranks  # noqa: E402
 GB = 1e9
 CARDS = (24, 80)  # GB
 ROOM = 1.5  # GB of a card that we do not count on
-CACHE_GB = 2  # KV caches while sampling, in the table; with less, few completions run at once
+CACHE_GB = 2  # KV caches while sampling, in the table. With less, few completions run at once
 LORA_RANK = 16
 LIMITS = ["--micro-batch-tokens", "4096", "--cache-gb", str(CACHE_GB)]
 PROMPT, LONGEST = 200, 1024  # tokens
@@ -207,7 +207,7 @@ def memory_table(names: list[str]) -> str:
             memory = count_memory(SHAPES[name], *LIMITS, *flags)
             less = count_memory(SHAPES[name], *LIMITS, *flags, LESS)
             numbers = [memory.weights, memory.moments, memory.gradients, memory.sampling]
-            # a frozen bfloat16 copy; float32 weights, gradients and AdamW's moments
+            # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
             reference, critic = 2 * memory.parameters, 16 * memory.parameters
             numbers += [memory.updating, less.updating, reference, critic]
             fits = [which_fits(card, memory, less) for card in CARDS]
@@ -227,7 +227,7 @@ def which_fits(card: float, memory: Memory, less: Memory) -> str:
 
 # ---- measured ------------------------------------------------------------------------------------
 
-# pays differently for almost every text: where all rewards are equal, there is nothing to train
+# almost every text gets another reward: where all rewards are equal, there is nothing to train
 REWARD = "def by_text(completion, answer):\n    return sum(completion.encode()) % 7 / 6\n"
 
 

@@ -1,4 +1,4 @@
-"""Our train.py beside TRL's GRPOTrainer on a CPU, in turns: same policy, data, rewards, settings.
+"""Time our train.py beside TRL's GRPOTrainer on a CPU. Same policy, data, rewards, settings.
 
 TRL lives in an environment of its own, whose Python is an argument:
 
@@ -8,14 +8,14 @@ TRL lives in an environment of its own, whose Python is an argument:
         --reward math_lenient --prompts-per-step 16 --max-new-tokens 12 --lr 1e-5 --steps 4 \
         --turns 1
 
-All train with GSPO: ratios of completions, the same band, the mean over completions, no KL, AdamW
-without decay, a constant learning rate, float32, as many updates a rollout. TRL is set as a careful
-user would: one rollout for all of its updates, no gradient checkpointing, no bf16, no logging.
-trl-defaults sets of the objective importance_sampling_level="sequence" alone, and has one update a
-rollout; trl-wide is that with as many updates as the others.
+All train with GSPO: ratios of completions, the same band, the mean over completions, no KL. AdamW
+has no decay and a constant learning rate, in float32, with as many updates a rollout. TRL is set as
+a careful user would: one rollout for all of its updates, no gradient checkpointing, no bf16, no
+logging. trl-defaults sets of the objective importance_sampling_level="sequence" alone, and has one
+update a rollout. trl-wide is that with as many updates as the others.
 
-Contestants take turns, and who goes first changes. Time is that of the arrival of the line which
-each prints after a step, from the moment when the model is loaded. The built-in policy, trained,
+Contestants take turns, and who goes first changes. Each prints a line after a step: time is
+taken when the line arrives, and starts when the model is loaded. The built-in policy, trained,
 answers the same held-out problems greedily, sampled by our train.py."""
 
 import argparse
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 import rewards  # noqa: E402
 from support.data import messages_of  # noqa: E402
 
-PEERS = {  # contestant -> what the table calls it
+PEERS = {  # contestant -> its name in the table
     "ours": "ours",
     "trl": "TRL",
     "trl-defaults": "TRL, its defaults",
@@ -48,7 +48,7 @@ LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
-# ---- what all are given --------------------------------------------------------------------------
+# ---- inputs of all contestants -------------------------------------------------------------------
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> dict:
-    """The settings of all contestants; writes the prompts, where they are those of the task."""
+    """Return the settings of all contestants. Write the prompts, where they are the task's."""
     settings = vars(arguments) | BATCH | {"out": None, "held_out": None}
     settings["eval_data"] = str(folder / "eval.jsonl")  # one prompt: no time goes to evaluation
     if arguments.model == "tiny":
@@ -185,7 +185,7 @@ def held_out_accuracy(peer: str, settings: dict, folder: Path) -> float | None:
 
 
 def trl_worker(folder: Path) -> None:
-    """Trains with GRPOTrainer as the settings say; prints a line of JSON after every rollout."""
+    """Train with GRPOTrainer as the settings say. Print a line of JSON after every rollout."""
     import datasets
     import torch
     import transformers
@@ -272,7 +272,7 @@ class Watch:
 
     def print_step(self, number: int) -> None:
         step, size = self.step, self.settings["group_size"]
-        # what is neither sampled nor scored before the updates: mostly old log-probs
+        # the time before the updates without sampling and rewards: mostly old log-probs
         step["freeze"] = step["prepare"] - step["sample"] - step["score"]
         groups = [step["rewards"][i : i + size] for i in range(0, len(step["rewards"]), size)]
         line = {"step": number} | {phase: step[phase] for phase in PHASES}
@@ -339,7 +339,7 @@ def reached(result: dict) -> tuple[int, float] | tuple[None, None]:
 
 
 def table(turns: list[dict]) -> str:
-    """Medians over the turns as Markdown; in brackets the median of the turns' ratios to ours."""
+    """Return medians over the turns as Markdown, and in brackets that of their ratios to ours."""
     measures = {
         "seconds a step": lambda r: mean(r, "seconds"),
         "– sampling": lambda r: mean(r, "sample"),

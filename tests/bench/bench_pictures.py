@@ -5,8 +5,8 @@
 
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
-the built-in policy and of a pretrained model; runs of one algorithm are drawn as their mean.
-long.svg needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
+the built-in policy and of a pretrained model. A curve is the mean of an algorithm's runs. long.svg
+needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
@@ -38,7 +38,7 @@ from support.extras.report import Plot, Story, points_of, read_story  # noqa: E4
 from support.ranks import Ranks  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
-MOST_TOKENS = 80  # of a completion; one of 8 operations has 50
+MOST_TOKENS = 80  # of a completion. One of 8 operations has 50
 STEPS = 12  # of training
 GRPO_BAND = (0.8, 1.2)
 GSPO_BAND = (1 - 3e-4, 1 + 4e-4)
@@ -189,7 +189,7 @@ def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
 
 
 def curve_picture(stories: list[Story]) -> str:
-    """Draw held-out accuracy by step. Runs of one algorithm are drawn as their mean, with bars from
+    """Draw held-out accuracy by step. A curve is the mean of an algorithm's runs, with bars from
     the lowest seed to the highest."""
     seeds: dict[str, list[dict[int, float]]] = {}  # algorithm -> accuracy by step, of each seed
     for story in stories:

@@ -1,7 +1,7 @@
-"""Memory by counting: models run without numbers, and the bytes of what lives are summed up.
+"""Count memory: models run without numbers, and the bytes of all living tensors are summed up.
 
-Floating-point tensors have a shape, a type and a life, but no memory (`FakeTensor` of torch);
-integers and masks are real ones, as our functions read them. A model of any size runs in seconds.
+Floating-point tensors have a shape, a type and a life, but no memory (`FakeTensor` of torch).
+Integers and masks are real ones, as our functions read them. A model of any size runs in seconds.
 """
 
 import weakref
@@ -47,7 +47,7 @@ class Counting(TorchDispatchMode):
         return tree_map(some_integers, result)
 
     def without_numbers(self, value):
-        """Of what was computed from integers, floating-point tensors give up their numbers."""
+        """Replace a floating-point tensor, computed from integers, by one without numbers."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         fake = self.fake.from_tensor(value.detach())
@@ -75,7 +75,7 @@ class Counting(TorchDispatchMode):
 
 
 def some_integers(value):
-    """For what was computed from numbers that are not there: every token is 0, every test holds."""
+    """Replace results of tensors without numbers: every token is 0, and every condition holds."""
     if not isinstance(value, FakeTensor) or value.is_floating_point():
         return value
     if value.dtype == torch.bool:

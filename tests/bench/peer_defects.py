@@ -118,7 +118,7 @@ def vllm_weight(policy: str, mode: str, tokens: int, gap: float) -> float:
         settings = {"num_generations": 2, "per_device_train_batch_size": 2}
         settings["vllm_importance_sampling_mode"] = mode
         trainer = small_trainer(model, tokenizer, folder, **settings)
-        trainer.use_vllm = True  # there is none: what it would have sampled stands here
+        trainer.use_vllm = True  # there is none: `generated` replaces its samples
         completions = [[3] * tokens] * 2
         sampled = [[-1.0 - gap] * tokens] * 2
         generated = ([[3], [3]], completions, None, ["3", "3"], sampled, {}, None, None)
@@ -228,8 +228,8 @@ def book_dead_groups(policy: str) -> None:
 
 
 def book_temperature(policy: str) -> None:
-    """rollout.py samples at config.py's temperature, 0.6; utils.py: compute_log_probs scores at 1,
-    old and new alike: the ratio is consistent, and of another policy than the one that samples."""
+    """rollout.py samples at config.py's temperature, 0.6. compute_log_probs of utils.py scores at
+    1, old and new alike: the ratio is consistent, and not that of the policy that samples."""
     utils = importlib.import_module("policy_gradients.utils")
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
