@@ -92,7 +92,7 @@ def final_answer(completion: object, marked: bool = False) -> str:
     """Return the final answer of a text, white space collapsed. Gold answers are read by it, too.
 
     It is the last `<answer>` after the thinking (or the last box in it), else the last box, else
-    the line after the last `####`, else the text, or "" if the answer must be `marked`. An
+    the line after the last `####`. Else it is the text, or "" if the answer must be `marked`. An
     `<answer>` that is not closed is no answer."""
     if type(completion) not in (str, int, float):  # a bool is no answer
         return ""

@@ -710,7 +710,7 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     unit = run.algorithm.unit
     denom = count_units(batch.mask[update.active], unit)
     # denom counts active rows only, so metrics are means over these. The loss is a mean over all
-    # rows, and the others add 0, so it is multiplied by active / all
+    # rows, and the others add 0, so it is multiplied by active / all.
     share = denom / count_units(batch.mask[update.rows], unit)
     totals = collections.Counter()
     run.optimizer.zero_grad()
