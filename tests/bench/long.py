@@ -1,7 +1,8 @@
 """Runs the experiment on long answers, a process a run, and prints its tables.
 
-    python tests/bench/long.py                     # every run that --out does not hold yet
+    python tests/bench/long.py                     # every missing run of the built-in policies
     python tests/bench/long.py --parts main why    # of these parts alone
+    python tests/bench/long.py --parts real --real FOLDER  # of a pretrained model
     python tests/bench/long.py --table             # the tables, and no run
 
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
@@ -85,7 +86,7 @@ class Experiment:
             found += f"--task chains --steps {STEPS} --eval-prompts {PROMPTS} "
             found += f"--completions-per-update {COMPLETIONS // self.updates}"
         else:
-            found += f"{REAL} --model {real} --data train.jsonl --eval-data test.jsonl "
+            found += f"{REAL} --model {real.resolve()} --data train.jsonl --eval-data test.jsonl "
             found += f"--reward {__file__}:counted --completions-per-update {64 // self.updates}"
         return found.split()
 
@@ -198,7 +199,8 @@ def train(experiment: Experiment, seed: int, real: Path, started: set) -> dict:
     """Run train.py to its end, and return the numbers that the tables need."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
-        write_numbers(Path(folder))
+        if experiment.task == "numbers":
+            write_numbers(Path(folder))
         command = [sys.executable, __file__, "--child", str(experiment.tokens)]
         command += experiment.flags(real)
         command += ["--seed", str(seed), "--runs", folder, "--name", "one"]
@@ -420,7 +422,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    without_model = [part for part in PARTS if part != "real"]
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=without_model)
     parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/long/rows.jsonl")
     parser.add_argument("--real", type=Path, default=Path("real"), help="folder of a real model")
