@@ -1158,36 +1158,30 @@ def claim_folder(run: Run) -> None:
 def parse_flags(arguments: list[str]) -> Config:
     """Return the flags of a run, checked, with their defaults. UserError for wrong ones."""
     config = parse(Config, __doc__, arguments, elsewhere=ELSEWHERE)
-    saved = {}
     if config.resume:
-        saved = saved_flags(config)
-        with expecting(f"--resume: expected the flags of a run in {config.runs}/{config.name}"):
-            config = parse(Config, __doc__, arguments, defaults=saved, elsewhere=ELSEWHERE)
-    check_resumed(config, saved)
+        config = with_saved_flags(config, arguments)
     refuse_flags_of_others(config)
     fill_defaults(config)
     check_together(config)
     return config
 
 
-def saved_flags(config: Config) -> dict:
-    """Return the flags of the run that --resume continues. Newer flags have their defaults."""
+def with_saved_flags(config: Config, arguments: list[str]) -> Config:
+    """Return the flags of the run that --resume continues, and those that come with --resume."""
     need(config.name, "--resume: needs --name, of the run to continue")
     path = Path(config.runs, config.name, "config.json")
     with expecting(f"--resume: expected the --name of a run of this train.py, with {path}"):
         saved = dict(json.loads(path.read_text(encoding="utf-8")))
-    known = {field.name for field in dataclasses.fields(Config)}
-    return {name: saved[name] for name in saved.keys() & known - {"resume", "runs", "name"}}
-
-
-def check_resumed(config: Config, saved: dict) -> None:
-    """UserError for another value of a flag that a resumed run keeps."""
+        known = {field.name for field in dataclasses.fields(Config)} - {"resume", "runs", "name"}
+        saved = {name: saved[name] for name in saved.keys() & known}
+        config = parse(Config, __doc__, arguments, defaults=saved, elsewhere=ELSEWHERE)
     kept = KEPT_FLAGS
     if config.lr_schedule != "constant":  # it ends after these steps
         kept = (*kept, "steps")
     for name in kept:
         same = getattr(config, name) == saved.get(name, getattr(config, name))
         need(same, f"{dashed(name)}: a resumed run keeps its own, {saved.get(name)}")
+    return config
 
 
 def refuse_flags_of_others(config: Config) -> None:
