@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
@@ -110,14 +111,12 @@ class Rollout(typing.NamedTuple):
         return Rollout(*map(torch.cat, zip(*wide)))
 
 
-def padded(texts: list[list[int]], device, value: int = 0, left: bool = False) -> Tensor:
-    """Return texts as one tensor (texts, longest), padded on the right or on the left."""
-    longest = max(map(len, texts))
-    rows = []
-    for text in texts:
-        padding = [value] * (longest - len(text))
-        rows.append([*padding, *text] if left else [*text, *padding])
-    return torch.tensor(rows, dtype=torch.long, device=device)
+def padded(rows: list[list[int]], device, value: int = 0, left: bool = False) -> Tensor:
+    """Return rows of token ids as one tensor (rows, longest), padded on the right or the left."""
+    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+    side = "left" if left else "right"
+    joined = pad_sequence(tensors, batch_first=True, padding_value=value, padding_side=side)
+    return joined.to(device)
 
 
 # ---- sampling ------------------------------------------------------------------------------------

@@ -215,7 +215,8 @@ class Run:
 
     # input
     tokenizer: transformers.PreTrainedTokenizerBase
-    ends: dict  # eos_ids and pad_id
+    eos_ids: list[int]
+    pad_id: int
     stops: rollout.StopTexts | None  # of --stop
     reward: rewards.Reward
     lenient: rewards.Reward | None  # the same without the format, for evaluation
@@ -405,11 +406,12 @@ def complete(
             temperature=temperature,
             cache_gb=config.cache_gb,
             stops=run.stops,
-            **run.ends,
+            eos_ids=run.eos_ids,
+            pad_id=run.pad_id,
         )
         if ranks.size > 1:
             everything = ranks.gather(rollouts.to("cpu"))
-            rollouts = rollout.Rollout.cat(everything, run.ends["pad_id"]).to(config.device)
+            rollouts = rollout.Rollout.cat(everything, run.pad_id).to(config.device)
 
     samples, lengths = [], rollouts.lengths.tolist()
     for i, ids in enumerate(rollouts.completions.tolist()):
@@ -434,7 +436,7 @@ def score(run: Run, batch: Batch) -> None:
             break
         more = sample(run, batch.step, refill)
         score_samples(run, more.samples)
-        batch.rollout = rollout.Rollout.cat([batch.rollout, more.rollout], run.ends["pad_id"])
+        batch.rollout = rollout.Rollout.cat([batch.rollout, more.rollout], run.pad_id)
         batch.samples += more.samples
         kept = judge_groups(run, batch)
     batch.faults = [each.score.fault for each in batch.samples if each.score.fault]
@@ -988,7 +990,6 @@ def start(config: Config, ranks: Ranks) -> Run:
         algorithm=gspo.ALGOS[config.algo],
         ranks=ranks,
         tokenizer=tokenizer,
-        ends=rollout.end_and_pad_ids(policy, tokenizer),
         stops=stops,
         reward=reward,
         lenient=reward.lenient_twin(),
@@ -997,6 +998,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         progress=progress,
         policy=policy,
         **frozen_policies(config, policy),
+        **rollout.end_and_pad_ids(policy, tokenizer),
     )
     plug_in(run, tool, sampler)
     run.optimizer = make_optimizer(run)
@@ -1036,9 +1038,7 @@ def plug_in(run: Run, tool=None, sampler: Callable | None = None) -> None:
     # of two lengths: errors of padding show
     ids = run.held_out[0][data.IDS][-64:]
     prompts = [ids, ids[1:] or ids * 2]
-    rollout.check_scorer(
-        run.policy, prompts, run.ends["pad_id"], run.generate, run.completion_logprobs
-    )
+    rollout.check_scorer(run.policy, prompts, run.pad_id, run.generate, run.completion_logprobs)
     if sampler:
         run.generate = sampler
     if tool:
