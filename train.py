@@ -250,7 +250,6 @@ class Run:
     tracker: Callable[[dict], None] | None = None  # gets each row of metrics.jsonl
     began: float = dataclasses.field(default_factory=time.time)
     seconds: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-
     answers: list[dict] = dataclasses.field(default_factory=list)  # some, of the last evaluation
     warned: set[str] = dataclasses.field(default_factory=set)
     quiet_steps: int = 0  # steps in a row without an advantage
