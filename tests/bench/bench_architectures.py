@@ -139,11 +139,8 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17]]
 
 def small_fields(config) -> dict:
     given = config.to_dict()
-    fields = {
-        name: value
-        for name, value in SMALL.items()
-        if given.get(name) is not None or (name in given and name in EVEN_IF_NONE)
-    }
+    there = {name for name in given if given[name] is not None or name in EVEN_IF_NONE}
+    fields = {name: value for name, value in SMALL.items() if name in there}
     if "kv_lora_rank" in given:  # latent attention: as many keys as queries
         fields["num_key_value_heads"] = 4
     lists = {name: given[name] for name in KINDS_OF_LAYERS if given.get(name)}
@@ -153,12 +150,10 @@ def small_fields(config) -> dict:
             kinds = kinds * 2
         for name, column in zip(lists, zip(*kinds)):
             fields[name] = list(column)
-        for name in NAMES_OF_DEPTH:
-            if name in fields:
-                fields[name] = len(kinds)
-    if "original_max_position_embeddings" in (given.get("rope_parameters") or {}):
-        shorter = {"original_max_position_embeddings": ORIGINAL}
-        fields["rope_parameters"] = given["rope_parameters"] | shorter
+        fields |= {name: len(kinds) for name in NAMES_OF_DEPTH if name in fields}
+    ropes = given.get("rope_parameters") or {}
+    if "original_max_position_embeddings" in ropes:
+        fields["rope_parameters"] = ropes | {"original_max_position_embeddings": ORIGINAL}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
