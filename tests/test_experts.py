@@ -61,9 +61,6 @@ def module_of(model, ending):
     return next(each for each in model.modules() if type(each).__name__.endswith(ending))
 
 
-# ------------------------------------------------------------------------------ one model
-
-
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_replayed_mixture_takes_the_experts_of_before(kind):
     """Watching changes nothing, nor does a replay before the weights move. Afterwards a replay is
@@ -135,8 +132,6 @@ def test_flips_are_a_count_of_sets(kind):
     assert 0 < found == sum(changed) / len(changed) < 1
     assert torch.equal(scored(model, samples, experts), scored(model, samples))
 
-
-# ------------------------------------------------------------------------------ runs
 
 MOE = "--model models/moe --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2"
 

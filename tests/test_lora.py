@@ -47,9 +47,6 @@ def logits(model):
         return model(torch.arange(3, 17)[None], use_cache=False).logits
 
 
-# ------------------------------------------------------------------------------ the adapter
-
-
 def test_at_full_rank_the_first_step_is_that_of_all_weights():
     """With A the identity and alpha = R the adapter adds B to W. B's gradient is W's, and so is
     AdamW's first step."""
@@ -127,9 +124,6 @@ def test_which_layers_have_adapters():
         adapted(build("gpt2"))
 
 
-# ------------------------------------------------------------------------------ files
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "zamba2"])
 def test_base_and_adapter_from_the_files_are_the_merged_model(kind, tmp_path):
     """As peft computes it: W + alpha / R B A for each pair of factors."""
@@ -165,15 +159,11 @@ def test_another_base_is_noticed(kind, tmp_path):
             check_base(adapted(other), tmp_path / "step-1")
 
 
-# ------------------------------------------------------------------------------ runs
-
-
 @pytest.mark.usefixtures("place")
 def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     folder = newest(good(tmp_path, f"{LORA} --steps 3").folder)
-    saved = AutoModelForCausalLM.from_pretrained(folder)
+    base, saved = map(AutoModelForCausalLM.from_pretrained, ("models/tiny", folder))
     torch.testing.assert_close(logits(saved), logits(seen.run.policy), atol=1e-4, rtol=1e-4)
-    base = AutoModelForCausalLM.from_pretrained("models/tiny")
     assert (logits(saved) - logits(base)).abs().max() > 1e-3
     assert (folder / "adapter/adapter_config.json").exists()
 
