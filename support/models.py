@@ -5,6 +5,7 @@ import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,9 +38,8 @@ def inspect_model(source: str, flag: str = "--model"):
     language model."""
     config = load(AutoConfig, source, flag)
     tokenizer = load(AutoTokenizer, source, flag)
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     found = config.architectures or [config.model_type]
-    causal = known.intersection(found)
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()).intersection(found)
     need(causal, f"{flag} {source}: expected a causal language model, found {', '.join(found)}")
     ends = tokenizer.eos_token and len(tokenizer) > 1
     need(ends, f"{flag} {source}: expected a tokenizer with an end token")
@@ -81,17 +81,12 @@ def load_model(source: str, device: str):
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     found = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
     need(not wrong, f"--model {source}: expected weights that fit its config.json; {found}")
-    for part in (each for each in model.modules() if isinstance(each, PreTrainedModel)):
-        if part.config._experts_implementation == "grouped_mm":
-            part.config._experts_implementation = "grouped_in_autocast"
     return model.to(device).eval()
 
 
 def grouped_in_autocast(experts, hidden, chosen, weights):
     """Run transformers' grouped product of experts in autocast's dtype, like any other linear map.
-
-    Autocast does not know this operation: it would run in float32, for which no GPU has a fast
-    kernel."""
+    Autocast does not know it: it would run in float32, for which no GPU has a fast kernel."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -101,19 +96,16 @@ def grouped_in_autocast(experts, hidden, chosen, weights):
     return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
 
-ALL_EXPERTS_FUNCTIONS.register("grouped_in_autocast", grouped_in_autocast)
+ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_in_autocast)
 
 
 def end_and_pad_ids(model, tokenizer) -> dict:
     """Return eos_ids, those of the tokenizer and of the generation config, and pad_id."""
     ends = model.generation_config.eos_token_id
-    if not isinstance(ends, list):
-        ends = [ends]
+    ends = ends if isinstance(ends, list) else [ends]
     eos_ids = sorted({*ends, tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id
-    if pad_id is None:
-        pad_id = eos_ids[0]
-    return {"eos_ids": eos_ids, "pad_id": pad_id}
+    return {"eos_ids": eos_ids, "pad_id": eos_ids[0] if pad_id is None else pad_id}
 
 
 # ---- copies --------------------------------------------------------------------------------------
@@ -157,17 +149,11 @@ def body_of(model):
     return [part for part in parts if embedding in part.modules()][-1]
 
 
-class BodyOutput:
-    """The output of a model's body as its head reads it: hidden states, and None for the rest."""
-
-    def __init__(self, hidden: Tensor):
-        self.last_hidden_state = hidden
-
-    def __getitem__(self, index):  # [0], as of a tuple
-        return self.last_hidden_state
+class BodyOutput(tuple):
+    """(hidden states,), the output of a model's body as its head reads it. All else is None."""
 
     def __getattr__(self, name):
-        return None
+        return self[0] if name == "last_hidden_state" else None
 
 
 def logits_of(model, hidden: Tensor) -> Tensor:
@@ -181,27 +167,23 @@ def logits_of(model, hidden: Tensor) -> Tensor:
     weights = {
         f"{name}.{own}".lstrip("."): weight.float()
         for name, module in model.named_modules()
-        if module not in inside
+        if module not in inside  # a head that shares the embedding's weight is not
         for own, weight in module.named_parameters(recurse=False)
     }
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-    before = vars(body).get("forward")  # seldom there
-    body.forward = lambda *_, **options: BodyOutput(hidden.float()[None])
-    try:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return functional_call(model, weights, kwargs={"input_ids": ids}).logits[0].float()
-    finally:
-        del body.forward
-        if before:
-            body.forward = before
+    output = BodyOutput([hidden.float()[None]])
+    with (
+        mock.patch.object(body, "forward", lambda *_, **options: output),
+        torch.autocast(hidden.device.type, enabled=False),
+    ):
+        return functional_call(model, weights, kwargs={"input_ids": ids}).logits[0].float()
 
 
 def checkpoint_layers(model, contexts: list[Callable]):
     """Let layers forget their activations and run again in the backward pass.
 
     transformers does so in training mode alone, which switches dropout on. contexts: functions of
-    the model; each returns the context in which the model runs at the moment. The backward pass has
-    left these contexts: the layer enters them again."""
+    the model, each returns the context in which it runs now. The backward pass enters it again."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     need(layers, f"--gradient-checkpointing: a {model.config.model_type} has no layers for it")
     for layer in layers:
@@ -212,18 +194,14 @@ def run_twice(model, contexts: list[Callable], forward: Callable, *arguments, **
     """Run a layer now, and again in the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
-    entered = [context(model) for context in contexts]
+    now = [context(model) for context in contexts]
 
     @contextlib.contextmanager
     def again():
         with contextlib.ExitStack() as stack:
-            for context in entered:
+            for context in now:
                 stack.enter_context(context)
             yield
 
-    def contexts_of_both():
-        return contextlib.nullcontext(), again()
-
-    return checkpoint(
-        forward, *arguments, use_reentrant=False, context_fn=contexts_of_both, **options
-    )
+    options |= {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), again())}
+    return checkpoint(forward, *arguments, **options)

@@ -53,7 +53,7 @@ def type_of(device) -> str:
 
 # ---- operations
 
-COPIES = {"copy_", "_to_copy", "_copy_from", "set_", "_has_compatible_shallow_copy_type"}
+COPIES = {"copy_", "_to_copy", "set_", "_has_compatible_shallow_copy_type"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 # a number on the CPU may meet a tensor on the GPU, but not here: kernels that take pointers
 POINTERS = {"addmm", "bmm", "cat", "embedding", "gather", "index_select", "isin", "masked_scatter"}
@@ -81,7 +81,7 @@ class Operations(TorchDispatchMode):
             if places[0] == "either":
                 put(operands[0], places[1])
             return result
-        place = next((each for each in ("cuda", "cpu") if each in places), "either")
+        place = min(places, key=["cuda", "cpu", "either"].index, default="either")
         if name == "_to_copy":  # `to` has said where, see below. This is a change of dtype
             place = places[0]
         shared = {operand.untyped_storage()._cdata for operand in operands}
@@ -131,28 +131,22 @@ class Functions(TorchFunctionMode):
 
 def move(function, args, kwargs):
     """tensor.to in all its forms, .cuda() and .cpu()."""
-    tensor, rest = args[0], list(args[1:])
+    tensor, *rest = args
+    copy = kwargs.pop("copy", False)
     source = target = place_of(tensor)
     if function is not Tensor.to:
-        target = "cuda" if function is Tensor.cuda else "cpu"
+        rest = [function.__name__]
     if rest and isinstance(rest[0], Tensor):
         rest[:1] = [place_of(rest[0]), rest[0].dtype]
-    names = ["device", "dtype", "non_blocking", "copy"]
-    if rest and isinstance(rest[0], torch.dtype):
-        names.remove("device")
-    options = {**dict(zip(names, rest)), **kwargs}
-    device = options.pop("device", None)
-    options.pop("non_blocking", None)
-    options["dtype"] = options.get("dtype") or tensor.dtype
+    device, dtype, _, _ = torch._C._nn._parse_to(*rest, **kwargs)
     if device is not None:
-        target = type_of(device)
+        target = device.type
     if "meta" in (target, DEVICE(tensor).type):
-        return Tensor.to(tensor, device=device, **options)
-    crosses = {source, target} == {"cuda", "cpu"}
-    if crosses:
+        return Tensor.to(tensor, device, dtype, copy=copy)
+    if {source, target} == {"cuda", "cpu"}:
         refuse_in_capture("a copy between devices")
-        options["copy"] = True
-    result = Tensor.to(tensor, **options)
+        copy = True
+    result = Tensor.to(tensor, dtype or tensor.dtype, copy=copy)
     if result is not tensor:
         put(result, target)
     return result

@@ -6,7 +6,7 @@ import torch
 
 import rollout as R
 from test_rollout import PROMPTS, gradients, rollout_of, sampled, tiny, watch
-from tools import fast
+from tools import character_tokenizer, fast
 
 KINDS = ["qwen3", "gpt2", "gemma2", "mistral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
@@ -128,3 +128,12 @@ def test_samples_in_slots_are_the_plain_ones(kind, options):
     assert torch.equal(plain.tokens, quick.tokens)
     assert torch.equal(plain.truncated, quick.truncated)
     torch.testing.assert_close(plain.sampler_logprobs, quick.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_a_stop_text_longer_than_a_slot_hides_no_other_one():
+    model = tiny(vocab_size=18)
+    options = dict(eos_ids=[1], stops=R.StopTexts(character_tokenizer(), ["12345" * 10, "5"]))
+    plain = sampled(model, [[5], [6, 7]], **options)
+    quick = sampled(model, [[5], [6, 7]], generate=fast.generate, **options)
+    assert len(set(plain.lengths.tolist())) > 1
+    assert torch.equal(plain.lengths, quick.lengths)

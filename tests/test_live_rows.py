@@ -28,34 +28,27 @@ def prompts(place):
     return write_rows(place / "rows.jsonl", rows)
 
 
-@pytest.fixture
-def everything_is_live(monkeypatch):
-    """Calling it treats every row of later runs as one that can move the policy."""
-
-    def all_rows(run, batch):
-        return batch.mask.any(1)
-
-    return lambda: monkeypatch.setattr(train, "find_active_rows", all_rows)
+def every_row(run, batch):
+    """In place of train.find_active_rows: every row is one that can move the policy."""
+    return batch.mask.any(1)
 
 
 def kinds_of_updates(batches) -> set[str]:
     """Return which of live, dead and mixed updates there are."""
-    kinds = set()
-    for batch in batches:
-        for update in batch.updates:
-            kinds.add({0: "dead", len(update.rows): "live"}.get(len(update.active), "mixed"))
-    return kinds
+    updates = [update for batch in batches for update in batch.updates]
+    shares = {len(update.active) / len(update.rows) for update in updates}
+    return {{0: "dead", 1: "live"}.get(share, "mixed") for share in shares}
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo", "ppo"])  # a mean and advantages of each kind
-def test_rows_without_advantage_change_no_weight(algorithm, everything_is_live, seen, tmp_path):
+def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, tmp_path):
     """Against a run in which all rows are scored and trained on: weights to rounding, and as many
     steps of AdamW for every parameter. An update of dead rows alone is a step, by momentum."""
     flags = f"{MIXED} --algo {algorithm}"
     with gradients() as some:
         one = good(tmp_path / "live", flags).folder
     batches = list(seen.batches)
-    everything_is_live()
+    monkeypatch.setattr(train, "find_active_rows", every_row)
     with gradients() as all_of_them:
         other = good(tmp_path / "all", flags).folder
     assert len(some) == len(all_of_them) == 3 * 3
@@ -64,27 +57,25 @@ def test_rows_without_advantage_change_no_weight(algorithm, everything_is_live, 
     assert kinds_of_updates(seen.batches[3:]) == {"live"}
 
     start = load_file("models/tiny/model.safetensors")
-    mine = load_file(newest(one) / "model.safetensors")
-    theirs = load_file(newest(other) / "model.safetensors")
+    mine, theirs = [load_file(newest(each) / "model.safetensors") for each in (one, other)]
     moved = max(float((mine[name] - start[name]).abs().max()) for name in start)
     apart = max(float((mine[name] - theirs[name]).abs().max()) for name in start)
     assert moved > 3e-4 and apart < 0.01 * moved
 
-    mine = load_file(newest(one) / "trainer/state.safetensors")
-    theirs = load_file(newest(other) / "trainer/state.safetensors")
+    mine, theirs = [load_file(newest(each) / "trainer/state.safetensors") for each in (one, other)]
     assert mine.keys() == theirs.keys()
     steps = [name for name in mine if name.startswith("step ")]
     assert steps and all(mine[name] == theirs[name] == 9 for name in steps)
 
 
-def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(everything_is_live, seen, tmp_path):
+def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(monkeypatch, seen, tmp_path):
     """Metrics that need no log-probs include dead groups. The others do not."""
     one = metrics(good(tmp_path / "live", MIXED).folder)[0]
     first = [each.row["prompt"][0] for each in seen.batches[0].samples[::4]]
     for name, begin in (("dead_right", "1"), ("dead_wrong", "2")):
         assert one[name] == pytest.approx(first.count(begin) / 6)
     assert one["dead"] == pytest.approx(1 - first.count("3") / 6)
-    everything_is_live()
+    monkeypatch.setattr(train, "find_active_rows", every_row)
     other = metrics(good(tmp_path / "all", MIXED).folder)[0]
     for name in ("reward", "reward_std", "solved", "dead_right", "length_mean", "advantage_abs"):
         assert one[name] == other[name], name
@@ -110,12 +101,12 @@ def test_without_a_live_row_nothing_moves_and_no_metric_is_made_up(seen, tmp_pat
     assert all(torch.equal(weights[name], start[name]) for name in start)
 
 
-@pytest.mark.parametrize("flags", ["--kl-coef 0.1", "--entropy-coef 0.01", "--algo ppo"])
-def test_where_something_else_reads_logprobs_all_rows_stay(flags, seen, tmp_path):
+def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
     """KL, entropy bonus and critic are of dead groups, too."""
-    good(tmp_path, f"{MIXED} {flags} --steps 1")
-    for update in seen.batches[0].updates:
-        assert sorted(rows_of(update).tolist()) == sorted(update.rows.tolist())
+    for flags in ("--kl-coef 0.1", "--entropy-coef 0.01", "--algo ppo"):
+        good(tmp_path / flags, f"{MIXED} {flags} --steps 1")
+        for update in seen.batches[-1].updates:
+            assert sorted(rows_of(update).tolist()) == sorted(update.rows.tolist()), flags
 
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-import rollout
 from bench_architectures import build
 from support.extras.lora import LoraLinear, add_adapters, check_base, write_adapter
 from support.models import refresh
@@ -48,9 +47,6 @@ def logits(model):
         return model(torch.arange(3, 17)[None], use_cache=False).logits
 
 
-# ------------------------------------------------------------------------------ the adapter
-
-
 def test_at_full_rank_the_first_step_is_that_of_all_weights():
     """With A the identity and alpha = R the adapter adds B to W. B's gradient is W's, and so is
     AdamW's first step."""
@@ -67,19 +63,12 @@ def test_at_full_rank_the_first_step_is_that_of_all_weights():
     torch.testing.assert_close(adapter.weight, full.weight)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "qwen3",
-        "qwen3_moe",
-        "mamba",  # multiplies by weights itself
-        "deepseek_v32",  # latent attention does so, too
-        "llama4_text",  # the router is a subclass of nn.Linear that returns more
-        "zamba",  # two layers share their weights
-        "falcon",  # has its own linear class
-        "qwen3_5_text",  # a hybrid
-    ],
-)
+# two multiply by weights themselves, a router returns more, layers share weights, a linear class of
+# its own, a hybrid
+ODD = ["mamba", "deepseek_v32", "llama4_text", "zamba", "falcon", "qwen3_5_text"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", *ODD])
 def test_the_adapter_is_what_is_merged(kind):
     """Training starts at the plain model, bit by bit. Later the policy computes the same as a model
     with its state_dict. Only the factors are trained, and the head has none."""
@@ -115,27 +104,24 @@ def test_a_starts_as_torch_initialises_a_linear_layer():
     assert not torch.equal(*starts[0])
 
 
-def test_frozen_weights_are_bfloat16_and_the_rest_is_float32(models):
-    policy = adapted(rollout.load_model(str(models / "tiny"), "cpu"), torch.bfloat16)
+def test_frozen_weights_are_bfloat16_and_the_rest_is_float32():
+    policy = adapted(build("qwen3"), torch.bfloat16)
     for name, parameter in policy.named_parameters():
         assert parameter.requires_grad == ("lora_" in name) and parameter.dtype == torch.float32
     assert {each.frozen.dtype for each in layers_of(policy).values()} == {torch.bfloat16}
 
 
-def test_layers_that_share_a_weight_share_their_adapter():
-    """There are as many factors as different weights, though more layers use them."""
+def test_which_layers_have_adapters():
+    """As many factors as different weights, though more layers use them. peft refuses a Mamba's
+    out_proj, and cannot adapt the weights that Mamba uses itself. GPT-2 has no linear layers."""
     policy = adapted(build("zamba"))
     layers = layers_of(policy).values()
     factors = [name for name, _ in policy.named_parameters() if name.endswith("lora_A")]
     assert len(layers) > len(factors) == len({each.frozen.sum().item() for each in layers})
-
-
-def test_a_model_without_linear_layers_is_refused():
+    names = layers_of(adapted(build("mamba")))
+    assert {name.rpartition(".")[2] for name in names} == {"in_proj", "x_proj"}
     with pytest.raises(UserError, match="--lora-rank: gpt2 has no linear layers"):
         adapted(build("gpt2"))
-
-
-# ------------------------------------------------------------------------------ files
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "zamba2"])
@@ -158,12 +144,6 @@ def test_base_and_adapter_from_the_files_are_the_merged_model(kind, tmp_path):
         torch.testing.assert_close(tensor, state[name])
 
 
-def test_peft_gets_no_adapter_that_it_refuses():
-    """peft refuses a Mamba's out_proj, and cannot adapt the weights that Mamba uses itself."""
-    names = layers_of(adapted(build("mamba")))
-    assert {name.rpartition(".")[2] for name in names} == {"in_proj", "x_proj"}
-
-
 @pytest.mark.parametrize("kind", ["qwen3_moe", "zamba"])
 def test_another_base_is_noticed(kind, tmp_path):
     """In a layer with an adapter and in one without. The same base is accepted."""
@@ -179,15 +159,11 @@ def test_another_base_is_noticed(kind, tmp_path):
             check_base(adapted(other), tmp_path / "step-1")
 
 
-# ------------------------------------------------------------------------------ runs
-
-
 @pytest.mark.usefixtures("place")
 def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     folder = newest(good(tmp_path, f"{LORA} --steps 3").folder)
-    saved = AutoModelForCausalLM.from_pretrained(folder)
+    base, saved = map(AutoModelForCausalLM.from_pretrained, ("models/tiny", folder))
     torch.testing.assert_close(logits(saved), logits(seen.run.policy), atol=1e-4, rtol=1e-4)
-    base = AutoModelForCausalLM.from_pretrained("models/tiny")
     assert (logits(saved) - logits(base)).abs().max() > 1e-3
     assert (folder / "adapter/adapter_config.json").exists()
 
@@ -202,36 +178,31 @@ def test_biases_and_bfloat16_outside_autocast(tmp_path):
     assert "eval_solved" in metrics(good(tmp_path, flags).folder)[-1]
 
 
-def resumed_to_the_same_bits(flags, tmp_path):
-    good(tmp_path / "whole", f"{flags} --steps 3 --save-every 1")
-    good(tmp_path / "parts", f"{flags} --steps 2 --save-every 1")
-    good(tmp_path / "parts", "--resume --name run --steps 3", small=False)
-    whole, parts = tmp_path / "whole/run", tmp_path / "parts/run"
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--kl-coef 0.1 --ref-every 2 --stale-steps 2",
+        "--algo ppo",
+        pytest.param("--algo ppo --model zamba", marks=pytest.mark.slow),  # layers share adapters
+    ],
+)
+def test_resuming_changes_nothing(flags, place, tmp_path):
+    """The frozen weights are those of the start, not the merged ones."""
+    if "zamba" in flags:
+        config = build("zamba", vocab_size=18, eos_token_id=1, bos_token_id=1).config
+        random_policy(place / "zamba", config)
+    flags = f"{LORA} --save-every 1 {flags}"
+    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
+    good(tmp_path / "parts", f"{flags} --steps 2")
+    parts = good(tmp_path / "parts", "--resume --name run --steps 3", small=False).folder
     assert digests(whole) == digests(parts)
     assert timeless(whole)[-1] == timeless(parts)[-1]  # the last of the parts was evaluated, too
 
 
 @pytest.mark.usefixtures("place")
-@pytest.mark.parametrize("flags", ["--kl-coef 0.1 --ref-every 2 --stale-steps 2", "--algo ppo"])
-def test_resuming_changes_nothing(flags, tmp_path):
-    """The frozen weights are those of the start, not the merged ones."""
-    resumed_to_the_same_bits(f"{LORA} {flags}", tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("place")
-def test_adapters_that_layers_share_are_resumed(tmp_path):
-    config = build("zamba", vocab_size=18, eos_token_id=1, bos_token_id=1).config
-    folder = random_policy(tmp_path / "zamba", config)
-    resumed_to_the_same_bits(f"{LORA} --model {folder} --algo ppo", tmp_path)
-
-
-@pytest.mark.usefixtures("place")
-def test_a_resumed_run_keeps_its_base_and_its_adapter(models, tmp_path):
+def test_a_resumed_run_keeps_its_base_and_its_adapter(tmp_path):
     """Another rank or scale would be another model. In the end the folder of the model changes."""
-    base = random_policy(
-        tmp_path / "base", transformers.Qwen3Config.from_pretrained(models / "tiny")
-    )
+    base = random_policy(tmp_path / "base", transformers.Qwen3Config(**SHAPE))
     good(tmp_path, f"{LORA} --model {base} --steps 1")
     resume = "--resume --name run --steps 2"
     for flag in ("--lora-rank 8", "--lora-alpha 3"):

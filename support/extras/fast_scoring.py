@@ -8,7 +8,6 @@ cache and no other state, and transformers lets us replace their attention."""
 import contextlib
 import functools
 import sys
-import typing
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ def completion_logprobs(
     model, rollout: Rollout, temperature: float, *, entropy_grad: bool | None = True
 ) -> tuple[Tensor, Tensor]:
     """rollout.completion_logprobs, with every distinct prefix computed once."""
-    packed, mask = packed_of(rollout), rollout.completion_mask
+    packed, mask = Packed(rollout), rollout.completion_mask
     hidden = packed.hidden_states(model)
     found = token_logprobs(model, hidden, packed.targets, temperature, entropy_grad)
     logprobs, entropy = take(found.T, packed.prediction).T
@@ -48,30 +47,29 @@ def completion_logprobs(
 
 def completion_values(critic, rollout: Rollout) -> Tensor:
     """rollout.completion_values, with every distinct prefix computed once."""
-    packed = packed_of(rollout)
+    packed = Packed(rollout)
     values = state_values(critic, packed.hidden_states(critic))
-    values = take(values[:, None], packed.prediction)[:, 0]
-    return scattered(values, rollout.completion_mask)
+    return scattered(take(values[:, None], packed.prediction)[:, 0], rollout.completion_mask)
 
 
 def predicting(rollout: Rollout) -> Tensor:
     """rollout.predicting, among the nodes of the forward pass."""
-    packed = packed_of(rollout)
+    packed = Packed(rollout)
     return packed.parents[packed.prediction]
 
 
 def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
     """Divide the rows, in their order, into parts of at most so many distinct prefixes, or one row.
     Groups stay together, except at the borders of parts."""
-    parts, trie = [[]], {}
+    parts, trie = [], {}
     for row, text in enumerate(rollout.sequences()):
         path_of(text, trie)
-        if len(trie) > tokens and parts[-1]:
+        if not parts or len(trie) > tokens:
             parts.append([])
             trie = {}
             path_of(text, trie)
         parts[-1].append(row)
-    return [torch.tensor(part) for part in parts if part]
+    return [torch.tensor(part) for part in parts]
 
 
 # ---- texts as a trie -----------------------------------------------------------------------------
@@ -102,45 +100,21 @@ def path_of(text: list[int], trie: Trie) -> list[int]:
     return path
 
 
-def add(texts: list[list[int]], trie: Trie) -> tuple[list[list[int]], list[tuple[list[int], int]]]:
-    """Add texts. Return all paths, and the paths with new nodes, each with their number."""
-    paths, growing = [], []
-    for text in texts:
-        before = len(trie)
-        path = path_of(text, trie)
-        paths.append(path)
-        if len(trie) > before:
-            growing.append((path, len(trie) - before))
-    return paths, growing
-
-
-class Block(typing.NamedTuple):
+class Block:
     """Texts side by side in attention: the new nodes of each are queries, its path are the keys.
+    Padding is any node."""
 
-    prompts    queries    keys        texts    queries    keys
-               0 1        0 1                  3 4        0 1 3 4
-               2 .        2 .                  5 .        0 1 3 5
-                                               6 .        2 6 . .
-    """
-
-    queries: Tensor  # (rows, most new nodes) nodes, any node on padding
-    keys: Tensor  # (rows, longest path) nodes, any node on padding
-    positions: Tensor  # of the queries, each in its text
-    is_new: Tensor  # indices of the queries, flattened, that are no padding
-
-    @staticmethod
-    def of(growing: list[tuple[list[int], int]], device) -> "Block":
+    def __init__(self, growing: list[tuple[list[int], int]], device):
+        """growing: paths, each with the number of its new nodes."""
         paths, counts = zip(*growing)
-        keys = padded(paths, device)
+        self.keys = padded(paths, device)  # (rows, longest path)
         steps = torch.arange(max(counts), device=device)
         counts = torch.tensor(counts, device=device)[:, None]
         ends = torch.tensor([[len(path)] for path in paths], device=device)
-        positions = ends - counts + steps
         # a query on padding must see a key, or its softmax is NaN: keep it inside sliding windows
-        positions = positions.clamp(max=keys.shape[1] - 1)
-        queries = keys.gather(1, positions)
-        is_new = (steps < counts).flatten().nonzero()[:, 0]
-        return Block(queries, keys, positions, is_new)
+        self.positions = (ends - counts + steps).clamp(max=self.keys.shape[1] - 1)
+        self.queries = self.keys.gather(1, self.positions)  # (rows, most new nodes)
+        self.is_new = (steps < counts).flatten().nonzero()[:, 0]  # queries that are no padding
 
     def mask(self, sees) -> Tensor:
         """Keys on padding stand behind the queries of their row, which do not see them."""
@@ -159,10 +133,12 @@ class Block(typing.NamedTuple):
 def take(rows: Tensor, numbers: Tensor) -> Tensor:
     """Return rows[numbers]. As an embedding: its backward pass adds in a fixed order on every
     device, and is many times faster than that of indexing."""
-    taken = F.embedding(numbers, rows.flatten(1))
-    return taken.unflatten(-1, rows.shape[1:])
+    return F.embedding(numbers, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
+# made once for the same tensors, which nothing changes in place: the updates score the same
+# micro-batches as the pass for pi_old
+@functools.lru_cache(maxsize=64)
 class Packed:
     """The nodes of a rollout in one forward pass: the model's matrices see them as one sequence.
 
@@ -171,31 +147,33 @@ class Packed:
         completions    c d x   c e y   g z        predicted   3   4   5   6   7   8   9
         nodes          3 4 7   3 5 8   6 9        parents     1   3   3   2   4   5   6
         prediction     0 1 4   0 2 5   3 6        targets     c   d   e   g   x   y   z
-    """
 
-    blocks: list[Block]  # prompts, then texts. Together their new nodes are all nodes in order
-    ids: Tensor  # (1, nodes) that the model reads
-    parents: Tensor  # (predictions,)
-    targets: Tensor  # (predictions,) tokens
-    prediction: Tensor  # (tokens,) the index of each token of the mask, row by row, in targets
+    prediction (tokens,) has, for each token of the mask, row by row, its index in targets."""
 
     def __init__(self, rollout: Rollout):
         trie, device = {}, rollout.tokens.device
         texts, sizes = rollout.sequences(), rollout.prompt_lengths.tolist()
-        distinct = dict.fromkeys(tuple(text[:size]) for text, size in zip(texts, sizes))
-        _, prompts = add(list(distinct), trie)
-        paths, longer = add([text[:-1] for text in texts], trie)
-        self.blocks = [Block.of(growing, device) for growing in (prompts, longer) if growing]
+        prompts = dict.fromkeys(tuple(text[:size]) for text, size in zip(texts, sizes))
+        self.blocks = []  # prompts, then texts. Together their new nodes are all nodes in order
+        for part in (prompts, [text[:-1] for text in texts]):
+            paths, growing = [], []
+            for text in part:
+                before = len(trie)
+                paths.append(path_of(text, trie))
+                if len(trie) > before:
+                    growing.append((paths[-1], len(trie) - before))
+            if growing:
+                self.blocks.append(Block(growing, device))
         nodes_read = len(trie)
 
-        for path, text in zip(paths, texts):  # the last tokens
+        for path, text in zip(paths, texts):  # the last tokens are predicted, not read
             path.append(trie.setdefault((path[-1], text[-1]), len(trie)))
         nodes = padded([path[size:] for path, size in zip(paths, sizes)], device)
         nodes = nodes[rollout.completion_mask[:, : nodes.shape[1]]]
         predicted, self.prediction = nodes.unique(return_inverse=True)
         parents, tokens = torch.tensor(list(trie), device=device).T
         self.parents, self.targets = parents[predicted], tokens[predicted]
-        self.ids = tokens[None, :nodes_read]
+        self.ids = tokens[None, :nodes_read]  # that the model reads
 
     def hidden_states(self, model) -> Tensor:
         """Return those (predictions, H) before the targets."""
@@ -216,13 +194,6 @@ class Packed:
         return torch.cat(outputs)[None]
 
 
-@functools.lru_cache(maxsize=64)
-def packed_of(rollout: Rollout) -> Packed:
-    """Made once for the same tensors, which nothing changes in place: the updates score the same
-    micro-batches as the pass for pi_old."""
-    return Packed(rollout)
-
-
 # ---- our attention in the layers of transformers -------------------------------------------------
 #
 # An attention layer of transformers calls the function that `config._attn_implementation` names.
@@ -235,8 +206,7 @@ def attend_in_layout(module, query, key, value, attention_mask, **options):
 
 
 def mask_of_layout(config, mask_function, **_):
-    """mask_function(row, head, query, key), causal or a sliding window, is the library's: it tells
-    whether one position sees another."""
+    """mask_function(row, head, query, key) is the library's: whether one position sees another."""
     return config.layout.mask(mask_function)
 
 
@@ -248,7 +218,7 @@ AttentionMaskInterface.register("ours", mask_of_layout)
 def our_attention(model, layout):
     """Let layout.attend be the attention of the model inside the block."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    configs = list({id(part.config): part.config for part in parts}.values())
+    configs = {id(part.config): part.config for part in parts}.values()
     before = [(each._attn_implementation, getattr(each, "layout", None)) for each in configs]
     for config in configs:
         config._attn_implementation, config.layout = "ours", layout

@@ -78,6 +78,12 @@ SMALL = {
 EVEN_IF_NONE = {"head_dim", "num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group"}
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
 NAMES_OF_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+ZAMBA = dict(
+    num_hidden_layers=4,
+    layers_block_type=["linear_attention", "hybrid"] * 2,
+    attention_head_dim=16,
+    attention_hidden_size=64,
+)
 EXTRA = {
     "bailing_hybrid": dict(num_expert_group=1, linear_head_dim=8, linear_num_heads=4),
     "bamba": dict(attn_layer_indices=[1]),
@@ -102,50 +108,30 @@ EXTRA = {
     "mamba2": dict(num_heads=8, head_dim=8, n_groups=1),
     "reformer": dict(axial_pos_embds_dim=(16, 16), axial_pos_shape=(8, 16)),
     "xlstm": dict(hidden_size=64, embedding_dim=64, num_heads=1),
-    "zamba": dict(
-        num_hidden_layers=4,
-        layers_block_type=["linear_attention", "hybrid"] * 2,
-        attention_head_dim=16,
-        attention_hidden_size=64,
-    ),
-    "zamba2": dict(
-        num_hidden_layers=4,
-        layers_block_type=["linear_attention", "hybrid"] * 2,
-        attention_head_dim=16,
-        attention_hidden_size=64,
-    ),
+    "zamba": ZAMBA,
+    "zamba2": ZAMBA,
     "zaya": dict(num_experts_per_tok=1),
 }
 # other rotary embeddings than a model's own
 ORIGINAL = 18  # tokens
-YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=ORIGINAL)
-LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    original_max_position_embeddings=ORIGINAL,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-)
+SCALED = dict(rope_theta=1e4, factor=8.0, original_max_position_embeddings=ORIGINAL)
+YARN = dict(rope_type="yarn", **SCALED)
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **SCALED)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=8.0)
 LONG = dict(
     rope_type="longrope",
+    rope_theta=1e4,
     short_factor=[1.0] * 4,
     long_factor=[8.0] * 4,
     original_max_position_embeddings=ORIGINAL,
 )
-DYNAMIC = dict(rope_type="dynamic", factor=8.0)
 VARIANTS = {
-    "llama + yarn": dict(rope_parameters=dict(rope_theta=1e4, **YARN)),
-    "llama + llama3": dict(rope_parameters=dict(rope_theta=1e4, **LLAMA3)),
-    "llama + dynamic": dict(
-        rope_parameters=dict(rope_theta=1e4, **DYNAMIC), max_position_embeddings=ORIGINAL
-    ),
-    "phi3 + longrope": dict(
-        rope_parameters=dict(rope_theta=1e4, **LONG), original_max_position_embeddings=ORIGINAL
-    ),
-    "minicpm3 + longrope": dict(rope_parameters=dict(rope_theta=1e4, **LONG)),
-    "phimoe + longrope": dict(
-        rope_parameters=dict(rope_theta=1e4, short_mscale=1.2, long_mscale=1.4, **LONG)
-    ),
+    "llama + yarn": dict(rope_parameters=YARN),
+    "llama + llama3": dict(rope_parameters=LLAMA3),
+    "llama + dynamic": dict(rope_parameters=DYNAMIC, max_position_embeddings=ORIGINAL),
+    "phi3 + longrope": dict(rope_parameters=LONG, original_max_position_embeddings=ORIGINAL),
+    "minicpm3 + longrope": dict(rope_parameters=LONG),
+    "phimoe + longrope": dict(rope_parameters=dict(short_mscale=1.2, long_mscale=1.4, **LONG)),
 }
 NEW_TOKENS = 12
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17]]
@@ -153,11 +139,8 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17]]
 
 def small_fields(config) -> dict:
     given = config.to_dict()
-    fields = {
-        name: value
-        for name, value in SMALL.items()
-        if given.get(name) is not None or (name in given and name in EVEN_IF_NONE)
-    }
+    there = {name for name in given if given[name] is not None or name in EVEN_IF_NONE}
+    fields = {name: value for name, value in SMALL.items() if name in there}
     if "kv_lora_rank" in given:  # latent attention: as many keys as queries
         fields["num_key_value_heads"] = 4
     lists = {name: given[name] for name in KINDS_OF_LAYERS if given.get(name)}
@@ -167,12 +150,10 @@ def small_fields(config) -> dict:
             kinds = kinds * 2
         for name, column in zip(lists, zip(*kinds)):
             fields[name] = list(column)
-        for name in NAMES_OF_DEPTH:
-            if name in fields:
-                fields[name] = len(kinds)
-    if "original_max_position_embeddings" in (given.get("rope_parameters") or {}):
-        shorter = {"original_max_position_embeddings": ORIGINAL}
-        fields["rope_parameters"] = given["rope_parameters"] | shorter
+        fields |= {name: len(kinds) for name in NAMES_OF_DEPTH if name in fields}
+    ropes = given.get("rope_parameters") or {}
+    if "original_max_position_embeddings" in ropes:
+        fields["rope_parameters"] = ropes | {"original_max_position_embeddings": ORIGINAL}
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
@@ -194,9 +175,7 @@ def build(kind: str, seed: int = 0, attention: str = "eager", **options):
     return model
 
 
-FAST = SimpleNamespace(
-    generate=fast_sampling.generate, completion_logprobs=fast_scoring.completion_logprobs
-)
+FAST = SimpleNamespace(**vars(fast_scoring) | vars(fast_sampling))  # both files, as one
 
 
 def examine(kind: str) -> tuple[str, str]:
@@ -266,32 +245,12 @@ def with_checkpointing(model, way) -> str:
     return "checkpointed"
 
 
-INTRODUCTION = """# Architectures
-
-Every model is sampled and scored by rollout.py, through transformers' own forward pass and KV
-cache (**plain**). Where its layers keep keys and values alone and accept another attention function
-(`fits` in support/extras/fast_scoring.py), its log-probs are computed by that file (**fast**), and
-on a GPU support/extras/fast_sampling.py samples.
-
-Before a run begins, `check_scorer` compares both with the model's own forward pass. It refuses a
-model whose log-probs differ by more than rounding. What changes with the length of a text, it
-cannot see: with `rope_type` longrope or dynamic (Phi-3-mini-128k, Phi-4-mini, MiniCPM3) the
-frequencies of all texts of a pass change when one exceeds the original context. There such a
-model's context ends: `original_max_position_embeddings` tokens of prompt and completion.
-
-`python tests/bench/bench_architectures.py --markdown docs/architectures.md` wrote the rest. It
-builds a tiny random model of each of the {number} causal architectures and rotary embeddings of
-transformers {version} and reads texts longer than every window, chunk and original context of it.
-"Right": log-probs of sampler, scorer and the model's own forward pass agree to 1e-3, and gradient
-checkpointing changes no bit.
-
-| verdict | how | number | architectures |
-|---|---|---|---|"""
-
-
 def markdown(found: dict[str, tuple[str, str]]) -> str:
     """Return the architectures of each verdict, and why some are refused or could not be built."""
-    lines = [INTRODUCTION.format(number=len(found), version=transformers.__version__)]
+    lines = [
+        f"| verdict | how | number | architectures of transformers {transformers.__version__} |"
+    ]
+    lines.append("|---|---|---|---|")
     rows = {}
     for kind, (verdict, how) in found.items():
         row = (verdict, how if verdict == "right" else "see below")
@@ -310,7 +269,7 @@ def markdown(found: dict[str, tuple[str, str]]) -> str:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kinds", nargs="*", help="types of models; default: all")
-    parser.add_argument("--markdown", help="file that the table is written to")
+    parser.add_argument("--markdown", help="page whose table is replaced")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -319,7 +278,9 @@ def main():
         found[kind] = verdict, why = examine(kind)
         print(f"{kind:28} {verdict:10} {why}", flush=True)
     if args.markdown:
-        Path(args.markdown).write_text(markdown(found) + "\n")
+        page = Path(args.markdown)
+        text, _, _ = page.read_text().partition("| verdict |")
+        page.write_text(f"{text}{markdown(found)}\n")
 
 
 if __name__ == "__main__":
