@@ -284,7 +284,7 @@ def test_torchrun_starts_the_same_train_py(tmp_path):
 @pytest.mark.parametrize(
     "environment, word",
     [
-        ({"WORLD_SIZE": "2"}, "'RANK'"),
+        ({"WORLD_SIZE": "2"}, "variable RANK"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "two"),
         ({"WORLD_SIZE": "2", "RANK": "first"}, "first"),
     ],
@@ -293,5 +293,5 @@ def test_an_environment_that_torchrun_did_not_make(environment, word, monkeypatc
     monkeypatch.delenv("RANK", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"as torchrun sets them.*{word}"), joined_ranks():
+    with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks():
         pass
