@@ -129,7 +129,7 @@ def conversation(number: int) -> list[dict]:
 @pytest.mark.parametrize(
     "template, flags, expected",
     [
-        (None, {}, "7+5"),
+        (None, {"vocabulary": 14}, "7+5"),  # `+` is token 13
         (None, {"prompt_template": "{prompt}*1="}, "7+5*1="),
         (TEMPLATE, {}, ";7+5="),
         (TEMPLATE, {"system": "12"}, "#12;7+5="),
@@ -160,20 +160,13 @@ def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
         (conversation(5), TEMPLATE, {"prompt_template": "1"}, "--prompt-template.* list"),
         ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template takes.*roles"),
         ("7+é%é", None, {}, "'7\\+é%é'.* another --model .*'%é'"),
+        ("7+5", None, {"vocabulary": 13}, "tokenizer makes token 13 of the prompt '7.*embeds 13"),
     ],
 )
 def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, words):
     with pytest.raises(UserError, match=words) as error:
         encoded(prompt, template, **flags)
     assert "\n" not in str(error.value)
-
-
-def test_tokens_beyond_the_vocabulary_are_refused():
-    """The tokenizer is another model's: token 17, `#`, has no row in an embedding of 17."""
-    form(vocabulary=17).encode({"prompt": "1+1="})
-    form(vocabulary=18).encode({"prompt": "#"})
-    with pytest.raises(UserError, match="tokenizer makes token 17 of the prompt '#'.*embeds 17"):
-        form(vocabulary=17).encode({"prompt": "#"})
 
 
 def test_long_prompts_are_skipped_with_a_count(capsys):
