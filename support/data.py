@@ -109,9 +109,8 @@ class PromptFormat:
         # begins a LaTeX command: \\neq, \\nabla, \\nu
         self.template = re.sub(r"\\n(?![a-z])", "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
-            asked = json.loads(flags.chat_template_args)
-            self.template_args = {"add_generation_prompt": True, "return_dict": False} | asked
-        fits = tokenizer.chat_template or (self.system is None and not asked)
+            self.template_args = {**json.loads(flags.chat_template_args)}
+        fits = tokenizer.chat_template or (self.system is None and not self.template_args)
         need(fits, "--system, --chat-template-args: the model has no chat template")
         given = flags.max_new_tokens
         need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
@@ -135,13 +134,14 @@ class PromptFormat:
                 chat = [{"role": "system", "content": self.system}, *chat]
             flags = "--system, --chat-template-args"
             with expecting(f"{flags}, {shown}: expected what the template takes"):
-                ids = tokenizer.apply_chat_template(chat, **self.template_args)
+                ids = tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, return_dict=False, **self.template_args
+                )
         else:
             ids = tokenizer.encode(prompt)
 
-        largest, known = max(ids), self.vocabulary
-        beyond = f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
-        need(largest < known, beyond)
+        beyond = f"its tokenizer makes token {max(ids)} of the {shown}, it embeds {self.vocabulary}"
+        need(max(ids) < self.vocabulary, f"--model: {beyond}")
         unknown = tokenizer.unk_token_id
         if unknown in ids and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
             letters = sorted(set(text_of(prompt)))

@@ -77,9 +77,9 @@ def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
     assert len(train) + len(held_out) == 250
     _, backwards = hold_out(rows[::-2], "--data")
     assert backwards == [row for row in rows[::-2] if row["prompt"] in texts]
-    for count in range(2, 9):  # even if the hash of none, or of all, says so
-        train, held_out = hold_out(rows[:count], "--data")
-        assert train and held_out and len(train) + len(held_out) == count
+    for few in (backwards, *(rows[:count] for count in range(2, 9))):  # hashes of all, or of none
+        train, held_out = hold_out(few, "--data")
+        assert train and held_out and len(train) + len(held_out) == len(few)
     with pytest.raises(UserError, match="--data x: expected two prompts"):
         hold_out([{"prompt": "a"}, {"prompt": "a"}], "--data x")
 
