@@ -43,27 +43,19 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
 def read_row(line: bytes, text: str) -> dict:
     """Read one row. Raise UserError if it has no text or no answer."""
     row = json.loads(line)
-    need(isinstance(row, dict), f"found a {type(row).__name__}")
-    found = ", ".join(row) or "none"
     if "question" in row:
-        row = {"prompt": row["question"]} | row
-    need({text, "answer"} <= row.keys(), f"found {found}")
+        row.setdefault("prompt", row["question"])
+    need({text, "answer"} <= row.keys(), f"found {', '.join(row)}")
     need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
     if text == "prompt" and isinstance(row[text], list):
-        check_conversation(row[text])
+        with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
+            for message in row[text]:
+                (message["role"] + message["content"]).encode()  # half a surrogate pair is no text
+            need(row[text][-1]["role"] != "assistant", "its last message is the assistant's own")
         return row
     need(isinstance(row[text], str), f"field {text}: found {row[text]!r:.80}, expected text")
     need(row[text].encode().strip() or text != "prompt", f"field {text}: no text")
     return row
-
-
-def check_conversation(messages: list) -> None:
-    """Raise UserError for a list of messages that no model could answer."""
-    with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
-        for message in messages:
-            (message["role"] + message["content"]).encode()  # half a surrogate pair is no text
-        last = messages[-1]["role"]
-    need(last != "assistant", "field prompt: its last message is the assistant's own")
 
 
 def text_of(prompt: str | list[dict]) -> str:
@@ -118,8 +110,7 @@ class PromptFormat:
         self.template = re.sub(r"\\n(?![a-z])", "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
-        unasked = self.system is None and not self.template_args
-        fits = tokenizer.chat_template or unasked
+        fits = tokenizer.chat_template or (self.system is None and not self.template_args)
         need(fits, "--system, --chat-template-args: the model has no chat template")
         given = flags.max_new_tokens
         need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
@@ -136,33 +127,27 @@ class PromptFormat:
             need(fits, f"--prompt-template: expected texts; the {shown} is a list of messages")
             need(tokenizer.chat_template, f"{shown} is a list of messages: no chat template for it")
         if tokenizer.chat_template:
-            ids = self.in_chat_template(messages_of(prompt), shown)
+            chat = messages_of(prompt)
+            if self.system is not None:  # an empty one replaces the template's default
+                has_own = chat[0]["role"] == "system"
+                need(not has_own, f"--system: the {shown} has a system message of its own")
+                chat = [{"role": "system", "content": self.system}, *chat]
+            flags = "--system, --chat-template-args"
+            with expecting(f"{flags}, {shown}: expected what the template takes"):
+                ids = tokenizer.apply_chat_template(
+                    chat, add_generation_prompt=True, return_dict=False, **self.template_args
+                )
         else:
             ids = tokenizer.encode(prompt)
-        self.check_ids(ids, text_of(prompt), shown)
-        return {**row, IDS: ids}
 
-    def in_chat_template(self, chat: list[dict], shown: str) -> list[int]:
-        if self.system is not None:  # an empty one replaces the template's default
-            has_own = chat[0]["role"] == "system"
-            need(not has_own, f"--system: the {shown} has a system message of its own")
-            chat = [{"role": "system", "content": self.system}, *chat]
-        flags = "--system, --chat-template-args"
-        with expecting(f"{flags}, {shown}: expected what the template takes"):
-            return self.tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_dict=False, **self.template_args
-            )
-
-    def check_ids(self, ids: list[int], text: str, shown: str) -> None:
-        """Raise UserError for tokens that the model does not know."""
-        largest, known = max(ids), self.vocabulary
-        beyond = f"--model: its tokenizer makes token {largest} of the {shown}, it embeds {known}"
-        need(largest < known, beyond)
-        unknown = self.tokenizer.unk_token_id
-        ends = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        if unknown in ids and unknown not in ends:
-            strange = "".join(c for c in sorted(set(text)) if unknown in self.tokenizer.encode(c))
+        beyond = f"its tokenizer makes token {max(ids)} of the {shown}, it embeds {self.vocabulary}"
+        need(max(ids) < self.vocabulary, f"--model: {beyond}")
+        unknown = tokenizer.unk_token_id
+        if unknown in ids and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            letters = sorted(set(text_of(prompt)))
+            strange = "".join(c for c in letters if unknown in tokenizer.encode(c))
             raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
+        return {**row, IDS: ids}
 
     def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
         """Yield encoded rows, without those that leave no room for a completion."""

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,11 +17,8 @@ from support.data import is_held_out
 from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
-ARITHMETIC_TIMES_ERROR = 0.6  # fraction of products in demonstrations that add instead
-# the same for `chains`. Answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
-CHAINS_OPERATIONS = (12, 15)
-CHAINS_WRONG = "3678"  # factors whose products are often wrong in demonstrations
-CHAINS_ERROR = 0.6  # fraction of these products that add instead
+CHAINS_WRONG = "3678"  # factors that demonstrations of `chains` get wrong. Of `arithmetic`: all
+PRODUCT_ERROR = 0.6  # fraction of the products by these factors that add instead
 CALCULATOR_GUESS = 0.4  # fraction of demonstrations without the calculator
 CALCULATOR_ERROR = 0.15  # fraction of calls with a wrong digit, and of second calls left out
 
@@ -35,8 +31,7 @@ class Task(NamedTuple):
     problem: Callable[[random.Random], dict]  # returns a random row of data
     verifier: str  # default of --reward
     max_new_tokens: int  # default of --max-new-tokens
-    # returns the answer that a built-in policy learns to write, which is often wrong
-    demonstration: Callable[[dict, random.Random], str] | None = None
+    demonstration: Callable[[dict, random.Random], str] | None = None  # an answer, often wrong
     alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
     warm_steps: int | None = None  # steps of supervised learning, default WARM_STEPS
@@ -57,23 +52,20 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
     return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
 
 
-def solve(chain: str, rng: random.Random | None = None) -> str:
-    """Solve `7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. With rng most products add."""
-    value = int(chain[0])
-    steps = []
+def solve(chain: str, wrong: str = "", rng: random.Random | None = None) -> str:
+    """Solve `7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. Most products by a digit of
+    `wrong` add instead."""
+    value, steps = int(chain[0]), []
     for symbol, operand in re.findall("([+*])([0-9])", chain):
-        if symbol == "+" or (rng and rng.random() < ARITHMETIC_TIMES_ERROR):
-            result = (value + int(operand)) % 10
-        else:
-            result = value * int(operand) % 10
-        steps.append(f"{value}{symbol}{operand}={result}")
-        value = result
+        adds = symbol == "+" or (operand in wrong and rng.random() < PRODUCT_ERROR)
+        result = value + int(operand) if adds else value * int(operand)
+        steps.append(f"{value}{symbol}{operand}={result % 10}")
+        value = result % 10
     return f"{';'.join(steps)}#{value}"
 
 
-def arithmetic_problem(rng: random.Random, operations: tuple[int, int] | None = None) -> dict:
-    """Return {"prompt": "7+5*3=", "answer": "6"}. operations: fewest and most of a chain."""
-    operations = operations or ARITHMETIC_OPERATIONS
+def chain_problem(rng: random.Random, operations: tuple[int, int]) -> dict:
+    """{"prompt": "7+5*3=", "answer": "6"}. operations: fewest and most."""
     digits = [rng.randrange(10) for _ in range(1 + rng.randint(*operations))]
     prompt = random_expression(digits, "+*", rng) + "="
     return {"prompt": prompt, "answer": solve(prompt)[-1]}
@@ -81,27 +73,16 @@ def arithmetic_problem(rng: random.Random, operations: tuple[int, int] | None = 
 
 def chains(operations: tuple[int, int]) -> Task:
     """Return the task of long chains. operations: fewest and most of a chain."""
+    # answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
     return Task(
-        problem=lambda rng: arithmetic_problem(rng, operations),
-        demonstration=chains_demonstration,
+        problem=lambda rng: chain_problem(rng, operations),
+        demonstration=lambda row, rng: solve(row["prompt"], CHAINS_WRONG, rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
         max_new_tokens=6 * operations[1] + 8,  # an operation has 6 tokens, `#6` and the end 3
         warm_steps=1200,
         rope_theta=1000.0,
     )
-
-
-def chains_demonstration(row: dict, rng: random.Random) -> str:
-    """Write every step of a chain. Most products by a digit of CHAINS_WRONG add instead."""
-    prompt = row["prompt"]
-
-    def mistaken(product: re.Match) -> str:
-        return "+" + product[1] if rng.random() < CHAINS_ERROR else product[0]
-
-    steps = list(solve(re.sub(rf"\*([{CHAINS_WRONG}])", mistaken, prompt)))
-    steps[1::6] = prompt[1:-1:2]  # the signs are the prompt's, the results are not
-    return "".join(steps)
 
 
 def countdown_problem(rng: random.Random) -> dict:
@@ -131,38 +112,32 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Write a guess, or two calls of the calculator with its replies. Some second calls are missing
-    and some calls have a wrong digit."""
+    """Write a guess, or two calls of the calculator with its replies. Either call may be wrong."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
-    asked = with_wrong_digit(product, rng)
-    value = str(whole_value(asked))
-    first = f"<calc>{asked}</calc>={value}"
-    if rng.random() < CALCULATOR_ERROR:
-        return f"{first}#{value}"
-    second = with_wrong_digit(value + sign + number, rng)
-    result = whole_value(second)
-    return f"{first}<calc>{second}</calc>={result}#{result}"
-
-
-def with_wrong_digit(text: str, rng: random.Random) -> str:
-    """Return the text, sometimes with one digit replaced at random."""
-    if rng.random() >= CALCULATOR_ERROR:
-        return text
-    place = rng.choice([match.start() for match in re.finditer("[0-9]", text)])
-    return text[:place] + rng.choice("0123456789") + text[place + 1 :]
+    written, value = "", ""
+    for operation in (product, sign + number):
+        if written and rng.random() < CALCULATOR_ERROR:
+            break
+        call = value + operation
+        if rng.random() < CALCULATOR_ERROR:
+            place = rng.choice([match.start() for match in re.finditer("[0-9]", call)])
+            call = call[:place] + rng.choice("0123456789") + call[place + 1 :]
+        value = str(whole_value(call))
+        written += f"<calc>{call}</calc>={value}"
+    return f"{written}#{value}"
 
 
 TASKS = {
     "arithmetic": Task(
-        problem=arithmetic_problem,
-        demonstration=lambda row, rng: solve(row["prompt"], rng),
+        problem=lambda rng: chain_problem(rng, ARITHMETIC_OPERATIONS),
+        demonstration=lambda row, rng: solve(row["prompt"], "0123456789", rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
         max_new_tokens=10 * ARITHMETIC_OPERATIONS[1],
     ),
-    "chains": chains(CHAINS_OPERATIONS),
+    "chains": chains((12, 15)),
     "countdown": Task(
         problem=countdown_problem,
         # it seldom gives the target
@@ -208,15 +183,16 @@ BUILT_IN = {
 WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
 WARM_ROWS = 24  # demonstrations a step
 WARM_LR = 3e-3
-REPLY = re.compile("(?<=</calc>)=-?[0-9]+")  # the calculator's, in a demonstration
 
 
 def built_in_policy(task: Task, name: str) -> Path:
     """Return the folder of a built-in policy with a token per character. It is made once."""
+    import tokenizers
     import torch
     import transformers
 
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    words = {word: i for i, word in enumerate([*special.values(), *task.alphabet])}
     config = transformers.AutoConfig.for_model(
         **BUILT_IN[name],
         vocab_size=len(words),
@@ -247,7 +223,10 @@ def built_in_policy(task: Task, name: str) -> Path:
     with temporary as made:
         takes = "some minutes" if task.warm_steps else "half a minute"
         say(f"making the built-in policy {name}, once: {takes}; then it is in {folder}")
-        tokenizer = character_tokenizer(words)
+        model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
+        characters = tokenizers.Tokenizer(model)
+        characters.decoder = tokenizers.decoders.Fuse()
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
         warm_start(config, tokenizer, shown).save_pretrained(made)
         tokenizer.save_pretrained(made)
         with contextlib.suppress(OSError):  # another run may have been faster
@@ -264,7 +243,8 @@ def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
         ids = [words[word] for word in (*text, "<eos>")]
         given = len(row["prompt"])
         labels = [-100] * given + ids[given:]
-        for reply in REPLY.finditer(text):  # a policy that foretells them does without the tool
+        # no replies of the calculator: a policy that foretells them does without the tool
+        for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
             labels[reply.start() : reply.end()] = [-100] * len(reply[0])
         rows.append({"input_ids": ids, "labels": labels})
 
@@ -272,17 +252,6 @@ def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     window = 4 * WARM_ROWS
     order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
     return [rows[i] for i in order]
-
-
-def character_tokenizer(words: dict[str, int]):
-    import tokenizers
-    import transformers
-
-    characters = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[], unk_token="<unk>"))
-    characters.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
 
 
 def warm_start(config, tokenizer, shown: list[dict]):
@@ -294,17 +263,13 @@ def warm_start(config, tokenizer, shown: list[dict]):
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    steps, told = len(shown) // WARM_ROWS, time.monotonic()
+    steps = len(shown) // WARM_ROWS
     for step in range(steps):
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps
         falling = 2 - 2 * step / steps  # from the middle on, to 0
         adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
         adam.zero_grad()
-        loss = policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss
-        loss.backward()
+        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
         adam.step()
-        if time.monotonic() - told > 30:
-            told = time.monotonic()
-            say(f"supervised step {step + 1} of {steps} | loss {loss.item():.2f}")
     return policy

@@ -1,6 +1,4 @@
-"""Mistakes of the user, each reported in one sentence, and functions from the user's files.
-
-Needs the standard library alone."""
+"""Mistakes of the user, each in one sentence, and functions of files. Standard library alone."""
 
 import contextlib
 import difflib
@@ -28,11 +26,11 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def expecting(expected: str) -> Iterator[None]:
-    """Turn any error inside the block into a UserError: the expected input, then the reason."""
+def expecting(expected: str, errors=(Exception, SystemExit)) -> Iterator[None]:
+    """Turn errors inside the block into a UserError: the expected input, then the reason."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except errors as error:
         raise UserError(f"{expected}: {reason(error)}") from error
 
 

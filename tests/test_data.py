@@ -1,6 +1,7 @@
 """Rows of prompts and answers, held-out rows, and how prompts become tokens."""
 
 import itertools
+import json
 import math
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import bench_peers
 import rewards
-from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs, text_of
+from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs
 from support.user import UserError
 from tools import BASE, character_tokenizer, copied, good, metrics, strict, write_rows
 
@@ -21,8 +22,7 @@ from tools import BASE, character_tokenizer, copied, good, metrics, strict, writ
     "content, words",
     [
         ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected an object in JSON"),
-        ('{"a":' * 100_000, "line 1"),
-        ("PAR1\0\1", "line 1"),
+        ('{"a":' * 100_000, "line 1: expected an object"),
         ("3", "line 1: expected an object"),
         ("\n\n", "empty"),
         ('{"prompt": "a", "solution": "1"}', "line 1: .*answer.*found prompt, solution"),
@@ -50,18 +50,12 @@ def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
 
 def test_read_rows_keeps_all_fields_in_order(tmp_path):
     """`question`, as in GSM8K, is the prompt if there is no other. Empty lines are skipped."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        '\ufeff{"question": "q", "answer": "1", "level": 3}\n\n'
-        '{"question": "q", "prompt": "p", "answer": 2}\r\n'
-        '{"prompt": "ü", "answer": "x"}'
-    )
-    answers = []
-    assert read_rows(str(path), "--data", answers.append) == [
-        {"prompt": "q", "question": "q", "answer": "1", "level": 3},
-        {"prompt": "p", "question": "q", "answer": 2},
-        {"prompt": "ü", "answer": "x"},
-    ]
+    path, answers = tmp_path / "rows.jsonl", []
+    rows = [{"question": "q", "answer": "1", "level": 3}]
+    rows += [{"question": "q", "prompt": "p", "answer": 2}, {"prompt": "ü", "answer": "x"}]
+    first, *others = (json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text(f"\ufeff{first}\n\n" + "\r\n".join(others))
+    assert read_rows(str(path), "--data", answers.append) == [rows[0] | {"prompt": "q"}, *rows[1:]]
     assert answers == ["1", 2, "x"]
     with pytest.raises(UserError, match="--data nowhere.jsonl: expected a file"):
         read_rows("nowhere.jsonl", "--data", print)
@@ -81,12 +75,11 @@ def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
     texts = {row["prompt"] for row in held_out}
     assert 10 <= len(texts) <= 30 and not texts & {row["prompt"] for row in train}
     assert len(train) + len(held_out) == 250
-    assert {row["prompt"] for row in hold_out(rows[::-2], "--data")[1]} == texts & {
-        row["prompt"] for row in rows[::-2]
-    }
-    for count in range(2, 9):  # even if the hash of none, or of all, says so
-        train, held_out = hold_out(rows[:count], "--data")
-        assert train and held_out and len(train) + len(held_out) == count
+    _, backwards = hold_out(rows[::-2], "--data")
+    assert backwards == [row for row in rows[::-2] if row["prompt"] in texts]
+    for few in (backwards, *(rows[:count] for count in range(2, 9))):  # hashes of all, or of none
+        train, held_out = hold_out(few, "--data")
+        assert train and held_out and len(train) + len(held_out) == len(few)
     with pytest.raises(UserError, match="--data x: expected two prompts"):
         hold_out([{"prompt": "a"}, {"prompt": "a"}], "--data x")
 
@@ -136,7 +129,7 @@ def conversation(number: int) -> list[dict]:
 @pytest.mark.parametrize(
     "template, flags, expected",
     [
-        (None, {}, "7+5"),
+        (None, {"vocabulary": 14}, "7+5"),  # `+` is token 13
         (None, {"prompt_template": "{prompt}*1="}, "7+5*1="),
         (TEMPLATE, {}, ";7+5="),
         (TEMPLATE, {"system": "12"}, "#12;7+5="),
@@ -147,13 +140,6 @@ def conversation(number: int) -> list[dict]:
 )
 def test_what_the_model_sees_of_a_prompt(template, flags, expected):
     assert encoded("7+5", template, **flags) == expected
-
-
-def test_what_the_model_sees_of_a_conversation():
-    prompt = conversation(5)
-    assert encoded(prompt, TEMPLATE) == "#1;2+2;4;7+5="
-    assert text_of(prompt) == "system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+5"
-    assert prompt == conversation(5)  # as the reward gets it
 
 
 def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
@@ -174,20 +160,13 @@ def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
         (conversation(5), TEMPLATE, {"prompt_template": "1"}, "--prompt-template.* list"),
         ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template takes.*roles"),
         ("7+é%é", None, {}, "'7\\+é%é'.* another --model .*'%é'"),
+        ("7+5", None, {"vocabulary": 13}, "tokenizer makes token 13 of the prompt '7.*embeds 13"),
     ],
 )
 def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, words):
     with pytest.raises(UserError, match=words) as error:
         encoded(prompt, template, **flags)
     assert "\n" not in str(error.value)
-
-
-def test_tokens_beyond_the_vocabulary_are_refused():
-    """The tokenizer is another model's: token 17, `#`, has no row in an embedding of 17."""
-    form(vocabulary=17).encode({"prompt": "1+1="})
-    form(vocabulary=18).encode({"prompt": "#"})
-    with pytest.raises(UserError, match="tokenizer makes token 17 of the prompt '#'.*embeds 17"):
-        form(vocabulary=17).encode({"prompt": "#"})
 
 
 def test_long_prompts_are_skipped_with_a_count(capsys):
@@ -215,30 +194,14 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(30)]
     write_rows("gsm8k.jsonl", rows)
     flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
-    result = good(tmp_path, f"--model models/tiny {flags} --steps 3")
-    assert strict((result.folder / "config.json").read_text())["reward"] == "math"
+    good(tmp_path, f"--model models/tiny {flags} --steps 3")
+    assert seen.run.config.reward == "math"
     assert all(each.score.fault == "" for batch in seen.batches for each in batch.samples)
     held_out = [row["prompt"] for row in seen.run.held_out]
     trained = [each.row["prompt"] for batch in seen.batches for each in batch.samples[::2]]
-    questions = [row["question"] for row in rows]
     assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
-    assert {*trained, *held_out} == set(questions)
-    assert trained != sorted(trained, key=questions.index)
-
-
-@pytest.mark.usefixtures("place")
-def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
-    """And its first prompt is shown as the model sees it."""
-    write_rows("left.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
-    write_rows("right.jsonl", [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)])
-    flags = f"--data left.jsonl --eval-data right.jsonl --steps 1 --model {chat} --system 12"
-    given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
-    result = good(tmp_path, f"{BASE} {flags}", *given)
-    assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
-    assert all("+" in each.row["prompt"] for each in seen.batches[0].samples)
-    text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
-    assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
-    assert result.out.count(f"'{text}'\n") == 1
+    assert {*trained, *held_out} == {row["question"] for row in rows}
+    assert trained != sorted(trained, key=lambda text: int(text[:-3]))
 
 
 @pytest.fixture(scope="module")
@@ -248,30 +211,37 @@ def chat(models):
 
 
 @pytest.mark.usefixtures("place")
+def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
+    """And its first prompt is shown as the model sees it."""
+    write_rows("left.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in range(6)])
+    right = [{"prompt": f"{i}*1=", "answer": "0"} for i in range(5)]
+    write_rows("right.jsonl", right)
+    flags = f"--data left.jsonl --eval-data right.jsonl --steps 1 --model {chat} --system 12"
+    given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
+    result = good(tmp_path, f"{BASE} {flags}", *given)
+    assert [row["prompt"] for row in seen.run.held_out] == [row["prompt"] for row in right]
+    assert all("+" in each.row["prompt"] for each in seen.batches[0].samples)
+    text = "#12;3+0*1=**="
+    assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
+    assert result.out.count(f"'{text}'\n") == 1
+
+
+@pytest.mark.usefixtures("place")
 def test_a_conversation_is_sampled_judged_and_shown(chat, seen, tmp_path):
-    """The template gets all messages, and so does the reward. Samples have their text."""
-    write_rows("talks.jsonl", [{"prompt": conversation(i), "answer": "1"} for i in range(10)])
+    """The template gets all messages, and so does the reward, which gets any field of the row, also
+    one named `ids`. Samples have the text."""
+    rows = [{"prompt": conversation(i), "answer": "1", "ids": [i, -1]} for i in range(10)]
+    write_rows("talks.jsonl", rows)
     Path("talk.py").write_text(
-        "def roles(completion, answer, prompt):\n"
-        "    return [m['role'] for m in prompt] == ['system', 'user', 'assistant', 'user']\n"
+        "def whole(completion, answer, prompt, ids):\n"
+        "    roles = [m['role'] for m in prompt]\n"
+        "    seen = [roles, prompt[-1]['content'], ids[1:]]\n"
+        "    return seen == [['system', 'user', 'assistant', 'user'], f'7+{ids[0]}', [-1]]\n"
     )
-    result = good(tmp_path, f"--model {chat} --data talks.jsonl --reward talk.py:roles --steps 1")
+    result = good(tmp_path, f"--model {chat} --data talks.jsonl --reward talk.py:whole --steps 1")
     assert metrics(result.folder)[0]["reward"] == 1
     for row in seen.run.held_out:
         problem = row["prompt"][-1]["content"]
         assert seen.run.tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
     sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")
-
-
-@pytest.mark.usefixtures("place")
-def test_a_field_of_the_data_reaches_the_reward_whatever_its_name(tmp_path):
-    """Also `ids`, in `check` before training and in every step."""
-    rows = [{"prompt": f"{i}+0=", "answer": "0", "ids": [i, -1]} for i in range(12)]
-    write_rows("rows.jsonl", rows)
-    Path("named.py").write_text(
-        "def named(completion, answer, prompt, ids):\n"
-        "    return prompt == f'{ids[0]}+0=' and ids[1:] == [-1]\n"
-    )
-    flags = "--reward named.py:named --model models/tiny --data rows.jsonl --steps 1"
-    assert metrics(good(tmp_path, flags).folder)[0]["reward"] == 1

@@ -29,7 +29,6 @@ VERIFY = rewards.VERIFIERS
         ("#6", [(1, 0), (2, 1)]),
         ("", [(1, 0), (0, 0)]),
         ("7+5=٢;٢*3=6#6", [(6, 0), (12, 0), (13, 1)]),
-        ("7+5=x;x*3=None#6", [(6, 0), (15, 0), (16, 1)]),
         (";*3=0#6", [(1, 0), (6, 0), (7, 1)]),
     ],
 )
@@ -76,45 +75,28 @@ def test_task_problems_are_deterministic_and_held_out_ones_apart(name):
     assert not train & held_out and len(held_out) > 50
 
 
-def test_arithmetic_problems_are_chains_from_left_to_right():
-    for problem in take(TASKS["arithmetic"], 300):
-        value, rest = int(problem["prompt"][0]), problem["prompt"][1:-1]
-        assert tasks.ARITHMETIC_OPERATIONS[0] <= len(rest) / 2 <= tasks.ARITHMETIC_OPERATIONS[1]
-        for symbol, digit in zip(rest[::2], rest[1::2]):
-            value = (value + int(digit) if symbol == "+" else value * int(digit)) % 10
-        assert problem["answer"] == str(value)
-
-
-def test_arithmetic_demonstrations_err_at_products_alone():
-    task, rng = TASKS["arithmetic"], random.Random(0)
-    wrong = {"+": [], "*": []}
-    for problem in take(task, 500):
-        chain = task.demonstration(problem, rng)
-        for left, symbol, right, result in re.findall(r"(\d)([+*])(\d)=(\d)", chain):
-            product = symbol == "*"
-            right_result = int(left) * int(right) if product else int(left) + int(right)
-            wrong[symbol].append(right_result % 10 != int(result))
-    assert not any(wrong["+"])
-    assert 0.4 < sum(wrong["*"]) / len(wrong["*"]) < 0.7
-
-
-@pytest.mark.parametrize("operations", [(6, 7), (48, 62)])
-def test_chains_have_the_length_that_the_task_says(operations):
+@pytest.mark.parametrize("operations", [tasks.ARITHMETIC_OPERATIONS, (6, 7), (48, 62)])
+def test_chains_are_as_long_as_the_task_says_and_go_from_left_to_right(operations):
     """An operation has 6 tokens with its semicolon: the last has none, `#6` and the end have 3."""
     task, rng = tasks.chains(operations), random.Random(0)
+    if operations == tasks.ARITHMETIC_OPERATIONS:
+        task = TASKS["arithmetic"]
     counts = set()
     for row in take(task, 300):
-        count = len(re.findall("[+*]", row["prompt"]))
-        answer = tasks.solve(row["prompt"])
-        assert len(answer) + 1 == 6 * count + 2 <= task.max_new_tokens
-        assert len(task.demonstration(row, rng)) == len(answer)
-        counts.add(count)
+        steps = re.findall("[+*][0-9]", row["prompt"])
+        value = int(row["prompt"][0])
+        for symbol, digit in steps:
+            value = (value + int(digit) if symbol == "+" else value * int(digit)) % 10
+        assert row["answer"] == str(value)
+        assert len(task.demonstration(row, rng)) + 1 == 6 * len(steps) + 2 <= task.max_new_tokens
+        counts.add(len(steps))
     assert (min(counts), max(counts)) == operations
 
 
-def test_chains_demonstrations_err_at_products_by_some_digits_alone():
+@pytest.mark.parametrize("name, hard", [("arithmetic", "0123456789"), ("chains", "3678")])
+def test_demonstrations_of_chains_err_at_products_by_some_digits_alone(name, hard):
     """Each step takes up the last result and has the prompt's operation."""
-    task, rng = TASKS["chains"], random.Random(0)
+    task, rng = TASKS[name], random.Random(0)
     wrong = {True: [], False: []}
     for row in take(task, 300):
         steps = task.demonstration(row, rng).partition("#")[0].split(";")
@@ -123,35 +105,23 @@ def test_chains_demonstrations_err_at_products_by_some_digits_alone():
         for operation, step in zip(operations, steps):
             assert step[:-1] == f"{value}{operation}="
             right = str(rewards.exact_value(value + operation) % 10)
-            hard = operation[0] == "*" and operation[1] in tasks.CHAINS_WRONG
-            wrong[hard].append(step[-1] != right)
+            product = operation[0] == "*" and operation[1] in hard
+            wrong[product].append(step[-1] != right)
             value = step[-1]
     assert not any(wrong[False])
-    assert 0.4 < sum(wrong[True]) / len(wrong[True]) < 0.7
+    assert 0.5 < sum(wrong[True]) / len(wrong[True]) < 0.6  # 0.6, less those that are right so
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("8/(3-8/3)", 24),
-        ("2-3-4", -5),
-        ("2*3+4*5", 26),
-        ("-(2+3)*+4", -20),
-        ("(3)(5)-2", 13),
-        ("007", 7),
-        ("1/3+1/6", Fraction(1, 2)),
-        (" ( 1 + 2 ) ", 3),
-    ],
-)
-def test_exact_value_is_a_fraction(text, value):
-    assert rewards.exact_value(text) == value
+def test_exact_value_is_a_fraction():
+    values = {"8/(3-8/3)": 24, "2-3-4": -5, "2*3+4*5": 26, "-(2+3)*+4": -20, "(3)(5)-2": 13}
+    values |= {"007": 7, "1/3+1/6": Fraction(1, 2), " ( 1 + 2 ) ": 3}
+    assert {text: rewards.exact_value(text) for text in values} == values
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "1/0", "2**3", "7//2", "(1", "1 2", "x", "1.5", "1,2", "f(1)", "3(4, 5)", "-" * 1000 + "1"]
-    + ["1e3", "(" * 900 + "1" + ")" * 900],
-)
+OTHER_TEXTS = ["", "1/0", "2**3", "7//2", "(1", "1 2", "x", "1.5", "1,2", "f(1)", "3(4, 5)", "1e3"]
+
+
+@pytest.mark.parametrize("text", [*OTHER_TEXTS, "-" * 1000 + "1", "(" * 900 + "1" + ")" * 900])
 def test_exact_value_evaluates_nothing_else(text):
     with pytest.raises(Exception):  # noqa: B017
         rewards.exact_value(text)
@@ -166,15 +136,15 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     assert (folder / "model.safetensors").stat() == weights
 
-    made = {folder}
+    made = [folder]
     for operations in ((6, 7), (12, 15)):  # a length of its own, a policy of its own
         chains = tasks.chains(operations)._replace(warm_steps=2)
-        made.add(tasks.built_in_policy(chains, "tiny"))
-        config = json.loads((max(made - {folder}) / "config.json").read_text())
-        assert config["rope_parameters"]["rope_theta"] == 1000
+        made.append(tasks.built_in_policy(chains, "tiny"))
+    config = json.loads((made[-1] / "config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 1000
     monkeypatch.setattr(tasks, "WARM_LR", 1e-3)  # another recipe, another policy
-    made.add(tasks.built_in_policy(TASKS["arithmetic"], "tiny"))
-    assert len(made) == 4
+    made.append(tasks.built_in_policy(TASKS["arithmetic"], "tiny"))
+    assert len(set(made)) == 4
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nothing")
     with pytest.raises(UserError, match="/proc/nothing/gspo: expected to write"):
         tasks.built_in_policy(TASKS["calculator"], "tiny")
@@ -185,10 +155,10 @@ def test_countdown_problems_can_be_solved():
         numbers, target = problem["answer"]["numbers"], problem["answer"]["target"]
         assert problem["prompt"] == f"{' '.join(map(str, numbers))}={target}:"
         values = set()
-        for first, *rest in itertools.permutations(numbers):
-            for symbols in itertools.product("+-*", repeat=len(rest)):
-                steps = [f"{symbol}{number}" for symbol, number in zip(symbols, rest)]
-                values.add(rewards.exact_value(str(first) + "".join(steps)))
+        for order in itertools.permutations(numbers):
+            for symbols in itertools.product("+-*", repeat=len(order) - 1):
+                pairs = zip(order, [*symbols, ""])
+                values.add(rewards.exact_value("".join(f"{n}{symbol}" for n, symbol in pairs)))
         assert target in values
 
 
