@@ -259,10 +259,10 @@ def test_processes_of_the_sandbox_are_found(mark):
     runner = threading.Thread(target=sandbox.run_program, args=(source,))
     runner.start()
     found = set()
-    while len(found) < 3 and runner.is_alive():  # a busy machine starts them late
+    while len(found) < 2 and runner.is_alive():  # a busy machine starts them late
         found = processes(mark)
     runner.join()
-    assert len(found) == 3 and not processes(mark)
+    assert len(found) == 2 and not processes(mark)
 
 
 LASTING = {
@@ -372,7 +372,7 @@ GENERIC_CALLS = """
     setpriority 140 setpgid 154 setsid 157 mq_open 180 msgget 186 semget 190 shmget 194 socket 198
     socketpair 199 add_key 217 request_key 218 keyctl 219 clone 220 execve 221 migrate_pages 238
     move_pages 239 rt_tgsigqueueinfo 240 perf_event_open 241 prlimit64 261 setns 268
-    process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 bpf 280 execveat 281
+    prctl 167 process_vm_readv 270 process_vm_writev 271 kcmp 272 sched_setattr 274 bpf 280 execveat 281
     userfaultfd 282
 """  # of Linux's table for newer architectures, scripts/syscall.tbl, which aarch64 has
 
