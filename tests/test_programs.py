@@ -54,6 +54,7 @@ CHOSEN = [
     '```python title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
+    "```python\n" + RIGHT + "```",
     "~~~python\n" + RIGHT + "\n~~~",
     "~~~\n" + RIGHT + "\n~~~\n",
     "As ```add``` is short:\n" + fenced(RIGHT),
@@ -70,6 +71,8 @@ CHOSEN = [
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
     fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
     fenced(RIGHT) + fenced("add (1, 2) == 4"),
+    fenced(RIGHT) + fenced("def added(): pass"),
+    fenced("import math") + fenced("from operator import add"),
     fenced("add = lambda a, b: a + b") + EXAMPLE,
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
@@ -116,7 +119,7 @@ def test_code_with_a_function_and_a_stdin_calls_the_function(no_sandbox):
 
 SAME = """
     1 => 1 | None => null | [1, 2] => [1, 2] | (1, 2) => [1, 2]
-    {'b': 1, 'a': 2} => {"a": 2, "b": 1} | 'ä' => "ä"
+    {'a': 2, 'b': 1} => {"b": 1, "a": 2} | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
     10 ** 40 => 10000000000000000000000000000000000000000
 """
 OTHER = """
@@ -137,7 +140,8 @@ def test_code_compares_type_strictly(rewarded, table, no_sandbox):
 MALFORMED = """
     null | "" | [] | {} | {"fn": "add"} | {"fn": "add", "cases": []} | {"stdin": []}
     {"cases": [[[1, 2], 3]]} | {"fn": "add", "cases": [[1]]} | {"fn": "add", "cases": 3}
-    {"stdin": [["1"]]} | {"stdin": [["1", 1]]} | {"stdin": [[1, "1"]]}
+    {"stdin": [["1"]]} | {"stdin": [["1", "1"], ["2", "2", "2"]]}
+    {"stdin": [["1", 1]]} | {"stdin": [[1, "1"]]}
     {"fn": "add", "cases": [[1, 1]]} | {"fn": "add", "cases": [["ab", 1]]}
     {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]}
     {"fn": "add", "cases": [[[1], [Infinity]]]}
