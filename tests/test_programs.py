@@ -35,6 +35,7 @@ def no_sandbox(monkeypatch):
     monkeypatch.setattr(sandbox, "run_program", run_program)
 
 
+TEXTS = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}  # as ADD, for programs that read
 WRONG = RIGHT.replace("a + b", "0")
 SOLUTION = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
 EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
@@ -49,11 +50,11 @@ CHOSEN = [
     # a block of Python, whatever its tag and its fence
     "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
     "```py\n" + RIGHT + "\n```",
-    "```py3\n" + RIGHT + "\n```",
     "```Python\r\n" + RIGHT + "\r\n```",
     '```python title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
+    "```python\n" + RIGHT + "```",
     "~~~python\n" + RIGHT + "\n~~~",
     "~~~\n" + RIGHT + "\n~~~\n",
     "As ```add``` is short:\n" + fenced(RIGHT),
@@ -69,10 +70,11 @@ CHOSEN = [
     "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
     fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
-    fenced(RIGHT) + fenced("add(1, 2) == 4\nadd (1, 2) == 4"),
+    fenced(RIGHT) + fenced("add (1, 2) == 4"),
+    fenced(RIGHT) + fenced("def added(): pass"),
+    fenced("import math") + fenced("from operator import add"),
     fenced("add = lambda a, b: a + b") + EXAMPLE,
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
-    fenced("from operator import add"),
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
     # earlier blocks that define names it uses
     TOTAL + HELPER + USES + EXAMPLE,
@@ -101,11 +103,10 @@ def test_code_runs_the_block_that_defines_the_function(rewarded, completions, no
 
 def test_code_runs_the_block_that_reads_its_input(no_sandbox):
     reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
-    cases = {"stdin": [["1 2", "3"], ["20 22", "42"]]}
-    assert VERIFY["code"](reads + fenced("print('for example', 3)"), cases) == 1.0
-    assert VERIFY["code"](reads + reads.replace("a + b", "0"), cases) == 0.0
+    assert VERIFY["code"](reads + fenced("print('for example', 3)"), TEXTS) == 1.0
+    assert VERIFY["code"](reads + reads.replace("a + b", "0"), TEXTS) == 0.0
     helped = fenced("print(helper(*map(int, input().split())))")
-    assert VERIFY["code"](TOTAL + HELPER + helped, cases) == 1.0
+    assert VERIFY["code"](TOTAL + HELPER + helped, TEXTS) == 1.0
     for text in ("", "no program", "```python\n```", "```text\nx\n```"):
         assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
 
@@ -118,7 +119,7 @@ def test_code_with_a_function_and_a_stdin_calls_the_function(no_sandbox):
 
 SAME = """
     1 => 1 | None => null | [1, 2] => [1, 2] | (1, 2) => [1, 2]
-    {'b': 1, 'a': 2} => {"a": 2, "b": 1} | 'ä' => "ä"
+    {'a': 2, 'b': 1} => {"b": 1, "a": 2} | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
     10 ** 40 => 10000000000000000000000000000000000000000
 """
 OTHER = """
@@ -139,7 +140,8 @@ def test_code_compares_type_strictly(rewarded, table, no_sandbox):
 MALFORMED = """
     null | "" | [] | {} | {"fn": "add"} | {"fn": "add", "cases": []} | {"stdin": []}
     {"cases": [[[1, 2], 3]]} | {"fn": "add", "cases": [[1]]} | {"fn": "add", "cases": 3}
-    {"stdin": [["1"]]} | {"stdin": [["1", 1]]} | {"stdin": [[1, "1"]]}
+    {"stdin": [["1"]]} | {"stdin": [["1", "1"], ["2", "2", "2"]]}
+    {"stdin": [["1", 1]]} | {"stdin": [[1, "1"]]}
     {"fn": "add", "cases": [[1, 1]]} | {"fn": "add", "cases": [["ab", 1]]}
     {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]}
     {"fn": "add", "cases": [[[1], [Infinity]]]}
@@ -163,14 +165,6 @@ CALLED = {  # programs that define `add`
     "has a main": f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
     "takes our names": f"json = results = 0\ndef print(*words): pass\ndef input(): pass\n{RIGHT}",
     "is longer than an argument may be": f"text = '{'x' * 200_000}'\n{RIGHT}",
-    "has a thread": """
-        import threading
-        def add(a, b):
-            found = []
-            thread = threading.Thread(target=lambda: found.append(a + b))
-            thread.start()
-            thread.join()
-            return found[0]""",
     "has threads and coroutines": """
         import asyncio
         from concurrent.futures import ThreadPoolExecutor
@@ -180,13 +174,11 @@ CALLED = {  # programs that define `add`
             with ThreadPoolExecutor(4) as pool:
                 return sum(pool.map(abs, (asyncio.run(later(a)), b)))""",
     "imports": """
-        import bisect, collections, datetime, decimal, fractions, functools, heapq, itertools
-        import math, random, re, string
+        import collections, datetime, decimal, fractions, itertools, numpy, random, re
         def add(a, b):
-            return int(decimal.Decimal(a) + b)""",
+            return int(numpy.array([decimal.Decimal(a), b]).sum())""",
 }
 SUMS = {  # programs that read two numbers
-    "input": "a, b = map(int, input().split())\nprint(a + b)",
     "stdin": "import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')",
     "open": "print(sum(map(int, open(0).read().split())))",
     "exit": "a, b = map(int, input().split())\nprint(a + b)\nexit()",
@@ -203,52 +195,35 @@ SUMS = {  # programs that read two numbers
 @pytest.mark.parametrize("name", [*CALLED, *SUMS])
 def test_code_rewards_a_right_program(name):
     """Whatever it does besides."""
-    sums = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}
-    source, cases = (CALLED[name], ADD) if name in CALLED else (SUMS[name], sums)
+    source, cases = (CALLED[name], ADD) if name in CALLED else (SUMS[name], TEXTS)
     assert VERIFY["code"](fenced(source), cases) == 1.0
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def add(a, b):\n    return 3",
-        "def add(a, b):\n    return str(a + b)",
-        "def add(a):\n    return a",
-        "def add(a, b)\n    return a + b",
-        "add = 3",
-        "x = " + "(" * 300 + ")" * 300,
-    ],
-)
-def test_code_does_not_reward_a_wrong_function(source):
-    assert VERIFY["code"](fenced(source), ADD) == 0.0
+WRONG_ONES = [
+    ("def add(a, b):\n    return 3", ADD),
+    ("def add(a, b):\n    return str(a + b)", ADD),
+    ("def add(a):\n    return a", ADD),
+    ("def add(a, b)\n    return a + b", ADD),
+    ("add = 3", ADD),
+    ("x = " + "(" * 300 + ")" * 300, ADD),
+    ("print(3)", TEXTS),
+    ("a, b = map(int, input().split())\nprint(a + b, a)", TEXTS),
+]
 
 
-def test_code_does_not_reward_a_wrong_output(no_sandbox):
-    for source in ("print(3)", "a, b = map(int, input().split())\nprint(a + b, a)"):
-        assert VERIFY["code"](fenced(source), {"stdin": [["1 2", "3"], ["20 22", "42"]]}) == 0.0
-
-
-def test_code_may_import_numpy_where_it_is_installed():
-    pytest.importorskip("numpy")
-    source = "import numpy\ndef add(a, b):\n    return int(numpy.array([a, b]).sum())"
-    assert VERIFY["code"](fenced(source), ADD) == 1.0
+def test_code_does_not_reward_a_wrong_program(no_sandbox):
+    for source, cases in WRONG_ONES:
+        assert VERIFY["code"](fenced(source), cases) == 0.0, source
 
 
 def test_code_has_a_writable_folder_of_bounded_size():
     if not sandbox.run_program("")[0]["namespaces"]:
         pytest.skip("no namespaces for unprivileged processes here")
     source = """
-        import os, tempfile
-        def add(a, b):
-            with tempfile.TemporaryFile() as file:
-                file.write(b'x')
-            with open('mine', 'w') as file:
-                file.write(str(a + b))
-            with open('mine') as file:
-                return int(file.read())"""
-    assert VERIFY["code"](fenced(source), ADD) == 1.0
-    source = """
+        import tempfile
         written = 0
+        with tempfile.TemporaryFile() as file:
+            file.write(b'x')
         try:
             for name in range(1000):
                 with open(str(name), 'wb') as file:
@@ -256,28 +231,23 @@ def test_code_has_a_writable_folder_of_bounded_size():
         except OSError:
             print('full', written)"""
     word, written = sandbox.run_program(textwrap.dedent(source))[1].split()
-    assert word == "full" and int(written) < 32 * sandbox.CODE_BYTES
+    assert word == "full" and 1 << 19 <= int(written) < 32 * sandbox.CODE_BYTES
 
 
 @pytest.mark.slow
 def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
-    source = fenced("import time\ntime.sleep(0.4)\nprint(input())")
-    cases = [["1", "1"]] * 20
-    start = time.monotonic()
-    assert VERIFY["code"](source, {"stdin": cases}) == 0.0
-    assert time.monotonic() - start < 6
-    assert VERIFY["code"](source, {"stdin": cases[:1]}) == 1.0
-
-
-@pytest.mark.slow
-def test_code_does_not_charge_the_start_of_the_interpreter(monkeypatch):
-    """All cases share CODE_SECONDS: here half of the time that the starts take."""
-    source, case = fenced("print(input())"), ["1", "1"]
+    """Which is not charged for the start of the interpreter."""
+    source, cases = fenced("print(input())"), {"stdin": [["1", "1"]] * 20}
     begun = time.monotonic()
-    assert VERIFY["code"](source, {"stdin": [case] * 20}) == 1.0
+    assert VERIFY["code"](source, cases) == 1.0
     monkeypatch.setattr(sandbox, "CODE_SECONDS", (time.monotonic() - begun) / 2)
-    assert VERIFY["code"](source, {"stdin": [case] * 20}) == 1.0
+    assert VERIFY["code"](source, cases) == 1.0
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
+    begun = time.monotonic()
+    sleeps = fenced("import time\ntime.sleep(0.4)\nprint(input())")
+    assert VERIFY["code"](sleeps, cases) == 0.0
+    assert time.monotonic() - begun < 6
+    assert VERIFY["code"](sleeps, {"stdin": [["1", "1"]]}) == 1.0
 
 
 def test_code_strict_rewards_only_with_every_layer(monkeypatch):
@@ -299,8 +269,7 @@ CRASHES = {  # programs that fail, and print nothing before
     "signal": "import os\nos.abort()",
     "syntax": "x = (",
     "memory": "x = 'a' * (1 << 40)",
-    "in a thread of its own": "import os, threading\n"
-    "thread = threading.Thread(target=os._exit, args=[1])\nthread.start()\nthread.join()",
+    "in a thread": "import _thread, os\n_thread.start_new_thread(os._exit, (1,))\nwhile True: pass",
 }
 
 
@@ -344,12 +313,6 @@ ATTACKS = {  # each would be rewarded if the verifier trusted the child
         atexit.register(lambda: print('[true, true]'))
         def add(a, b):
             return 0""",
-    "forged output": """
-        import os
-        def add(a, b):
-            os.lseek(1, 0, 0)
-            os.write(1, b'{"namespaces": true}\\n[true, true]\\n')
-            os._exit(0)""",
     "every small answer": """
         import itertools
         for pair in itertools.product(range(3), repeat=2):
@@ -365,10 +328,8 @@ ATTACKS = {  # each would be rewarded if the verifier trusted the child
     "garbage collector": """
         import gc
         def add(a, b):
-            for thing in gc.get_objects():
-                if isinstance(thing, list) and len(thing) == 2 and thing[0] == [a, b]:
-                    return thing[1]
-            return 0""",
+            pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
+            return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
     "open files": """
         import os
         def add(a, b):
@@ -405,16 +366,13 @@ def test_code_does_not_reward_attacks(off, monkeypatch):
 @pytest.mark.parametrize("processes, at_once", [("1", 4), ("2", 2), ("8", 1), (None, 4)])
 def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypatch):
     """Four cores: as many programs at a time, over all processes that torchrun has started."""
-    running, most, lock = 0, 0, threading.Lock()
+    running, counts = set(), []
 
     def run_program(*arguments, **settings):
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
+        running.add(threading.get_ident())
+        counts.append(len(running))
         time.sleep(0.05)
-        with lock:
-            running -= 1
+        running.discard(threading.get_ident())
         return {}, "[3, 42]"
 
     monkeypatch.setattr(sandbox, "run_program", run_program)
@@ -425,4 +383,4 @@ def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypat
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     rows = [{"prompt": "", "answer": ADD}] * 12
     scores = rewards.parse_reward("code").score([fenced(RIGHT)] * 12, rows)
-    assert [score.reward for score in scores] == [1.0] * 12 and most == at_once
+    assert [score.reward for score in scores] == [1.0] * 12 and max(counts) == at_once

@@ -3,8 +3,8 @@ of the policy's."""
 
 import json
 import math
+import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -15,13 +15,13 @@ import gspo
 import rollout
 import train
 from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
-from support.ranks import Ranks
 from support.user import UserError
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
 
 END, LIMIT = 1, 16
 PROMPTS = ["1+2=", "34*5+6=", "7="]
+UNIFORMS = torch.rand(len(PROMPTS), 3, LIMIT, generator=torch.Generator().manual_seed(0))
 TOKENIZER = character_tokenizer()
 
 
@@ -30,36 +30,26 @@ def says(text):
     return [None, "=7", "", "#12", "3;"][len(text) % 5]
 
 
-def always(text):
-    return "=7"
-
-
 @pytest.fixture(scope="module")
 def model(models):
     return rollout.load_model(str(models / "tiny"), "cpu")
-
-
-def uniforms(group_size=3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(len(PROMPTS), group_size, LIMIT, generator=generator)
 
 
 def ids_of(text):
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
-def sampled(model, function=says, after=";", drawn=None, **options):
+def sampled(model, function=says, after=";", **options):
     turns = Turns(rollout.generate, Tool(function, after), TOKENIZER)
     options = dict(eos_ids=[END], pad_id=0, temperature=1.0) | options
-    drawn = uniforms() if drawn is None else drawn
-    return turns(model, [ids_of(prompt) for prompt in PROMPTS], drawn, **options)
+    return turns(model, [ids_of(prompt) for prompt in PROMPTS], UNIFORMS, **options)
 
 
 @torch.no_grad()
 def by_hand(model, function=says, after=";", temperature=1.0):
     """Sample with a loop without cache, slots, batches or turns. Yield for each row its tokens,
     which of them were given, their log-probs, and whether it was cut off."""
-    for prompt, rows in zip(PROMPTS, uniforms()):
+    for prompt, rows in zip(PROMPTS, UNIFORMS):
         for row in rows:
             tokens, given, logprobs = [], [], []
             while len(tokens) < LIMIT and (not tokens or given[-1] or tokens[-1] != END):
@@ -79,8 +69,9 @@ def by_hand(model, function=says, after=";", temperature=1.0):
             yield tokens, given, logprobs, given[-1] or tokens[-1] != END
 
 
-def same_as_by_hand(out, rows):
-    rows = list(rows)
+def sampled_as_by_hand(model, function=says, after=";", **options):
+    out = sampled(model, function, after, **options)
+    rows = list(by_hand(model, function, after, options.get("temperature", 1.0)))
     assert any(any(given) for _, given, _, _ in rows) and len(rows) == len(out.lengths)
     for i, (tokens, given, logprobs, cut) in enumerate(rows):
         length = len(tokens)
@@ -90,32 +81,28 @@ def same_as_by_hand(out, rows):
         assert not out.completion_mask[i, length:].any()
         assert out.sampler_logprobs[i, :length].tolist() == pytest.approx(logprobs, abs=2e-5)
         assert (out.sampler_logprobs[i, length:] == 0).all()
+    return out
 
 
-# ------------------------------------------------------------------------------ sampling
+# ---- sampling
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_gb": 3e-5}, {"temperature": 0.0}], ids=str)
 def test_sampling_in_turns_is_a_loop_that_appends_what_the_tool_says(model, options):
     """Few slots, too, so that samples take the places of others."""
     after = "8" if "temperature" in options else ";"  # a character that greedy sampling writes
-    rows = by_hand(model, after=after, temperature=options.get("temperature", 1.0))
-    same_as_by_hand(sampled(model, after=after, **options), rows)
+    sampled_as_by_hand(model, after=after, **options)
 
 
 def test_a_marker_of_several_tokens(model):
     """`+` may end it, and mostly does not: then the completion goes on as if nothing was."""
     texts = TOKENIZER.batch_decode(sampled(model, str).completions, skip_special_tokens=True)
     after = next(text[3:5] for text in texts if len(set(text[3:5])) == 2)
-    same_as_by_hand(sampled(model, always, after), by_hand(model, always, after))
+    sampled_as_by_hand(model, lambda text: "=7", after)
 
 
 def test_the_limit_bounds_the_whole_completion_and_cuts_a_reply(model):
-    def much(text):
-        return "3" * 100
-
-    out = sampled(model, much)
-    same_as_by_hand(out, by_hand(model, much))
+    out = sampled_as_by_hand(model, lambda text: "3" * 100)
     assert (out.truncated & (out.lengths == LIMIT) & ~out.completion_mask[:, -1]).any()
 
 
@@ -146,31 +133,16 @@ def test_scores_are_the_samplers_around_replies(model):
     torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
 
 
-def test_what_is_measured_is_a_count(model):
-    out, alone = sampled(model), SimpleNamespace(ranks=Ranks())
-    found = Turns(rollout.generate, Tool(says, ";"), TOKENIZER).measure(alone, out)
-    calls = tokens = 0
-    for _, given, _, _ in by_hand(model):
-        calls += sum(now and not before for before, now in zip([False, *given], given))
-        tokens += sum(given)
-    assert float(found["tool_calls"]) == pytest.approx(calls / 9)
-    assert float(found["tool_tokens"]) == pytest.approx(tokens / int(out.lengths.sum()))
-
-
-# ------------------------------------------------------------------------------ calls of the tool
+# ---- calls of the tool
 
 
 def byte_tokenizer():
     """One token a byte, but one for 'é' and one for '>b'."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: number for number, letter in enumerate(letters)}
-    merges = [("Ã", "©"), (">", "b")]
-    for pair in merges:
-        vocabulary["".join(pair)] = len(vocabulary)
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-        add_prefix_space=False, use_regex=False
-    )
+    vocabulary = {token: number for number, token in enumerate([*letters, "Ã©", ">b"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("Ã", "©"), (">", "b")]))
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = level
     inner.decoder = tokenizers.decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
 
@@ -207,24 +179,16 @@ def test_few_tokens_may_ask():
         Turns(None, Tool(str, "</c>"), TOKENIZER)
 
 
-def leave(text):
-    raise SystemExit(3)
-
-
-@pytest.mark.parametrize(
-    "function, words",
-    [
+def test_a_tool_that_fails_is_a_fault_and_no_reply():
+    for function, words in (
         (lambda text: 1 / 0, "ZeroDivisionError"),
         (lambda text: 7, "it returned 7, which is no text"),
         (lambda text: "\ud800", ""),  # no text either: half of a character
-        (leave, "SystemExit"),
-    ],
-    ids=["raises", "number", "surrogate", "exits"],
-)
-def test_a_tool_that_fails_is_a_fault_and_no_reply(function, words):
-    turns = Turns(None, Tool(function, ";"), TOKENIZER)
-    assert [turns.reply("1;"), turns.reply("2;")] == [[], []]
-    assert turns.faults == 2 and words in turns.fault and "1;" in turns.fault
+        (lambda text: exit(3), "SystemExit"),
+    ):
+        turns = Turns(None, Tool(function, ";"), TOKENIZER)
+        assert [turns.reply("1;"), turns.reply("2;")] == [[], []]
+        assert turns.faults == 2 and words in turns.fault and "1;" in turns.fault
 
 
 def test_a_reply_is_plain_text_and_read_no_further_than_needed():
@@ -236,26 +200,16 @@ def test_a_reply_is_plain_text_and_read_no_further_than_needed():
     assert len(turns.reply("3;")) == LONGEST_REPLY and turns.faults == 0
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("<calc>12*7</calc>", "=84"),
-        ("<calc>1+2</calc>=3<calc>3-20</calc>", "=-17"),
-        ("12*7</calc>", "=84"),  # it need not be opened
-        ("<calc>999999999*999999999</calc>", "=999999998000000001"),
-    ],
-)
-def test_the_calculator_computes_one_operation_of_two_numbers(text, expected):
-    assert calculate(text) == expected
-
-
-def test_the_calculator_computes_nothing_else():
-    assert calculate("") == "=?"
-    for call in ("1234567890*1", "1/0", "2**9", "1+2+3", "1+2\n", "٣+٣", "__import__('os')"):
+def test_the_calculator_computes_one_operation_of_two_numbers():
+    """And nothing else."""
+    assert calculate("<calc>12*7</calc>") == calculate("12*7</calc>") == "=84"
+    assert calculate("<calc>1+2</calc>=3<calc>3-20</calc>") == "=-17"
+    assert calculate("<calc>999999999*999999999</calc>") == "=999999998000000001"
+    for call in ("", "1234567890*1", "1/0", "2**9", "1+2+3", "1+2\n", "٣+٣", "__import__('os')"):
         assert calculate(f"<calc>{call}</calc>") == "=?", call
 
 
-# ------------------------------------------------------------------------------ runs
+# ---- runs
 
 TOOL = """
 def answer(text):
@@ -267,13 +221,12 @@ def fails(text):
 WITH = f"{BASE} --tool tool.py:answer@2 --max-new-tokens 16"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def stand(place):
     Path("tool.py").write_text(TOOL)
     return place
 
 
-@pytest.mark.usefixtures("stand")
 def test_a_place_is_read_or_refused_in_one_sentence(tmp_path):
     assert parse_tool("calculator").after == "</calc>"
     tool = parse_tool("tool.py:answer@</a@b>")
@@ -294,7 +247,6 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.usefixtures("stand")
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen):
     """Two steps with all that reads tokens: whatever scorer and critic return for the tool's, all
@@ -311,7 +263,10 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
         assert forced > 0 and torch.equal(batch.mask, batch.rollout.completion_mask)
         row = metrics(plain.folder)[batch.step - 1]
         assert row["tool_tokens"] == pytest.approx(float(forced / batch.rollout.lengths.sum()))
-        assert row["tool_calls"] > 0 and row["tool_faults"] == 0
+        rows = zip(batch.rollout.completion_mask.int().tolist(), batch.rollout.lengths.tolist())
+        calls = [re.findall("0+", "".join(map(str, own[:length]))) for own, length in rows]
+        assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls))
+        assert row["tool_faults"] == 0
 
     score, values = rollout.completion_logprobs, rollout.completion_values
 
@@ -330,7 +285,6 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     assert digests(plain.folder) == digests(other.folder)
 
 
-@pytest.mark.usefixtures("stand")
 def test_a_run_with_experts_replays_them_around_replies_and_shows_the_whole_text(tmp_path):
     folder = good(tmp_path, f"{WITH} --model models/moe --routing-replay --eval-every 1").folder
     assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in metrics(folder))
@@ -342,7 +296,6 @@ def test_a_run_with_experts_replays_them_around_replies_and_shows_the_whole_text
         assert (text[place : place + 2] == "=7") == (place % 2 == 1)
 
 
-@pytest.mark.usefixtures("stand")
 def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
     result = good(tmp_path, f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16")
     rows = metrics(result.folder)
@@ -350,7 +303,6 @@ def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
     assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
 
 
-@pytest.mark.usefixtures("stand")
 def test_a_resumed_run_with_a_tool_is_the_same_run(tmp_path):
     whole = good(tmp_path / "whole", f"{WITH} --algo ppo --save-every 1").folder
     good(tmp_path / "parts", f"{WITH} --algo ppo --steps 1 --save-every 1")
@@ -359,7 +311,6 @@ def test_a_resumed_run_with_a_tool_is_the_same_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("stand")
 def test_two_processes_with_a_tool_train_as_one(tmp_path):
     flags = f"{WITH} --algo gspo-token --reward pay.py:steps --steps 4 --lr 1e-4"
     alike(together(2, tmp_path / "several", flags), together(1, tmp_path / "one", flags))

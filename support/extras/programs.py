@@ -32,45 +32,43 @@ def code(completion: str, answer: dict) -> bool:
     and the parts of earlier blocks that it uses. A function may be a method of `class Solution`. A
     program that fails is never right, whatever it printed. All cases share CODE_SECONDS, without
     START_SECONDS a run."""
-    return passes(after_thinking(completion), answer, strict=False)
+    return passes(completion, answer, strict=False)
 
 
 @verifier
 def code_strict(completion: str, answer: dict) -> bool:
     """As `code`. Nothing runs unless every layer of the sandbox is there."""
-    return passes(after_thinking(completion), answer, strict=True)
+    return passes(completion, answer, strict=True)
 
 
-def check_sandbox(name: str, strict: bool) -> None:
+def check_sandbox(name: str) -> None:
     """Print which layers of the sandbox there are. UserError if one that is needed is missing."""
-    layers, output = sandbox.run_program("", strict=strict)
+    layers, output = sandbox.run_program("", strict=name == "code_strict")
     print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
     need(output is not None, f"--reward {name}: layers are missing: {layers}")
 
 
 for name in ("code", "code_strict"):
     VERIFIERS[name].threads = True  # programs take time
-    VERIFIERS[name].prepare = functools.partial(check_sandbox, name, name == "code_strict")
+    VERIFIERS[name].prepare = functools.partial(check_sandbox, name)
 
 
-def passes(text: str, answer: dict, strict: bool) -> bool:
-    """Return whether the program of a text passes every case. UserError if no program could."""
+def passes(completion: str, answer: dict, strict: bool) -> bool:
+    """Return whether the program of a completion passes every case. UserError if none could."""
     with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
         calls = "fn" in answer
-        cases = [(given, result) for given, result in answer["cases" if calls else "stdin"]]
-    need(cases, "it has no cases")
+        given, expected = zip(*answer["cases" if calls else "stdin"], strict=True)
+    text = after_thinking(completion)
     if calls:
-        return passes_calls(text, answer["fn"], cases, strict)
-    return passes_texts(text, cases, strict)
+        return passes_calls(text, answer["fn"], given, expected, strict)
+    return passes_texts(text, given, expected, strict)
 
 
-def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
-    """Run all cases of [arguments, result] of a function in one process."""
+def passes_calls(text: str, name: str, arguments: tuple, results: tuple, strict: bool) -> bool:
+    """Run all calls of a function in one process."""
     is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
     need(is_name, f"fn {name!r:.80} is no name of a function")
-    arguments, results = zip(*cases)
-    for case in arguments:
-        need(isinstance(case, list), f"arguments {case!r:.80} are no list")
+    need(all(isinstance(case, list) for case in arguments), "the arguments of a case are no list")
     with expecting(f"results {results!r:.80} are no JSON"):  # as nan is none
         right = json.dumps(results, allow_nan=False, sort_keys=True)
 
@@ -80,18 +78,16 @@ def passes_calls(text: str, name: str, cases: list, strict: bool) -> bool:
         return False
     source += CALL_CASES.format(name=name)
     _, output = sandbox.run_program(source, json.dumps(arguments), name="program", strict=strict)
-    printed = (output or "").splitlines()
-    return printed[-1:] == [right]
+    return (output or "").splitlines()[-1:] == [right]
 
 
-def passes_texts(text: str, cases: list, strict: bool) -> bool:
-    """Run each case of [input, output] in a process of its own."""
-    for case in cases:
-        are_texts = all(isinstance(part, str) for part in case)
-        need(are_texts, f"input and output {case!r:.80} are no strings")
+def passes_texts(text: str, inputs: tuple, outputs: tuple, strict: bool) -> bool:
+    """Run each case of input and output in a process of its own."""
+    are_texts = all(isinstance(part, str) for part in inputs + outputs)
+    need(are_texts, "an input or output is no string")
     source = last_program(text, r"\b(?:input|stdin|open)\b")
     left = sandbox.CODE_SECONDS
-    for given, expected in cases:
+    for given, expected in zip(inputs, outputs):
         if not source or left <= 0:
             return False
         start = time.monotonic()
@@ -137,7 +133,7 @@ def last_program(text: str, wanted: str) -> str:
     if fence or not blocks:
         return ""
     fitting = [n for n, block in enumerate(blocks) if re.search(wanted, block, re.MULTILINE)]
-    chosen = fitting[-1] if fitting else len(blocks) - 1
+    chosen = max(fitting, default=len(blocks) - 1)
     program = blocks[chosen]
     for block in reversed(blocks[:chosen][-10:]):  # a few: hostile texts have thousands
         missing = set(re.findall(r"\w+", program)) - set(DEFINED.findall(program))

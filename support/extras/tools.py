@@ -6,7 +6,6 @@
 The tool's reply is appended, and the policy continues. The tokens of the reply are no actions of
 the policy: `completion_mask` excludes them from ratios, KL, entropy and gradients."""
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -52,37 +51,6 @@ def parse_tool(place: str) -> Tool:
         return Tool(function_of(where), after)
 
 
-@dataclasses.dataclass
-class Completion:
-    """A completion that is being sampled."""
-
-    prompt: list[int]
-    uniforms: Tensor  # one for each token that there is room for
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    own: list[bool] = dataclasses.field(default_factory=list)  # which tokens the policy wrote
-    logprobs: list[float] = dataclasses.field(default_factory=list)  # 0 for tokens of the tool
-    ended: bool = False  # by an end token of the policy
-
-    def write(self, tokens: list[int], logprobs: list[float], own: bool):
-        """Append as many tokens as there is room for."""
-        room = len(self.uniforms)
-        self.tokens += tokens[:room]
-        self.logprobs += logprobs[:room]
-        self.own += [own] * len(tokens[:room])
-        self.uniforms = self.uniforms[len(tokens) :]
-
-    def rollout(self) -> Rollout:
-        row = {
-            "tokens": self.prompt + self.tokens,
-            "prompt_lengths": len(self.prompt),
-            "lengths": len(self.tokens),
-            "completion_mask": self.own,
-            "sampler_logprobs": self.logprobs,
-            "truncated": not self.ended,
-        }
-        return Rollout(**{name: torch.tensor([value]) for name, value in row.items()})
-
-
 class Turns:
     """Replace rollout.generate by one with a tool.
 
@@ -92,17 +60,14 @@ class Turns:
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate, self.tool, self.tokenizer = generate, tool, tokenizer
         self.faults, self.fault = 0, ""  # how often the tool failed, and the first error
-        self.asking = [token for token in range(len(tokenizer)) if self.may_ask(token)]
+        ends = tuple(tool.after[start:] for start in range(len(tool.after)))
+        self.asking = []  # tokens that contain the trigger text, or start with an end of it
+        for token in range(len(tokenizer)):
+            text = self.read([token])
+            part = "\ufffd" in text and not tool.after.isascii()  # of a character
+            if part or tool.after in text or text.startswith(ends):
+                self.asking.append(token)
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
-
-    def may_ask(self, token: int) -> bool:
-        """Return whether a token contains the trigger text, or starts with an end of it.
-
-        A token with a part of a character reads as U+FFFD."""
-        text, after = self.read([token]), self.tool.after
-        ends = tuple(after[start:] for start in range(len(after)))
-        part = "\ufffd" in text and not after.isascii()
-        return part or after in text or text.startswith(ends)
 
     def read(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -112,33 +77,42 @@ class Turns:
     ) -> Rollout:
         """Sample completions with replies. Turns change no token: a row's uniforms decide alone."""
         options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
-        completions = []
-        for prompt, group in zip(prompts, uniforms):
-            completions += [Completion(prompt, row) for row in group]
+        prompts = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
+        uniforms = uniforms.flatten(0, 1)  # (N, T)
+        limit = uniforms.shape[1]
+        tokens = torch.zeros(uniforms.shape, dtype=torch.long)
+        own, logprobs = tokens.bool(), tokens.float()  # false and 0 for tokens of the tool
+        lengths = [0] * len(prompts)
+        ended = [False] * len(prompts)  # by a token of the policy
 
-        under_way = completions
-        while under_way:
-            texts = [each.prompt + each.tokens for each in under_way]
+        rows = range(len(prompts))  # completions that are under way
+        while rows:
+            texts = [prompts[row] + tokens[row, : lengths[row]].tolist() for row in rows]
             width = context_of(model.config) - max(map(len, texts))
-            rest = [each.uniforms[:width] for each in under_way]
+            rest = [uniforms[row, lengths[row] :][:width] for row in rows]
             rest = pad_sequence(rest, batch_first=True)  # the padding is never used
-            turn = self.generate(model, texts, rest[:, None], **options)
-            self.take(under_way, turn, eos_ids, stops)
-            under_way = [each for each in under_way if len(each.uniforms) and not each.ended]
-        written = [each.rollout() for each in completions]
-        return Rollout.cat(written, pad_id).to(model.device)
-
-    def take(self, completions: list[Completion], turn: Rollout, eos_ids: list[int], stops):
-        """Append the tokens of a turn, and the tool's replies."""
-        rows = zip(turn.completions.tolist(), turn.sampler_logprobs.tolist(), turn.lengths.tolist())
-        for each, (tokens, logprobs, length) in zip(completions, rows):
-            each.write(tokens[:length], logprobs[:length], own=True)
-            each.ended = each.tokens[-1] in eos_ids
-            if stops is not None:
-                each.ended |= bool(stops(torch.tensor([each.tokens])))
-            if len(each.uniforms) and not each.ended and self.is_asked(each.tokens):
-                reply = self.reply(self.read(each.tokens))
-                each.write(reply, [0.0] * len(reply), own=False)
+            turn = self.generate(model, texts, rest[:, None], **options).to("cpu")
+            for i, row in enumerate(rows):
+                start = lengths[row]
+                end = min(start + int(turn.lengths[i]), limit)
+                new, count = slice(start, end), end - start
+                tokens[row, new] = turn.completions[i, :count]
+                logprobs[row, new] = turn.sampler_logprobs[i, :count]
+                own[row, new] = True
+                written = tokens[row, :end].tolist()
+                ended[row] = written[-1] in eos_ids
+                if stops is not None:
+                    ended[row] |= bool(stops(torch.tensor([written])))
+                if end < limit and not ended[row] and self.is_asked(written):
+                    reply = self.reply(self.read(written))[: limit - end]
+                    new = slice(end, end + len(reply))
+                    tokens[row, new] = torch.tensor(reply, dtype=torch.long)
+                    end = new.stop
+                lengths[row] = end
+            rows = [row for row in rows if lengths[row] < limit and not ended[row]]
+        longest, lengths, ended = max(lengths), torch.tensor(lengths), torch.tensor(ended)
+        samples = Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
+        return samples._replace(completion_mask=own[:, :longest]).to(model.device)
 
     def is_asked(self, ids: list[int]) -> bool:
         """Return whether the last token completes the trigger text."""
