@@ -65,35 +65,47 @@ def make_copy(folder: Path) -> None:
 
 
 class Chosen:
-    """A pytest plugin that keeps the tests whose names begin as those of an exercise."""
+    """A pytest plugin that keeps the tests of some exercises, and notes which are right."""
 
-    def __init__(self, beginnings: tuple[str, ...]):
-        self.beginnings = beginnings
+    def __init__(self, names: list[str]):
+        self.names, self.right = names, set()
+
+    def exercises(self, test) -> set[str]:
+        """Return those with this test, whose name begins as theirs. Its id begins with tests/."""
+        return {name for name in self.names if test.nodeid[6:].startswith(EXERCISES[name][1])}
 
     def pytest_collection_modifyitems(self, items):
-        items[:] = [each for each in items if each.nodeid[6:].startswith(self.beginnings)]
+        items[:] = [each for each in items if self.exercises(each)]
+        self.right = set().union(*map(self.exercises, items))
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.right -= self.exercises(report)
 
 
-def check(name: str) -> bool:
-    """Run the tests of an exercise."""
+def check(names: list[str]) -> bool:
+    """Run the tests of exercises: up to the first failure, if it is one exercise."""
     import pytest
 
-    _, tests, hint = EXERCISES[name]
-    words = ["-q", "--no-header", "--tb=short", "--maxfail=1", f"--rootdir={ROOT}"]
-    files = [*dict.fromkeys(str(ROOT / "tests" / each.partition("::")[0]) for each in tests)]
-    right = pytest.main([*words, *files], plugins=[Chosen(tests)]) == 0
-    print(f"{name}: right" if right else f"{name}: not yet. Hint: {hint}")
-    return right
+    chosen = Chosen(names)
+    files = {test.partition("::")[0] for name in names for test in EXERCISES[name][1]}
+    words = ["-q", "--no-header", "--tb=short", f"--maxfail={1 if len(names) == 1 else 0}"]
+    words += [f"--rootdir={ROOT}", *(str(ROOT / "tests" / file) for file in files)]
+    pytest.main(words, plugins=[chosen])
+    for name in names:
+        right = name in chosen.right
+        print(f"{name}: right" if right else f"{name}: not yet. Hint: {EXERCISES[name][2]}")
+    return chosen.right == set(names)
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
         for name, (file, _, hint) in EXERCISES.items():
             print(f"{name} in {file}: {hint}")
-        return 0
-    if arguments[0] in EXERCISES:
-        return 0 if all([check(name) for name in arguments]) else 1
-    make_copy(Path(arguments[0]))
+    elif arguments[0] in EXERCISES:
+        return 0 if check(arguments) else 1
+    else:
+        make_copy(Path(arguments[0]))
     return 0
 
 

@@ -24,13 +24,7 @@ from tools import ROOT, by_group, gradients, random_policy, z_scores
 
 COPYING = (ROOT / "docs/copying.md").read_text()
 # by the name of the file, in the first line of a block
-BLOCKS = dict(re.findall(r"```python\n# ([\w.]+)(.*?)```", COPYING, re.DOTALL))
-
-
-def block(name: str) -> str:
-    """One of the page's programs without its first line, a comment."""
-    assert name in BLOCKS, f"docs/copying.md: no block of python begins with # {name}"
-    return BLOCKS[name].partition("\n")[2]
+BLOCKS = dict(re.findall(r"```python\n# ([\w.]+).*?\n(.*?)```", COPYING, re.DOTALL))
 
 
 def replaced(source: str, changes: dict[str, str]) -> str:
@@ -156,7 +150,7 @@ def test_loop_without_arguments_raises_its_reward():
 @pytest.fixture(scope="module")
 def corrections():
     scope = {}
-    exec(block("corrections.py"), scope)
+    exec(BLOCKS["corrections.py"], scope)
     return SimpleNamespace(**scope)
 
 
@@ -251,14 +245,17 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
     import trl
 
     scope = {}
-    exec(block("our_trainer.py"), scope)
+    exec(BLOCKS["our_trainer.py"], scope)
     trainer = trl_trainer(scope["OurGSPO"], models / "tiny", tmp_path)
     trainer.current_gradient_accumulation_steps = 3
     model = trainer.model.train()
     generator = torch.Generator().manual_seed(0)
     inputs = one_batch([6, 4, 1, 0], generator)
     if extra != "nothing":
-        inputs["old_per_token_logps"] = logprobs_nearby(trainer, inputs, generator)
+        # the first completion, which has A > 0, is clipped, and no other is
+        change = torch.tensor([-1e-2, -1e-2, 1e-2, 0.0])[:, None]
+        change = change + 1e-4 * torch.randn(4, 6, generator=generator)
+        inputs["old_per_token_logps"] = logprobs_now(trainer, inputs).detach() + change
     if extra == "tools":
         inputs["tool_mask"] = torch.tensor([1, 1, 0, 0, 1, 1]).expand(4, 6)
     if "weights" in extra:
@@ -277,7 +274,7 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
 def test_trl_script_takes_four_updates_a_rollout_and_clips(models, tmp_path, monkeypatch):
     """The page's script with a tiny model, two rollouts: GSPO's settings reach TRL's trainer."""
     source = replaced(
-        block("trl_gspo.py"),
+        BLOCKS["trl_gspo.py"],
         {
             '"Qwen/Qwen3-0.6B"': repr(str(models / "tiny")),
             "learning_rate=1e-6, max_steps=400, logging_steps=4,": "learning_rate=1e-3, "
@@ -317,14 +314,6 @@ def logprobs_now(trainer, inputs) -> torch.Tensor:
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     return trainer._get_per_token_logps_and_entropies(trainer.model, tokens, seen, 6)[0]
-
-
-def logprobs_nearby(trainer, inputs, generator):
-    """Such that the first completion, which has A > 0, is clipped, and no other is."""
-    with torch.no_grad():
-        now = logprobs_now(trainer, inputs)
-    change = torch.tensor([1e-2, 1e-2, -1e-2, 0.0])[:, None]
-    return now - change + 1e-4 * torch.randn(now.shape, generator=generator)
 
 
 OF_SEQUENCES = {"importance_sampling_level": "sequence"}
@@ -385,7 +374,7 @@ def verl_config(low, high, **more):
 
 @needs("verl")
 def test_verl_finds_the_module(tmp_path):
-    (tmp_path / "our_gspo.py").write_text(block("our_gspo.py"))
+    (tmp_path / "our_gspo.py").write_text(BLOCKS["our_gspo.py"])
     path = os.pathsep.join([str(tmp_path), str(ROOT), *sys.path])
     environment = {"VERL_USE_EXTERNAL_MODULES": "our_gspo", "PYTHONPATH": path}
     program = "import verl; from verl.trainer.ppo.core_algos import get_policy_loss_fn as find; "
@@ -400,7 +389,7 @@ def test_verl_loss_has_the_gradients_of_verls_own_gspo(weighted):
     """Called as verl's ppo_loss calls it, on one of two ranks: 4 of a step's 16 completions."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    exec(block("our_gspo.py"), {})
+    exec(BLOCKS["our_gspo.py"], {})
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
     old = -torch.rand(4, 7, generator=generator)

@@ -69,7 +69,6 @@ VARIANTS = {
 
 
 def trained(flags: str, seed: int) -> list[dict]:
-    """Return the metrics of a run."""
     with tempfile.TemporaryDirectory() as folder:
         flags = f"{flags} --seed {seed} --eval-samples 0 --save-every 0 --runs {folder} --name run"
         if train.main(flags.split()):
@@ -116,10 +115,8 @@ def stops(seeds: list[int]) -> None:
     gspo.ALGOS["gspo"] = gspo.Algorithm(noting_loss)
     for seed in seeds:
         trained("--algo gspo --eval-every 0", seed)
-    for title, rows in (
-        ("all updates", noted[True] + noted[False]),
-        ("after the first", noted[False]),
-    ):
+    noted = {"all updates": noted[True] + noted[False], "after the first": noted[False]}
+    for title, rows in noted.items():
         through = [distance for distance, stopped in rows if not stopped]
         cuts = statistics.quantiles(through, n=20)
         share = 1 - len(through) / len(rows)
@@ -164,16 +161,16 @@ def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tens
     return found, log_ratio
 
 
-def variance(warm_up: int = 6, measured: int = 8) -> None:
+def variance(_) -> None:
     """Print, for chains of 1 to 8 operations, the variance of one completion's gradient by length,
     relative to that of the same gradient without a weight."""
     totals, squares = collections.defaultdict(float), collections.defaultdict(list)
     log_ratios = collections.defaultdict(list)
     with short_run() as run:
-        for step in range(1, warm_up + measured + 1):
+        for step in range(1, 15):
             batch = sampled(run, step)
             train.improve(run, batch)
-            for row in batch.active.tolist() if step > warm_up else []:
+            for row in batch.active.tolist() if step > 6 else []:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
                 found, log_ratio = gradients(run, batch, row)
@@ -186,21 +183,20 @@ def variance(warm_up: int = 6, measured: int = 8) -> None:
         parts, variances = [], {}
         for name in WEIGHTS:
             mean = totals[bucket, name] / count
-            found = sum(squares[bucket, name]) / count - float(mean.square().sum())
+            variances[name] = sum(squares[bucket, name]) / count - float(mean.square().sum())
             of_one = max(squares[bucket, name]) / sum(squares[bucket, name])
-            variances[name] = found
-            share = found / variances["1"]
+            share = variances[name] / variances["1"]
             parts.append(f"{name}: {share:.2f} ({of_one:.0%} of it one completion)")
         rows = log_ratios[bucket]
         print(f"{bucket[0]} to {bucket[1]} tokens, {count} completions; medians:")
-        print(f"  furthest token {typical([row.abs().max() for row in rows])}")
-        print(f"  log s {typical([row.mean() for row in rows])}")
-        print(f"  log of the product {typical([row.sum() for row in rows])}")
+        typical = {
+            "furthest token": [row.abs().max() for row in rows],
+            "log s": [row.mean() for row in rows],
+            "log of the product": [row.sum() for row in rows],
+        }
+        for title, values in typical.items():
+            print(f"  {title} {float(torch.stack(values).abs().median()):.4f}")
         print("  variance:", "; ".join(parts))
-
-
-def typical(values: list[torch.Tensor]) -> str:
-    return f"{float(torch.stack(values).abs().median()):.4f}"
 
 
 def main() -> None:
@@ -208,12 +204,7 @@ def main() -> None:
     parser.add_argument("what", choices=("variance", "variants", "stops"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
-    if options.what == "variants":
-        run_variants(options.seeds)
-    elif options.what == "stops":
-        stops(options.seeds)
-    else:
-        variance()
+    {"variants": run_variants, "stops": stops, "variance": variance}[options.what](options.seeds)
 
 
 if __name__ == "__main__":

@@ -46,27 +46,16 @@ PROMPT, LONGEST = 200, 1024  # tokens
 MANY = 24  # prompts: CACHE_GB has room for 14 completions of the 0.6B model, of others for fewer
 
 
-def shape(hidden, inner, layers, heads, kv_heads, dim, vocabulary, tied=True) -> dict:
-    return dict(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=dim,
-        vocab_size=vocabulary,
-        max_position_embeddings=40960,
-        tie_word_embeddings=tied,
-    )
-
-
-SHAPES = {  # of Qwen3
-    "0.6B": shape(1024, 3072, 28, 16, 8, 128, 151936),
-    "1.7B": shape(2048, 6144, 28, 16, 8, 128, 151936),
-    "4B": shape(2560, 9728, 36, 32, 8, 128, 151936),
-    "8B": shape(4096, 12288, 36, 32, 8, 128, 151936, tied=False),
-    "tiny": shape(64, 128, 2, 4, 2, 16, 18),
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NAMES += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
+SIZES = {  # of Qwen3, in the order of NAMES
+    "0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True),
+    "1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
+    "4B": (2560, 9728, 36, 32, 8, 128, 151936, True),
+    "8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
+    "tiny": (64, 128, 2, 4, 2, 16, 18, True),
 }
+SHAPES = {name: dict(zip(NAMES, sizes)) for name, sizes in SIZES.items()}
 PUBLISHED = [name for name in SHAPES if name.endswith("B")]
 
 
@@ -210,19 +199,13 @@ def memory_table(names: list[str]) -> str:
             # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
             reference, critic = 2 * memory.parameters, 16 * memory.parameters
             numbers += [memory.updating, less.updating, reference, critic]
-            fits = [which_fits(card, memory, less) for card in CARDS]
             cells = [f"{number / GB:.1f}" for number in numbers]
-            lines.append([f"Qwen3-{name}", trained, *cells, *fits])
+            for card in CARDS:
+                ways = ((memory, "yes"), (less, f"with `{LESS}`"))
+                room = (card - ROOM) * GB
+                cells.append(next((way for each, way in ways if each.peak <= room), "no"))
+            lines.append([f"Qwen3-{name}", trained, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def which_fits(card: float, memory: Memory, less: Memory) -> str:
-    room = (card - ROOM) * GB
-    if memory.peak <= room:
-        return "yes"
-    if less.peak <= room:
-        return f"with `{LESS}`"
-    return "no"
 
 
 # ---- measured ------------------------------------------------------------------------------------
@@ -235,35 +218,22 @@ def measure(name: str, *extra: str) -> dict:
     """Train random weights of a shape for two steps in a process of its own. Return the last row of
     metrics: memory and seconds are those of a real model of that shape."""
     with tempfile.TemporaryDirectory() as folder:
-        save_random_model(SHAPES[name], f"{folder}/model")
+        # random weights, with the tokenizer of the built-in policy
+        built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
+        tokenizer = AutoTokenizer.from_pretrained(built_in)
+        ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name], **ends))
+        model.save_pretrained(f"{folder}/model")
+        tokenizer.save_pretrained(f"{folder}/model")
         Path(folder, "pay.py").write_text(REWARD)
-        real = name in PUBLISHED
-        flags = {
-            "--model": f"{folder}/model",
-            "--reward": f"{folder}/pay.py:by_text",
-            "--steps": 2,
-            "--eval-samples": 0,
-            "--eval-prompts": 8,
-            "--max-new-tokens": LONGEST if real else 28,
-            "--prompts-per-step": 32 if real else 8,
-            "--micro-batch-tokens": 4096 if real else 1024,
-            "--cache-gb": CACHE_GB,
-            "--runs": folder,
-            "--name": "run",
-        }
-        words = [str(word) for pair in flags.items() for word in pair]
-        subprocess.run([sys.executable, str(ROOT / "train.py"), *words, *extra], check=True)
+        flags = f"--model {folder}/model --reward {folder}/pay.py:by_text --steps 2 "
+        flags += f"--eval-samples 0 --eval-prompts 8 --runs {folder} --name run "
+        flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 {' '.join(LIMITS)}"
+        if name == "tiny":
+            flags += " --max-new-tokens 28 --prompts-per-step 8 --micro-batch-tokens 1024"
+        command = [sys.executable, str(ROOT / "train.py"), *flags.split(), *extra]
+        subprocess.run(command, check=True)
         return json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1])
-
-
-def save_random_model(shape: dict, folder: str) -> None:
-    """A model of random weights, with the tokenizer of the built-in policy."""
-    built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
-    tokenizer = AutoTokenizer.from_pretrained(built_in)
-    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-    model = AutoModelForCausalLM.from_config(Qwen3Config(**shape, **ends))
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def main() -> None:

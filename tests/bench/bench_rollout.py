@@ -19,6 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import bench_memory  # noqa: E402
 import rollout as R  # noqa: E402
 from support import tasks  # noqa: E402
 from support.extras import fast_sampling, fast_scoring  # noqa: E402
@@ -27,33 +28,8 @@ GROUP, PROMPT, SCORED_PROMPT = 8, 24, 200
 TURNS = 5
 
 
-def shape(hidden, inner, layers, heads, kv_heads, head_dim, vocabulary):
-    return dict(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=vocabulary,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-
-
-SHAPES = {
-    "3m": shape(192, 576, 6, 6, 2, 32, 1000),
-    "80m": shape(640, 1920, 12, 10, 2, 64, 32_000),
-    "qwen3-0.6b": shape(1024, 3072, 28, 16, 8, 128, 151_936),
-    "qwen3-1.7b": shape(2048, 6144, 28, 16, 8, 128, 151_936),
-    "qwen3-4b": shape(2560, 9728, 36, 32, 8, 128, 151_936),
-}
-
-
-def build(name):
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[name])).eval()
-    return model.to("cuda", torch.bfloat16) if name.startswith("qwen3") else model
+SHAPES = {"3m": dict(zip(bench_memory.NAMES, (192, 576, 6, 6, 2, 32, 1000, True)))}
+SHAPES |= {f"qwen3-{name.lower()}": bench_memory.SHAPES[name] for name in bench_memory.PUBLISHED}
 
 
 def long_tailed(rows, longest):
@@ -225,7 +201,10 @@ def main():
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest completion")
     flags = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    model = build(flags.model)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[flags.model])).eval()
+    if flags.model != "3m":
+        model.to("cuda", torch.bfloat16)
     ratios = ("plain / `generate`", "fast / plain")
     head("sampled", "plain, tokens/s", "fast", "`generate`", *ratios)
     for rows in flags.rows:

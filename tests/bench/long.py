@@ -6,24 +6,22 @@
     python tests/bench/long.py --table             # the tables, and no run
 
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
-lines to repeat runs. --dry lists the missing runs. docs/results.md, "Long answers", has the plan
-and the results. bench_pictures.py --long draws the picture."""
+lines to repeat runs. docs/results.md, "Long answers", has the plan and the results.
+bench_pictures.py --long draws the picture."""
 
 import argparse
 import dataclasses
 import itertools
 import json
 import os
-import queue
 import random
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,34 +189,20 @@ def mixed(weight: str, stop: str):
     return loss
 
 
-class Stopped(Exception):
-    pass
-
-
-def train(experiment: Experiment, seed: int, real: Path, started: set) -> dict:
+def train(experiment: Experiment, seed: int, real: Path) -> dict:
     """Run train.py to its end, and return the numbers that the tables need."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
         if experiment.task == "numbers":
             write_numbers(Path(folder))
-        command = [sys.executable, __file__, "--child", str(experiment.tokens)]
-        command += experiment.flags(real)
-        command += ["--seed", str(seed), "--runs", folder, "--name", "one"]
-        process = subprocess.Popen(
-            ["nice", "-n", "10", *command],
-            stdout=log,
-            stderr=log,
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        started.add(process)
-        status = process.wait()
-        started.discard(process)
-        if status:
-            raise Stopped(f"{' '.join(command)}: {Path(folder, 'log').read_text()[-2000:]}")
-        lines = Path(folder, "one/metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
-        before = json.loads(Path(folder, "one/starts.jsonl").read_text())["eval_solved"]
+        command = ["nice", "-n", "10", sys.executable, __file__, "--child", str(experiment.tokens)]
+        command += [*experiment.flags(real), "--seed", str(seed), "--runs", folder, "--name", "one"]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, stdout=log, stderr=log, cwd=folder, env=environment)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {Path(folder, 'log').read_text()[-2000:]}")
+        metrics = read_rows(Path(folder, "one/metrics.jsonl"))
+        before = read_rows(Path(folder, "one/starts.jsonl"))[0]["eval_solved"]
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
     found = dataclasses.asdict(experiment) | {"seed": seed, "solved": {0: before} | solved}
     for name in METRICS:  # of every step
@@ -226,78 +210,51 @@ def train(experiment: Experiment, seed: int, real: Path, started: set) -> dict:
     return found | {"seconds": round(time.monotonic() - begun)}
 
 
-def key(found: dict) -> tuple:
-    """Return the settings and the seed."""
-    names = [field.name for field in dataclasses.fields(Experiment)]
-    return (*(found.get(name, "chains") for name in names), found["seed"])
-
-
 def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wanted(parts: list[str], seeds: list[int] | None) -> list[tuple[Experiment, int]]:
-    """List the runs in their order: all experiments of a part with one seed, then the next seed."""
-    found = []
-    for part in parts:
-        experiments, count = PARTS[part]
-        order = itertools.product(range(count) if seeds is None else seeds, experiments)
-        found += [(experiment, seed) for seed, experiment in order]
+def grouped(rows: list[dict]) -> dict[Experiment, list[dict]]:
+    """Return experiment -> its runs, by seed."""
+    names = [field.name for field in dataclasses.fields(Experiment)]
+    found: dict[Experiment, list[dict]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        settings = {name: row[name] for name in names if name in row}
+        found.setdefault(Experiment(**settings), []).append(row)
     return found
 
 
-def train_missing(runs: list[tuple[Experiment, int]], out: Path, real: Path, jobs: int) -> None:
-    """Append a line to the file for each run that it does not hold."""
-    done = {key(found) for found in read_rows(out)}
-    left = queue.SimpleQueue()
-    for experiment, seed in runs:
-        if key(dataclasses.asdict(experiment) | {"seed": seed}) not in done:
-            left.put((experiment, seed))
-    started, lock, failed = set(), threading.Lock(), []
+def train_missing(arguments: argparse.Namespace) -> None:
+    """Append a line to --out for each run that it does not hold: all experiments of a part with one
+    seed, then the next seed."""
+    done = grouped(read_rows(arguments.out))
+    left = []
+    for experiments, count in map(PARTS.get, arguments.parts):
+        for seed, experiment in itertools.product(arguments.seeds or range(count), experiments):
+            if all(run["seed"] != seed for run in done.get(experiment, [])):
+                left.append((experiment, seed))
+    print(len(left), "runs are missing", flush=True)
 
-    def stop(number, frame):
-        for process in started:
-            process.kill()
-        os._exit(1)
+    def work(experiment: Experiment, seed: int) -> bool:
+        try:
+            found = train(experiment, seed, arguments.real)
+        except RuntimeError as error:
+            print(error, flush=True)
+            return False
+        with open(arguments.out, "a") as file:
+            file.write(json.dumps(found) + "\n")
+        said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
+        print(f"{experiment}, seed {seed}: {said} ({found['seconds']} s)", flush=True)
+        return True
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-
-    def work():
-        while not left.empty():
-            experiment, seed = left.get()
-            try:
-                found = train(experiment, seed, real, started)
-            except Stopped as error:
-                failed.append(error)
-                print(error, flush=True)
-                continue
-            with lock, open(out, "a") as file:
-                file.write(json.dumps(found) + "\n")
-            said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
-            name = f"{experiment.row} {experiment.lr:g} x{experiment.updates} {experiment.more}"
-            took = f"{found['seconds']} s, {left.qsize()} to go"
-            print(f"{name} {experiment.tokens} tokens, seed {seed}: {said} ({took})", flush=True)
-
-    out.parent.mkdir(parents=True, exist_ok=True)
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    while any(worker.is_alive() for worker in workers):  # signals come here
-        time.sleep(0.5)
-    if failed:
-        sys.exit(f"{len(failed)} runs failed")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(arguments.jobs) as pool:  # Ctrl-C also ends train.py, after its step
+        ended = list(pool.map(work, *zip(*left)))
+    if not all(ended):
+        sys.exit(f"{ended.count(False)} runs failed")
 
 
 # ---- tables --------------------------------------------------------------------------------------
-
-
-def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
-    """Return experiment -> its runs, by seed."""
-    found: dict[tuple, list[dict]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault(key(row)[:-1], []).append(row)
-    return found
 
 
 def at_end(run: dict) -> float:
@@ -313,25 +270,30 @@ def spread(values: list[float]) -> str:
     return f"{statistics.fmean(values):.0f} ({min(values):.0f}–{max(values):.0f})"
 
 
-def table(runs: dict[tuple, list[dict]]) -> str:
+def table(runs: dict[Experiment, list[dict]]) -> str:
     """Return held-out percent by step, mean (lowest to highest seed). Clip fraction, drift and norm
     are means over steps and seeds. Entropy and length are those of the last step."""
     steps = [str(step) for step in range(0, STEPS + 1, EVERY)]
     head = ["", "lr", "seeds", "start", *[f"step {step}" for step in steps[1:]]]
     head += ["clipped", "`policy_kl`", "`grad_norm`", "entropy", "length"]
     lines = [head, ["---"] * len(head)]
-    for (row, lr, updates, tokens, more, task), seeds in runs.items():
-        name = f"`{row}`" + ", real model" * (task == "numbers") + f" {more}" * bool(more)
-        name += f", {updates} updates" * (updates != 16)
-        name += f", {tokens} tokens" * (tokens != 80)
-        line = [name, f"{lr:.0e}".replace("e-0", "e-"), str(len(seeds))]
+    for given, seeds in runs.items():
+        name = f"`{given.row}`" + ", real model" * (given.task == "numbers")
+        name += f" {given.more}" * bool(given.more)
+        name += f", {given.updates} updates" * (given.updates != 16)
+        name += f", {given.tokens} tokens" * (given.tokens != 80)
+        line = [name, f"{given.lr:.0e}".replace("e-0", "e-"), str(len(seeds))]
         for step in steps:
             at_step = [100 * run["solved"][step] for run in seeds if step in run["solved"]]
             line.append(spread(at_step) if at_step else "")
-        means = [statistics.fmean(x for run in seeds for x in run[name]) for name in METRICS[:3]]
-        line += [f"{means[0]:.2%}", f"{means[1]:.4f}", f"{means[2]:.2f}"]
-        line += [f"{statistics.fmean(run['entropy'][-1] for run in seeds):.2f}"]
-        line += [f"{statistics.fmean(run['length_mean'][-1] for run in seeds):.0f}"]
+        for metric, digits in (
+            ("clip_fraction", ".2%"),
+            ("policy_kl", ".4f"),
+            ("grad_norm", ".2f"),
+        ):
+            line.append(f"{statistics.fmean(x for run in seeds for x in run[metric]):{digits}}")
+        for metric, digits in (("entropy", ".2f"), ("length_mean", ".0f")):
+            line.append(f"{statistics.fmean(run[metric][-1] for run in seeds):{digits}}")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -347,24 +309,23 @@ def permutation_p(differences: list[float]) -> float:
 def compare(first: list[dict], second: list[dict], outcome=at_end) -> str:
     """Compare the outcomes of two rows, paired by seed."""
     ends = [{run["seed"]: outcome(run) for run in runs} for runs in (first, second)]
-    seeds = sorted(ends[0].keys() & ends[1].keys())
-    if not seeds:
+    gaps = [ends[0][seed] - ends[1][seed] for seed in sorted(ends[0].keys() & ends[1].keys())]
+    if not gaps:
         return "no common seed"
-    gaps = [ends[0][seed] - ends[1][seed] for seed in seeds]
     apart = min(ends[0].values()) > max(ends[1].values())
     apart |= max(ends[0].values()) < min(ends[1].values())
     said = f"{statistics.fmean(gaps):+.1f} points, by seed {', '.join(f'{x:+.0f}' for x in gaps)}"
     return f"{said}; p {permutation_p(gaps):.3f}; ranges {'apart' if apart else 'overlap'}"
 
 
-def verdicts(runs: dict[tuple, list[dict]]) -> str:
+def verdicts(runs: dict[Experiment, list[dict]]) -> str:
     """Compare gspo with every other row of the same settings."""
     lines = []
-    for settings, seeds in runs.items():
-        ours = runs.get(("gspo", *settings[1:]))
-        if ours and settings[0] != "gspo":
-            where = f"{settings[1]:g} x{settings[2]} {settings[3]} tokens {settings[4]}"
-            lines.append(f"gspo - {settings[0]}, {where}: {compare(ours, seeds)}")
+    for given, seeds in runs.items():
+        ours = runs.get(dataclasses.replace(given, row="gspo"))
+        if ours and given.row != "gspo":
+            where = f"{given.lr:g} x{given.updates} {given.tokens} tokens {given.more}"
+            lines.append(f"gspo - {given.row}, {where}: {compare(ours, seeds)}")
     return "\n".join(lines)
 
 
@@ -372,47 +333,44 @@ def ranks(values: list[float]) -> list[int]:
     return [sorted(values).index(value) for value in values]
 
 
-MAIN = (4e-4, 16, 80, "", "chains")  # settings of the rows that say why
-
-
-def why(runs: dict[tuple, list[dict]]) -> str:
+def why(runs: dict[Experiment, list[dict]]) -> str:
     """Return the table of weight by stop at 4e-4: outcome, `policy_kl` of the first step and of all
     16. Then compare neighbours in a column, in a row, and rows as means over both clips."""
     lines = ["| weight | no stop | GRPO's clip | GSPO's clip |", "| --- | --- | --- | --- |"]
-    cells = {name: runs.get((name, *MAIN)) for row in WHY.values() for name in row}
-    if not all(cells.values()):
+    rows = {name: runs.get(Experiment(name, 4e-4)) for name in ROWS}
+    if not all(rows[name] for names in WHY.values() for name in names):
         return ""
     for weight, names in WHY.items():
         line = []
         for name in names:
-            first = statistics.fmean(run["policy_kl"][0] for run in cells[name])
-            drift = statistics.fmean(map(mean_drift, cells[name]))
-            ends = spread([at_end(run) for run in cells[name]])
+            first = statistics.fmean(run["policy_kl"][0] for run in rows[name])
+            drift = statistics.fmean(map(mean_drift, rows[name]))
+            ends = spread([at_end(run) for run in rows[name]])
             line.append(f"{ends}, {first:.4f}, {drift:.4f}")
         lines.append(f"| {weight} | {' | '.join(line)} |")
-    pairs = list(zip(WHY["s"], WHY["r"]))
-    pairs += [pair for row in WHY.values() for pair in itertools.combinations(row[::-1], 2)]
     lines.append("")
+    pairs = list(zip(WHY["s"], WHY["r"]))
+    pairs += [pair for names in WHY.values() for pair in itertools.combinations(names[::-1], 2)]
     for one, other in pairs:
-        said = compare(cells[one], cells[other])
-        drift = compare(cells[one], cells[other], lambda run: 1e4 * mean_drift(run))
-        lines.append(f"{one} - {other}: {said}\n    1e4 policy_kl: {drift}")
-    both = [
-        [sum(at_end(run) for run in pair) / 2 for pair in zip(*(cells[name] for name in row[1:]))]
-        for row in (WHY["s"], WHY["r"])
-    ]
-    gaps = [one - other for one, other in zip(*both)]
+        lines.append(f"{one} - {other}: {compare(rows[one], rows[other])}")
+        drift = compare(rows[one], rows[other], lambda run: 1e4 * mean_drift(run))
+        lines.append(f"    1e4 policy_kl: {drift}")
+    both = {}  # weight -> means of both clips, by seed
+    for weight, (_, *names) in WHY.items():
+        clips = zip(*(map(at_end, rows[name]) for name in names))
+        both[weight] = [statistics.fmean(ends) for ends in clips]
+    gaps = [one - other for one, other in zip(both["s"], both["r"])]
     said = f"{statistics.fmean(gaps):+.1f} points, p {permutation_p(gaps):.3f}"
     lines.append(f"s - r, mean of both clips: {said}")
-    rows = [runs[name] for name in runs if name[1:] == MAIN]
-    ends = [statistics.fmean(map(at_end, row)) for row in rows]
+    there = [row for row in rows.values() if row]
+    ends = [statistics.fmean(map(at_end, row)) for row in there]
     for steps in (4, STEPS):
         drifts = [
-            statistics.fmean(x for run in row for x in run["policy_kl"][:steps]) for row in rows
+            statistics.fmean(x for run in row for x in run["policy_kl"][:steps]) for row in there
         ]
-        ranked = statistics.correlation(ranks(drifts), ranks(ends))
-        said = f"policy_kl of {steps} steps with the outcome, {len(rows)} rows"
-        lines.append(f"rank correlation of {said}: {ranked:.2f}")
+        correlation = statistics.correlation(ranks(drifts), ranks(ends))
+        said = f"policy_kl of {steps} steps with the outcome, {len(there)} rows"
+        lines.append(f"rank correlation of {said}: {correlation:.2f}")
     return "\n".join(lines)
 
 
@@ -429,17 +387,9 @@ def main() -> None:
     parser.add_argument("--real", type=Path, default=Path("real"), help="folder of a real model")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument("--dry", action="store_true", help="list the runs that are missing")
     arguments = parser.parse_args()
-    runs = wanted(arguments.parts, arguments.seeds)
-    if arguments.dry:
-        done = {key(found) for found in read_rows(arguments.out)}
-        for experiment, seed in runs:
-            if key(dataclasses.asdict(experiment) | {"seed": seed}) not in done:
-                print(seed, *experiment.flags(arguments.real))
-        return
     if not arguments.table:
-        train_missing(runs, arguments.out, arguments.real, arguments.jobs)
+        train_missing(arguments)
     found = grouped(read_rows(arguments.out))
     print(table(found), verdicts(found), why(found), sep="\n\n")
 
