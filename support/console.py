@@ -5,6 +5,8 @@ import re
 import shlex
 import sys
 
+import torch
+
 from support.data import messages_of
 from support.flags import dashed
 from support.user import UserError
@@ -40,9 +42,8 @@ def say(text: str) -> None:
 
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
     """Return a row of metrics.jsonl as one line. The loss is left out: it is always near 0."""
-    parts = [f"step {row['step']}/{steps}"]
-    parts += [form.format(row[name]) for name, form in STEP.items() if name in row]
-    return " | ".join([*parts, f"{duration(seconds_left)} left"])
+    parts = [form.format(row[name]) for name, form in STEP.items() if name in row]
+    return " | ".join([f"step {row['step']}/{steps}", *parts, f"{duration(seconds_left)} left"])
 
 
 def duration(seconds: float) -> str:
@@ -65,15 +66,11 @@ def percent(found: dict) -> str:
 def peak_memory(device: str) -> float:
     """Return the peak since the start in GB, of the GPU or of this process."""
     if device == "cuda":
-        import torch
-
         return torch.cuda.max_memory_allocated() / 1e9
     import resource  # missing on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":  # there it is in bytes
-        return peak / 1e9
-    return peak / 1e6
+    unit = 1 if sys.platform == "darwin" else 1000  # in bytes, or in kB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
@@ -82,11 +79,10 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         return 130, "stopped"
     if isinstance(error, (UserError, OSError)):
         return 2, f"error: {error}"
-    full = re.search("out of memory|can't allocate memory", str(error))  # of a GPU, of a CPU
-    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
-        lower = "--micro-batch-tokens, --cache-gb or --max-new-tokens"
-        more = "--gradient-checkpointing or --lora-rank 16"
-        return 1, f"error: out of memory; lower {lower}, or add {more}"
+    # of Python, of a GPU, of a CPU
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate", str(error)):
+        less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
+        return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
     return None
 
 
@@ -107,10 +103,8 @@ def command_to_resume(runs: str, name: str) -> str:
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return the command of rollout.py that asks the trained model this prompt.
-
-    Of a conversation it asks the last message, after the system message."""
-    *before, asked = messages_of(prompt)
+    """Return the command of rollout.py that asks the trained model this prompt."""
+    *before, asked = messages_of(prompt)  # of a conversation, the last message
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
     if before and before[0]["role"] == "system":  # then --system was refused
         command += ["--system", before[0]["content"]]

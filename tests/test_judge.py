@@ -51,27 +51,23 @@ def score_of(model, text) -> float:
 )
 def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model, seen, tmp_path):
     """reward = verifier + w score, row by row. Only the verifier says which answers are right."""
-    flags = ["--model", "models/tiny", "--steps", "1", "--reward", reward]
-    row = metrics(good(tmp_path, "", *flags).folder)[0]
+    [row] = metrics(good(tmp_path, "--model models/tiny --steps 1", "--reward", reward).folder)
     judged = seen.batches[0].samples
     verdicts = [each.score.terms.get("even", 0.0) for each in judged]
     for each, even in zip(judged, verdicts):
         expected = even + weight * score_of(model, each.row["prompt"] + each.text)
         assert each.score.reward == pytest.approx(expected, abs=1e-4)
     assert row["advantage_abs"] > 0 and row["dead"] < 1
-    if "even" in reward:
-        assert row["solved"] == pytest.approx(sum(verdicts) / len(verdicts), abs=1e-6)
-    else:
-        assert "solved" not in row
+    assert ("solved" in row) == ("even" in reward)
+    assert row.get("solved", 0.0) == pytest.approx(sum(verdicts) / len(verdicts), abs=1e-6)
     assert "judge" in parse_reward(reward).shaping  # even if its scores are between 0 and 1
 
 
-@pytest.mark.parametrize("pad", [2, None])
-def test_it_does_not_read_padding(pad, model, folder):
-    """Its scores in a batch are those of one row at a time, whatever pad token its config names. A
-    text that is too long loses its beginning. Equal texts get equal scores."""
+def test_it_does_not_read_padding(model, folder):
+    """Its scores in a batch are those of one row at a time, though its config names another token.
+    A text that is too long loses its beginning. Equal texts get equal scores."""
     config = json.loads((folder / "config.json").read_text())
-    config |= {"pad_token_id": pad, "max_position_embeddings": 24}
+    config |= {"pad_token_id": 2, "max_position_embeddings": 24}
     (folder / "config.json").write_text(json.dumps(config))
     judge = Judge(str(folder), "cpu")
     prompts, completions = ["3+4=", "5*", "1+" * 20], ["7", "11111111", "5#5"]
@@ -98,10 +94,8 @@ def test_it_reads_its_own_chat_template(model, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     begins = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
     tokenizer.backend_tokenizer.post_processor = begins  # not before a template's text
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'user' %}1{% else %}2{% endif %}{{ m.content }}#"
-        "{% endfor %}"
-    )
+    turn = "{{ 1 + (m.role != 'user') }}{{ m.content }}#"
+    tokenizer.chat_template = "{% for m in messages %}" + turn + "{% endfor %}"
     tokenizer.save_pretrained(folder)
     chatty = Judge(str(folder), "cpu")
     chatty.read(["7", "6"], [{"prompt": prompt} for prompt in prompts])
@@ -109,25 +103,18 @@ def test_it_reads_its_own_chat_template(model, folder):
     assert list(chatty.scores.values()) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [("models/tiny", "Qwen3ForCausalLM"), ("./none", "none"), ("models/two", "2")],
-)
-def test_what_is_no_reward_model_is_refused(source, words, model, models):
-    """A policy, whose head would be random, no folder at all, a classifier of two classes."""
+def test_what_is_no_reward_model_is_refused(model, models, folder, tmp_path):
+    """A policy, whose head would be random, no folder, two classes, scores that are no numbers, and
+    two reward models."""
     two = transformers.Qwen3Config(**SHAPE, num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(models / "two")
-    with pytest.raises(UserError, match=f"--reward judge:{re.escape(source)}: .*{words}"):
-        parse_reward(f"judge:{source}")
+    for source, word in (("models/tiny", "Qwen3"), ("./none", "none"), ("models/two", "2")):
+        with pytest.raises(UserError, match=f"--reward judge:{re.escape(source)}: .*{word}"):
+            parse_reward(f"judge:{source}")
 
-
-def test_one_that_cannot_score_is_refused_before_training(folder, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    torch.nn.init.constant_(model.score.weight, math.nan)
-    model.save_pretrained(folder)
+    broken = AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.nn.init.constant_(broken.score.weight, math.nan)
+    broken.save_pretrained(folder)
     assert "--reward judge" in refused(tmp_path, f"--model models/tiny --reward judge:{folder}")
-
-
-def test_it_stands_once_in_a_reward(model, tmp_path):
-    flags = ["--model", "models/tiny", "--reward", "judge:models/judge + judge:models/judge"]
-    assert "twice" in refused(tmp_path, "", *flags)
+    both = ["--reward", "judge:models/judge + judge:models/judge"]
+    assert "twice" in refused(tmp_path, "--model models/tiny", *both)

@@ -1,8 +1,9 @@
 """The page of runs is well formed, loads nothing and shows hostile text as text. Curves lie where
 their values are. Sentences name the problems of a run."""
 
-import html.parser
+import json
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -10,7 +11,6 @@ from support.extras import report
 from support.user import UserError
 from tools import ROOT, write_rows
 
-VOID = {"meta"}  # elements without an end tag
 LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
@@ -27,52 +27,33 @@ FLAGS |= {"clip_low": 3e-4, "warmup_steps": 0}
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 
 
-class Page(html.parser.HTMLParser):
-    """Reads a page. An element that is not closed in its place is an error."""
+class Page:
+    """Reads a page as XML, where an element that is not closed in its place is an error."""
 
     def __init__(self, text: str):
-        super().__init__()
-        self.open, self.elements, self.texts = [], [], []
-        self.feed(text)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        self.texts.append("")
-        if tag not in VOID:
-            self.open.append(len(self.elements) - 1)
-
-    def handle_endtag(self, tag):
-        assert self.elements[self.open.pop()][0] == tag
-
-    def handle_data(self, data):
-        for number in self.open:  # the text of an element is that of all elements in it
-            self.texts[number] += data
+        closed = re.sub("(<meta[^>]*)>", r"\1/>", text.removeprefix("<!doctype html>"))
+        self.root = ElementTree.fromstring(closed)
+        self.elements = [(each.tag, each.attrib) for each in self.root.iter()]
 
     def of_class(self, name: str) -> list[tuple[str, str]]:
         """All classes and the text of the elements of a class."""
-        looks = [attributes.get("class", "") for _, attributes in self.elements]
-        return [(look, text) for look, text in zip(looks, self.texts) if name in look.split()]
+        looks = [(each.get("class", ""), "".join(each.itertext())) for each in self.root.iter()]
+        return [(look, text) for look, text in looks if name in look.split()]
 
     def curves(self, title: str) -> list[list[tuple[float, float]]]:
         """Places of the points of each curve in the picture of this name."""
-        names = [attributes.get("aria-label") for _, attributes in self.elements]
         found = []
-        for name, attributes in self.elements[names.index(title) + 1 :]:
-            if name == "figure":  # the next one
-                return found
-            if "curve" in attributes.get("class", ""):
-                places = re.findall(r"([\d.]+) ([\d.]+)", attributes["d"])
+        for path in self.root.findall(f".//svg[@aria-label='{title}']/path"):
+            if "curve" in path.get("class").split():
+                places = re.findall(r"([\d.]+) ([\d.]+)", path.get("d"))
                 found.append([(float(x), float(y)) for x, y in places])
         return found
 
 
 def step_row(step: int, **more) -> dict:
-    row = {"step": step, "reward": 0.5, "reward_std": 0.5, "solved": 0.5, "truncated": 0.0}
-    row |= {"dead": 0.3, "dead_right": 0.2, "verifier_faults": 0, "bad_updates": 0}
-    row |= {"lr": FLAGS["lr"], "clip_fraction": 0.3, "entropy": 0.4}
-    return row | more
+    row = {"step": step, "reward": 0.5, "solved": 0.5, "truncated": 0.0, "dead": 0.3}
+    row |= {"dead_right": 0.2, "verifier_faults": 0, "bad_updates": 0}
+    return row | {"clip_fraction": 0.3, "entropy": 0.4} | more
 
 
 def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
@@ -80,12 +61,12 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
     return row | {"reward": 1.0, "correct": 1.0} | more
 
 
-def write_run(folder, rows=(), evaluations=(), flags=None):
+def write_run(folder, rows=(), evaluations=(), **flags):
     folder.mkdir(parents=True)
     write_rows(folder / "starts.jsonl", [START | {"eval_solved": 0.289}])
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "evaluations.jsonl", evaluations)
-    write_rows(folder / "config.json", [FLAGS | (flags or {})])
+    write_rows(folder / "config.json", [FLAGS | flags])
     return folder
 
 
@@ -101,8 +82,7 @@ def assert_self_contained(text: str, page: Page):
     for _, attributes in page.elements:
         assert not set(attributes) & {"src", "href", "srcset", "style", "action"}
         assert not [name for name in attributes if name.startswith("on")]
-    style = page.texts[[tag for tag, _ in page.elements].index("style")]
-    assert not re.search(r"url\(|@import|https?:|//", style)
+    assert not re.search(r"url\(|@import|https?:|//", page.root.findtext("style"))
     assert "default-src 'none'" in text
 
 
@@ -110,7 +90,7 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     rows = [step_row(step, eval_solved=0.2 * step, truncated=0.5) for step in range(1, 6)]
     first = write_run(tmp_path / "first", rows, [evaluation(0, "2+2=", "5")])
     healthy = [row | {"truncated": 0.0} for row in rows[:2]]
-    second = write_run(tmp_path / "second", healthy, [], {"algo": "grpo"})
+    second = write_run(tmp_path / "second", healthy, algo="grpo")
     report.main([str(first), str(second)])
     text = (tmp_path / "report.html").read_text()
     page = Page(text)
@@ -121,37 +101,31 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     for fact in ("28.9% (step 0) → 100.0% (step 5)", "2026-11-23: python train.py --algo gspo"):
         assert fact in text
     said = capsys.readouterr().out
-    for sentence in ("50% of completions are truncated", "nothing unhealthy"):
-        assert sentence in said and any(sentence in each for each in page.texts)
-    assert "first: 50%" in said
+    for name, sentence in (("first", "50% of completions are trunc"), ("second", "nothing unheal")):
+        assert f"{name}: {sentence}" in said and sentence in "".join(page.root.itertext())
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
     """The same run with harmless texts has the same elements and attributes, in the same order."""
     pages = []
     for name, words in (("hostile", HOSTILE), ("harmless", ["word"] * len(HOSTILE))):
-        evaluations = [
-            evaluation(step, f"prompt {i} {word}", f"{step} {word}", answer=word)
-            for step in (0, 5)
-            for i, word in enumerate(words)
-        ]
-        evaluations.append(evaluation(words[0], "prompt", "from a file that somebody sent"))
+        evaluations = [evaluation(words[0], "prompt", "from a file that somebody sent")]
+        for i, word in enumerate(words):
+            evaluations.append(evaluation(5, f"prompt {i} {word}", f"5 {word}", answer=word))
         flags = {"data": words[0], "model": words[3], words[0]: "a flag"}
-        run = write_run(tmp_path / name / "run", [step_row(1)], evaluations, flags)
-        pages.append(page_of(run))
+        pages.append(page_of(write_run(tmp_path / name / "run", [], evaluations, **flags)))
     (text, hostile), (_, harmless) = pages
     assert hostile.elements == harmless.elements
     assert_self_contained(text, hostile)
     shown = [body for _, body in hostile.of_class("card")]
-    for step in (0, 5):
-        for word in HOSTILE:  # to the letter
-            assert any(body.endswith(f"{step} {word}") for body in shown)
+    for word in HOSTILE:  # to the letter
+        assert any(body.endswith(f"5 {word}") for body in shown)
 
 
 def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
     lone = "\ud800"  # half of a surrogate pair, which no encoding takes
     row = evaluation(0, HIDDEN, f"a{HIDDEN}b{lone}\tc\nשלום é 東")
-    text, page = page_of(write_run(tmp_path / "run", [], [row], {"data": HIDDEN}))
+    text, page = page_of(write_run(tmp_path / "run", [], [row], data=HIDDEN))
     for character in HIDDEN + lone:
         assert character not in text
     codes = "".join(ascii(character).strip("'") for character in HIDDEN)
@@ -159,64 +133,44 @@ def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
     assert shown.endswith(f"a{codes}b\\ud800\\tc\nשלום é 東")
 
 
-def test_a_line_that_is_being_written_is_left_out(tmp_path):
-    run = write_run(tmp_path / "run", [step_row(1), step_row(2)])
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b'{"step": 3, "rew\xc3')
-    assert len(page_of(run)[1].curves("reward")[0]) == 2
-
-
-# a file of a run, its content, and words of the sentence
-NO_RUNS = [
-    ("config.json", "{}", ["config.json, line 1: found no algo, model", "clip_low"]),
-    ("config.json", "5", ["config.json, line 1"]),
-    ("config.json", None, ["config.json"]),
-    ("metrics.jsonl", '{"step": 1}\n', ["metrics.jsonl, line 1: found no reward"]),
-    ("starts.jsonl", '{"date": "2026{"date"\n', ["starts.jsonl, line 1"]),
-    ("evaluations.jsonl", '{"step": 1}\n', ["evaluations.jsonl, line 1: found no", "completion"]),
-]
-
-
-@pytest.mark.parametrize("name, content, words", NO_RUNS)
-def test_a_folder_that_is_no_run_is_one_sentence(name, content, words, tmp_path):
-    run = write_run(tmp_path / "run", [step_row(1)])
-    (run / name).unlink()
-    if content is not None:
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    for name, content, words in (
+        ("metrics.jsonl", '{"step": 1}\n', "KeyError"),
+        ("starts.jsonl", '{"date": "2026{"date"\n', "starts.jsonl: expected a file of a run"),
+        ("evaluations.jsonl", '{"step": 1}\n', "KeyError: 'prompt'"),
+    ):
+        run = write_run(tmp_path / name, [step_row(1)])
         (run / name).write_text(content)
-    with pytest.raises(UserError) as error:
-        report.main([str(run)])
-    message = str(error.value)
-    assert message.startswith(f"--report {run}: expected the folder of a run")
-    assert "\n" not in message
-    assert all(word in message for word in words), message
+        with pytest.raises(UserError, match=f"^--report .*: cannot make a page .*{words}"):
+            report.main([str(run)])
+    with pytest.raises(UserError, match="config.json: expected a file of a run: FileNotFound"):
+        report.main([str(run / "none")])
 
 
 def test_a_curve_lies_where_its_values_are(tmp_path):
-    """Rewards 0, 1, 3 at steps 1, 2, 5: x from 50 (step 0) to 300, y from 130 (0) to 6 (3.15)."""
+    """Rewards 0, 1, 3 at steps 1, 2, 5: x from 50 (step 0) to 300, y from 130 (0) to 6 (3)."""
     rows = [step_row(step, reward=reward) for step, reward in ((1, 0), (2, 1), (5, 3))]
-    text, page = page_of(write_run(tmp_path / "run", rows))
-    expected = [(50 + 250 * step / 5, 130 - 124 * y / 3.15) for step, y in ((1, 0), (2, 1), (5, 3))]
+    _, page = page_of(write_run(tmp_path / "run", rows))
+    expected = [(50 + 250 * step / 5, 130 - 124 * y / 3) for step, y in ((1, 0), (2, 1), (5, 3))]
     for found, wanted in zip(page.curves("reward")[0], expected, strict=True):
         assert found == pytest.approx(wanted, abs=0.06)
     [dead] = page.curves("dead")  # a share of 0.3, between 0 and 1
     assert {y for _, y in dead} == {92.8}
-    assert text.index("<b>reward</b>") < text.index('aria-label="reward"')  # its name is above it
 
 
 def test_small_changes_look_small(tmp_path):
     """The axes of shares go from 0 to 1, those of amounts begin at 0, that of the ratio shows
-    GSPO's band: a change of one part in a hundred thousand is flat. Rounding is no curve."""
+    GSPO's band: a change of one part in a hundred thousand is flat, and so is rounding."""
     rows = [
-        step_row(1, solved=0.5, length_mean=90.0, ratio_mean=1.00001, entropy=0.02371234),
-        step_row(2, solved=0.51, length_mean=91.0, ratio_mean=0.99999, entropy=0.0237),
+        step_row(1, length_mean=6880.3, ratio_mean=1.00001, entropy=0.02371234, kl=1e-9),
+        step_row(2, solved=0.51, length_mean=6891.0, ratio_mean=0.99999, entropy=0.0237, kl=-2e-9),
     ]
-    rows[0]["sampler_kl"], rows[1]["sampler_kl"] = 1e-9, -2e-9
     text, page = page_of(write_run(tmp_path / "run", rows))
-    for metric in ("solved", "length_mean", "ratio_mean", "entropy"):
+    for metric in ("solved", "length_mean", "ratio_mean", "entropy", "kl"):
         [[(_, first), (_, second)]] = page.curves(metric)
         assert abs(first - second) < 2  # of 124
-    assert ">step 1: 0.0237<" in text and ">step 2: 51.0%<" in text and "0.0237123" not in text
-    assert 'aria-label="sampler_kl"' not in text
+    for number in ("0.0237", "51.0%", "6,880", "1.0000"):
+        assert re.search(rf">step \d: {number}<", text)
 
 
 @pytest.mark.parametrize(
@@ -225,47 +179,43 @@ def test_small_changes_look_small(tmp_path):
 def test_any_two_values_have_a_place_and_labels(tmp_path, values):
     for metric in ("reward", "grad_norm"):
         rows = [step_row(1, **{metric: values[0]}), step_row(2, **{metric: values[1]})]
-        _, page = page_of(write_run(tmp_path / metric, rows))
+        text, page = page_of(write_run(tmp_path / metric, rows))
         [[(_, first), (_, second)]] = page.curves(metric)
         assert 6 <= min(first, second) <= max(first, second) <= 130
         assert (first >= second) == (values[1] >= values[0])
-        axis = report.value_range(list(values), report.CHARTS[metric])
-        assert axis[0] <= 0 < axis[1] or max(values) <= 0
-        assert 2 <= len(report.round_ticks(*axis)) <= 6
+        [picture] = re.findall(f'<svg[^>]*"{metric}".*?</svg>', text)
+        assert 2 <= picture.count('class="axis"') <= 6
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
     rows = [step_row(step, reward=step) for step in range(1, 2001)]
-    evaluations = [evaluation(step, "prompt", "x" * 10_000) for step in range(0, 2001, 16)]
-    _, page = page_of(write_run(tmp_path / "run", rows, evaluations))
+    evaluations = [evaluation(step, "prompt", "x") for step in range(0, 2001, 16)]
+    text, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
+    assert text.count("<circle") <= 7 * report.MOST_DOTS  # seven charts
     cards = page.of_class("card")
     assert len(cards) <= report.MOST_EVALUATIONS
     assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
-    assert f"{10_000 - report.MOST_CHARACTERS} more characters" in cards[0][1]
 
 
-@pytest.mark.parametrize("data", [None, "rows.jsonl"])
-def test_cards_tell_right_from_wrong_and_from_luck(tmp_path, data):
-    """7+5*3 is 6 by 7+5=2;2*3=6. Only the steps of the built-in task are known."""
-    texts = ["7+5=2;2*3=5#5", "7+5=2;2*3=6#6", "7+5=1;1*3=6#6"]
-    rows = [evaluation(step, "7+5*3=", text, answer="6") for step, text in enumerate(texts)]
-    rows[0]["correct"] = 0.0
-    rows.append(evaluation(3, "7+5*3=", texts[0], correct=None))  # no verifier judged it
-    _, page = page_of(write_run(tmp_path / "run", [], rows, {"data": data}))
+def test_cards_tell_right_from_wrong(tmp_path):
+    rows = [evaluation(i, "7+5*3=", "6", correct=correct) for i, correct in enumerate((0, 1, None))]
+    _, page = page_of(write_run(tmp_path / "run", [], rows))
     looks, shown = zip(*page.of_class("card"))
-    lucky = "right" if data else "lucky"
-    assert looks == ("card wrong", "card right", f"card {lucky}", "card")
-    assert ("but a step is wrong" in shown[2]) == (lucky == "lucky")
+    assert looks == ("card wrong", "card right", "card unjudged")
+    assert shown[0] == "step 0: reward 1, wrong6"
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
+    """And a line of the metrics that is being written is left out."""
     run = write_run(tmp_path / "run", [step_row(1)])
     before, _ = page_of(run)
     with open(tmp_path / "report.html", encoding="utf-8") as reader:
-        write_rows(run / "metrics.jsonl", [step_row(1), step_row(2)])
-        after, _ = page_of(run)
+        with open(run / "metrics.jsonl", "ab") as file:
+            file.write(json.dumps(step_row(2)).encode() + b'\n{"step": 3, "rew\xc3')
+        after, page = page_of(run)
         assert reader.read() == before != after
+    assert len(page.curves("reward")[0]) == 2
 
 
 def test_published_points_are_drawn_over_a_run(tmp_path):
@@ -283,56 +233,43 @@ def test_published_points_are_drawn_over_a_run(tmp_path):
     assert "theirs-7b" in text and "a page, &lt;b&gt;its" in text
 
 
-def test_a_file_without_published_points_is_refused(tmp_path):
+def test_published_points_have_a_source_and_are_shares(tmp_path):
+    for path in ROOT.glob("docs/runs/published/*.csv"):
+        assert "Source: " in report.read_points(path).source
     path = tmp_path / "theirs-7b.csv"
     with pytest.raises(UserError, match="expected folders"):
         report.main([str(path)])
     for wrong in ("", "step,solved\n1,0.5\n", "step,eval_solved\n1,50\n", "step,eval_solved\n1,\n"):
         path.write_text(wrong)
         with pytest.raises(UserError, match="theirs-7b.csv: expected a CSV file"):
-            report.read_published(path)
-
-
-def test_our_published_points_have_a_source():
-    for path in ROOT.glob("docs/runs/published/*.csv"):
-        assert "Source: " in report.read_published(path).source
+            report.main([str(path), str(tmp_path)])
 
 
 # ---- health --------------------------------------------------------------------------------------
 
-# (a row or flags that are not healthy, a word of the sentence)
-ILL = [
+# (a row, flags, a word of the only sentence, or "" if all is healthy)
+STEPS = [
     ({"dead": 0.97, "dead_right": 0.95}, {}, "harder prompts"),
     ({"dead": 1.0, "dead_right": 0.0}, {}, "easier prompts"),
+    ({"dead": 1.0, "dead_right": 0.0}, {"teacher": "models/large"}, ""),  # it needs no rewards
     ({"truncated": 0.4}, {}, "--max-new-tokens"),
     ({"verifier_faults": 3}, {}, "verifier fails"),
     ({}, {"completions_per_update": 256}, "one update a step"),
     ({"clip_fraction": 0.0}, {}, "nothing is clipped"),
+    ({"clip_fraction": 0.0}, {"clip_low": None}, ""),
     ({"clip_fraction": 0.74}, {}, "almost everything is clipped"),
+    ({"clip_fraction": 0.2}, {"completions_per_update": 256, "epochs": 2}, ""),
     ({}, {"warmup_steps": 2}, "warms up"),
     ({"bad_updates": 1}, {}, "NaN or inf"),
     ({"entropy": 0.001}, {}, "exploration ended"),
+    ({"entropy": 0.001, "solved": 0.97}, {}, ""),  # all is solved: it may be sure
 ]
 
 
-HEALTHY = [
-    ({}, {}),
-    ({"entropy": 0.001, "solved": 0.97}, {}),  # all is solved: it may be sure
-    ({"clip_fraction": 0.0}, {"clip_low": None}),
-    ({"clip_fraction": 0.2}, {"completions_per_update": 256, "epochs": 2}),
-    ({"dead": 1.0, "dead_right": 0.0}, {"teacher": "models/large"}),  # it needs no rewards
-]
-
-
-@pytest.mark.parametrize("row, flags, word", ILL)
-def test_health_names_what_is_wrong_and_that_alone(row, flags, word):
-    [sentence] = report.health([step_row(1, **row)], FLAGS | flags)
-    assert word in sentence
-
-
-def test_health_is_silent_where_nothing_is_wrong():
-    for row, flags in HEALTHY:
-        assert report.health([step_row(1, **row)], FLAGS | flags) == []
+def test_health_names_what_is_wrong_and_that_alone():
+    for row, flags, word in STEPS:
+        found = report.health([step_row(1, **row)], FLAGS | flags)
+        assert len(found) == bool(word) and all(word in sentence for sentence in found), row
     unjudged = step_row(1)  # no verifier says which completions are right
     del unjudged["solved"], unjudged["dead_right"]
     assert report.health([unjudged], FLAGS) == []
@@ -356,27 +293,19 @@ def test_a_reward_that_does_not_rise_names_the_learning_rate():
     flat = [0.3 + each for each in noise] * 2
     [sentence] = report.health(run_of(flat), FLAGS | {"lr": 1e-6})
     assert "0.30 in the first 10 steps, 0.30 in the last 10" in sentence
-    assert "learning rate" in sentence and "--lr 1e-06" in sentence
-    barely = flat[:10] + [each + 0.08 for each in flat[10:]]
-    assert len(report.health(run_of(barely), FLAGS)) == 1
-    rising = flat[:10] + [each + 0.1 for each in flat[10:]]
-    assert report.health(run_of(rising), FLAGS) == []
+    assert "--lr 1e-06 is the usual cause" in sentence
+    for rise, sentences in ((0.08, 1), (0.1, 0)):
+        rows = run_of(flat[:10] + [each + rise for each in flat[10:]])
+        assert len(report.health(rows, FLAGS)) == sentences
     assert report.health(run_of(flat[:9]), FLAGS) == []
     assert report.health(run_of(flat, solved=0.95), FLAGS) == []
 
 
-@pytest.mark.parametrize(
-    "last, words",
-    [
-        ((0.50, 0.55), ["from 37 to 5 points", "is format, not ability"]),
-        ((0.02, 0.60), ["from 37 to 58 points", "lack the expected format"]),
-        ((0.30, 0.60), None),  # both rose
-    ],
-)
-def test_health_tells_format_from_ability(last, words):
+def test_health_tells_format_from_ability():
     """Before training eval_solved is 3% and eval_solved_lenient 40%. Not every step has them."""
     before = {"step": 0, "eval_solved": 0.03, "eval_solved_lenient": 0.40}
-    after = dict(zip(("eval_solved", "eval_solved_lenient"), last))
-    found = report.health([step_row(1), step_row(2, **after)], FLAGS, before)
-    assert len(found) == (words is not None)
-    assert all(word in found[0] for word in words or [])
+    for lenient, sentences in ((0.55, 1), (0.80, 0)):  # the second time both rise
+        last = step_row(2, eval_solved=0.50, eval_solved_lenient=lenient)
+        found = report.health([step_row(1), last], FLAGS, before)
+        assert len(found) == sentences
+        assert all("not ability" in each and "from 37% to 5%" in each for each in found)

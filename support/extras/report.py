@@ -1,13 +1,10 @@
 """Write the page of a run: curves, the same held-out prompts at every evaluation, all flags.
 
-Print sentences about problems of the run and their usual remedies.
-
     python train.py --report runs/a runs/b
     python train.py --report runs/a docs/runs/published/math-qwen2.5-math-1.5b.csv
 
-The page is one file without a script, and it loads nothing. It uses config.json, starts.jsonl,
-metrics.jsonl and evaluations.jsonl of a run's folder. A CSV file has published points, with the
-columns step and eval_solved. They are plotted on the chart of that name."""
+The page is one file without a script, and it loads nothing. Sentences name problems of the run and
+their usual remedies. A CSV file with the columns step and eval_solved has published points."""
 
 import csv
 import html
@@ -18,7 +15,6 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import NamedTuple
 
-from rewards import arithmetic_steps
 from support.data import printable
 from support.folders import replace_text
 from support.user import expecting, need
@@ -26,7 +22,6 @@ from support.user import expecting, need
 MOST_POINTS = 200  # of a curve
 MOST_DOTS = 40
 MOST_EVALUATIONS = 12  # of a prompt
-MOST_CHARACTERS = 2000  # of a text
 
 
 class Story(NamedTuple):
@@ -40,47 +35,28 @@ class Story(NamedTuple):
     source: str = ""  # of published points
 
 
-# fields that every line of a file has
-FIELDS = {
-    "config.json": "algo model data task lr prompts_per_step group_size completions_per_update "
-    "epochs clip_low warmup_steps",
-    "starts.jsonl": "step date command",
-    "metrics.jsonl": "step reward dead truncated verifier_faults bad_updates",
-    "evaluations.jsonl": "step prompt answer completion reward correct",
-}
-
-
 def read_story(folder: Path) -> Story:
-    """Read a run's folder. Raise UserError, in one sentence, if it is no run of this train.py."""
-    with expecting(f"--report {folder}: expected the folder of a run"):
-        files = [read_file(folder / name, fields.split()) for name, fields in FIELDS.items()]
+    """Read a run's folder."""
+    files = []
+    for name in ("config.json", "starts.jsonl", "metrics.jsonl", "evaluations.jsonl"):
+        with expecting(f"{folder / name}: expected a file of a run"):
+            text = (folder / name).read_text(encoding="utf-8", errors="replace")
+            # a last line without an end is still being written
+            lines = [text] if name == "config.json" else text.split("\n")[:-1]
+            files.append([json.loads(line) for line in lines])
     [flags], *rest = files
     return Story(folder.resolve().name, flags, *rest)
 
 
-def read_file(path: Path, fields: list[str]) -> list[dict]:
-    """Return the objects of a file: one in JSON, one a line in JSONL."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    # a last line without an end is still being written
-    lines = [text] if path.suffix == ".json" else text.split("\n")[:-1]
-    rows = []
-    for number, line in enumerate(lines, 1):
-        with expecting(f"{path.name}, line {number}"):
-            rows.append(json.loads(line))
-            missing = ", ".join(name for name in fields if name not in rows[-1])
-            need(not missing, f"found no {missing}")
-    return rows
-
-
-def read_published(path: Path) -> Story:
+def read_points(path: Path) -> Story:
     """Read published points. Lines that begin with # name the source."""
-    with expecting(f"--report {path}: expected a CSV file with the columns step and eval_solved"):
+    with expecting(f"{path}: expected a CSV file with the columns step and eval_solved"):
         lines = path.read_text(encoding="utf-8").splitlines()
         comments = [line.strip("# ") for line in lines if line.startswith("#")]
         table = csv.DictReader(line for line in lines if not line.startswith("#"))
         points = sorted((float(row["step"]), float(row["eval_solved"])) for row in table)
-        inside = all(step >= 0 and 0 <= solved <= 1 for step, solved in points)
-        need(points and inside, "expected steps from 0 on, and shares from 0 to 1")
+        shares = all(0 <= solved <= 1 for _, solved in points)
+        need(points and shares, "expected steps, and shares from 0 to 1")
     rows = [{"step": step, "eval_solved": solved} for step, solved in points]
     return Story(path.stem, {}, [], rows, [], source=" ".join(comments))
 
@@ -94,39 +70,27 @@ def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
 # ---- health --------------------------------------------------------------------------------------
 
 RECENT = 10  # the sentences are about so many steps
-EASIER = "take easier prompts or a larger --group-size, and see the rewards in samples.jsonl"
-EXPLORE = "exploration ended before the task is solved. Repeat with a lower --lr or --entropy-coef"
-COLLAPSE = "see where entropy, approx_kl or length_mean drift, and lower --lr or the updates a step"
-RATES = "below 2B parameters 5e-6 to 3e-5 were best for all weights, ten times as much for LoRA"
+RATES = "the usual cause. Below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
 
 
 def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
-    """Return sentences about the last steps of a run: each names a problem and a remedy.
-
-    The limits are those of docs/metrics.md. before is the evaluation before training, the first
-    line of starts.jsonl."""
+    """Return sentences about the last steps, a problem and its remedy, by docs/metrics.md."""
     if not rows:
         return ["no step is done yet"]
     recent = rows[-RECENT:]
     now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
-    found = of_steps(now, flags)
-    if rows[-1]["step"] < flags["warmup_steps"]:
-        found.append("the learning rate still warms up (--warmup-steps): wait")
-    return found + of_reward(rows, now, flags) + of_format(rows, before)
-
-
-def of_steps(now: dict, flags: dict) -> list[str]:
-    """Name problems of the prompts, the completions and the updates."""
     found = []
     dead, right, truncated = now["dead"], now.get("dead_right", 0.0), now["truncated"]
     if right > 0.9:
         found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
     elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
-        found.append(f"in {dead:.0%} of groups all completions got the same reward: {EASIER}")
+        found.append(f"{dead:.0%} of groups are dead: take easier prompts or a larger --group-size")
     if now["verifier_faults"] > 0:
         found.append("a verifier fails, and its reward is 0: the console has the error")
     if truncated > 1 / 3:
         found.append(f"{truncated:.0%} of completions are truncated: raise --max-new-tokens")
+    if rows[-1]["step"] < flags["warmup_steps"]:
+        found.append("the learning rate still warms up (--warmup-steps): wait")
 
     completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
@@ -134,17 +98,15 @@ def of_steps(now: dict, flags: dict) -> list[str]:
     if updates == 1:
         found.append("one update a step: every ratio is 1. Lower --completions-per-update")
     elif flags["clip_low"] is not None and clipped is not None:
-        most = 1 - 1 / updates  # the first update clips nothing
         if clipped == 0:
             found.append("nothing is clipped: the policy hardly moves. Raise --lr")
-        if clipped > 0.95 * most:
+        if clipped > 0.95 * (1 - 1 / updates):  # the first update clips nothing
             found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
     if now["bad_updates"] > 0:
         found.append("updates were skipped because of NaN or inf: lower --lr")
-    entropy = now.get("entropy", 1.0)
-    if entropy < 0.01 and now.get("solved", 0.0) < 0.9:
-        found.append(f"the entropy is {entropy:.3f}: {EXPLORE}")
-    return found
+    if now.get("entropy", 1.0) < 0.01 and now.get("solved", 0.0) < 0.9:
+        found.append("exploration ended, the entropy is near 0: lower --lr or use --entropy-coef")
+    return found + of_reward(rows, now, flags) + of_format(rows, before)
 
 
 def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
@@ -153,7 +115,7 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
     best, last = max(levels), fmean(rewards[-RECENT:])
     if last < (best + min(levels[0], 0.0)) / 2:
-        return [f"the reward fell from {best:.2f} to {last:.2f}: {COLLAPSE}"]
+        return [f"the reward fell from {best:.2f} to {last:.2f}: lower --lr or the updates a step"]
     size = min(RECENT, len(rewards) // 2)
     if size < 5 or now.get("solved", 0.0) > 0.9:
         return []
@@ -163,21 +125,17 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     if last - first > 2 * noise:
         return []
     levels = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
-    cause = f"the usual cause is the learning rate, here --lr {flags['lr']:g}"
-    return [f"the reward does not rise ({levels}): {cause}; {RATES}"]
+    return [f"the reward does not rise ({levels}). --lr {flags['lr']:g} is {RATES}"]
 
 
 def of_format(rows: list[dict], before: dict | None) -> list[str]:
-    """Say how much of a rise of eval_solved is format, by the lenient verifier."""
+    """Say how much of a rise of eval_solved since `before`, the first evaluation, is format."""
     strict, lenient = "eval_solved", "eval_solved_lenient"
     gaps = [row[lenient] - row[strict] for row in [before or {}, *rows] if lenient in row]
-    if not gaps or abs(gaps[-1] - gaps[0]) <= 0.1:
+    if not gaps or gaps[0] - gaps[-1] <= 0.1:
         return []
-    change = f"went from {100 * gaps[0]:.0f} to {100 * gaps[-1]:.0f} points"
-    sentence = f"the gap between {lenient} and {strict} {change}: "
-    if gaps[-1] < gaps[0]:
-        return [sentence + f"a rise of {strict} alone is format, not ability"]
-    return [sentence + "more right answers than before lack the expected format"]
+    change = f"{lenient} - {strict} went from {gaps[0]:.0%} to {gaps[-1]:.0%}"
+    return [f"a rise of {strict} alone is format, not ability: {change}"]
 
 
 # ---- HTML and SVG --------------------------------------------------------------------------------
@@ -186,11 +144,7 @@ def of_format(rows: list[dict], before: dict | None) -> list[str]:
 def visible(value) -> str:
     """Return text as escaped HTML. Characters that hide or reorder text are shown by their code."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    lines = text[:MOST_CHARACTERS].split("\n")
-    shown = "\n".join(map(printable, lines))
-    if len(text) > MOST_CHARACTERS:
-        shown += f" … and {len(text) - MOST_CHARACTERS} more characters"
-    return html.escape(shown)
+    return html.escape("\n".join(map(printable, text.split("\n"))))
 
 
 def elements(name: str, inside: Iterable[str]) -> str:
@@ -210,8 +164,7 @@ class Plot(NamedTuple):
 
     def x(self, value: float) -> float:
         first, last = self.x_range
-        share = (value - first) / (last - first)
-        return self.left + share * (self.right - self.left)
+        return self.left + (value - first) / (last - first) * (self.right - self.left)
 
     def y(self, value: float) -> float:
         """Return the place of a value. Values beyond the axis lie on its ends."""
@@ -223,11 +176,11 @@ class Plot(NamedTuple):
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
         return f'<path class="{look}" d="M{"L".join(places)}"/>'
 
-    def dots(self, points: list[tuple[float, float]], look: str, form="", radius=2.5):
+    def dots(self, points: list[tuple[float, float]], look: str, form=",.3g", radius=2.5):
         """Draw dots that show their numbers under the mouse."""
         for x, y in points:
             place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
-            note = f"<title>step {x:g}: {rounded(y, form)}</title>"
+            note = f"<title>step {x:g}: {y:{form}}</title>"
             yield f'<circle class="{look}" {place}>{note}</circle>'
 
     def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
@@ -247,31 +200,18 @@ class Plot(NamedTuple):
 
 def round_ticks(low: float, high: float) -> list[float]:
     """Return two to six round numbers between low and high."""
-    size = high - low
-    decade = 10.0 ** math.floor(math.log10(size))
+    decade = 10.0 ** math.floor(math.log10(high - low))
     steps = [factor * decade for factor in (0.2, 0.5, 1, 2)]
-    step = next(step for step in steps if size <= 5 * step)
+    step = next(step for step in steps if high - low <= 5 * step)
     first, last = math.ceil(low / step), math.floor(high / step)
     return [step * number for number in range(first, last + 1)]
-
-
-def rounded(value: float, form: str = "") -> str:
-    """Return a number by its chart's format, or with three digits: 0.0237, 6,880, 8.4e-06."""
-    if form:
-        return f"{value:{form}}"
-    if 100 <= abs(value) < 1e6:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-# ---- curves --------------------------------------------------------------------------------------
 
 
 class Chart(NamedTuple):
     healthy: str  # and the unit
     low: float = 0.0  # the axis always shows low and high, so that small changes look small
-    high: float = 0.0
-    form: str = ""  # of numbers
+    high: float = 1e-6
+    form: str = ",.3g"
 
 
 CHARTS = {
@@ -280,7 +220,7 @@ CHARTS = {
     "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".1%"),
     "reward": Chart("mean over the completions trained on. Rises", 0, 1, ".2f"),
     "eval_reward": Chart("held-out prompts, greedy, without a verdict. Rises", 0, 1, ".2f"),
-    "length_mean": Chart("tokens. No drift to --max-new-tokens"),
+    "length_mean": Chart("tokens. No drift to --max-new-tokens", form=",.0f"),
     "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
     "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
     "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
@@ -288,11 +228,11 @@ CHARTS = {
     "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
     "approx_kl": Chart("nats to π_old. A rise comes before collapse"),
     "kl": Chart("nats to π_ref. Grows slowly"),
-    "sampler_kl": Chart("trainer to sampler. 0 up to rounding in float32"),
+    "sampler_kl": Chart("trainer to sampler. 0 up to rounding in float32", 0, 1e-3),
     "grad_norm": Chart("before clipping. Steady"),
-    "tool_calls": Chart("replies of --tool in a completion"),
+    "tool_calls": Chart("replies of --tool in a completion", 0, 1),
     "teacher_kl": Chart("nats to the teacher. Falls"),
-    "seconds_step": Chart("without evaluations"),
+    "seconds_step": Chart("without evaluations", form=",.4g"),
 }
 
 
@@ -302,38 +242,29 @@ def at_most(most: int, items: list) -> list:
     return items[:-1:size] + items[-1:]
 
 
-def value_range(values: list[float], chart: Chart) -> tuple[float, float]:
-    """Return the ends of an axis: those of the chart, or values beyond them with a margin."""
-    low, high = min(chart.low, *values), max(chart.high, *values)
-    if low == high:
-        return low, low + 1.0
-    margin = 0.05 * (high - low)
-    return low - margin * (low < chart.low), high + margin * (high > chart.high)
-
-
 def chart_figure(metric: str, stories: list[Story]) -> str:
-    """Draw one metric of all runs. Return "" if no run has it, or if it is only rounding."""
+    """Draw one metric of all runs. Return "" if no run has it."""
     chart = CHARTS[metric]
     curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
-    largest = max((abs(value) for curve in curves for _, value in curve), default=None)
-    if largest is None or 0 < largest < 1e-6:
-        return ""
     points = [point for curve in curves for point in curve]
-    last = max(1, *(step for step, _ in points))
-    plot = Plot((0, last), value_range([value for _, value in points], chart))
+    if not points:
+        return ""
+    steps, values = zip(*points)
+    y_range = min(chart.low, *values), max(chart.high, *values)
+    plot = Plot((0, max(1, *steps)), y_range)
     form = chart.form.replace(".1%", ".0%")
-    labels = {tick: rounded(tick, form) for tick in round_ticks(*plot.y_range)}
-    drawn = [*plot.ticks_of_y(labels), *plot.ticks_of_x(round_ticks(0, last), "step")]
-    title = f"<b>{metric}</b> "
+    labels = {tick: f"{tick:{form}}" for tick in round_ticks(*y_range)}
+    drawn = [*plot.ticks_of_y(labels), *plot.ticks_of_x(round_ticks(*plot.x_range), "step")]
+    title = f"<figcaption><b>{metric}</b> "
     for i, (story, curve) in enumerate(zip(stories, curves)):
         if curve:
             line, dot = ("curve", "dot") if story.flags else ("published", "hollow")
-            title += f'<span class="key color{i}">{rounded(curve[-1][1], chart.form)}</span>'
+            title += f'<span class="key color{i}">{curve[-1][1]:{chart.form}}</span>'
             drawn.append(plot.line(curve, f"{line} color{i}"))
             drawn += plot.dots(at_most(MOST_DOTS, curve), f"{dot} color{i}", chart.form)
     picture = f'<svg viewBox="0 0 320 150" role="img" aria-label="{metric}">{"".join(drawn)}</svg>'
-    caption = f"<figcaption>{title}</figcaption>"
-    return f'<figure>{caption}{picture}<div class="dim">{visible(chart.healthy)}</div></figure>'
+    healthy = f'<div class="dim">{visible(chart.healthy)}</div>'
+    return f"<figure>{title}</figcaption>{picture}{healthy}</figure>"
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -346,16 +277,10 @@ def headline(story: Story) -> str:
     parts = [f"{flags['algo']}, {flags['model']} on {data}"]
     solved = points_of(story, "eval_solved")
     if solved:
-        first, before = solved[0]
-        last, after = solved[-1]
+        (first, before), (last, after) = solved[0], solved[-1]
         parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
     parts += [f"{start['date']}: {start['command']}" for start in story.starts]
     return elements("div", map(visible, parts))
-
-
-def sentences(story: Story) -> list[str]:
-    before = story.starts[0] if story.starts else None
-    return health(story.rows, story.flags, before) or ["nothing unhealthy by docs/metrics.md"]
 
 
 def answers(story: Story) -> str:
@@ -363,29 +288,20 @@ def answers(story: Story) -> str:
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
-    has_steps = story.flags["task"] == "arithmetic" and not story.flags["data"]
     parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
     for prompt, rows in by_prompt.items():
-        cards = [card(row, has_steps) for row in at_most(MOST_EVALUATIONS, rows)]
-        answer = visible(rows[0]["answer"])
         parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
-        parts.append(f'<span class="dim">answer: {answer}</span>')
-        parts.append(f'<div class="cards" tabindex="0">{"".join(cards)}</div>')
+        parts.append(f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>')
+        parts.append('<div class="cards" tabindex="0">')
+        for row in at_most(MOST_EVALUATIONS, rows):
+            verdict = "unjudged"
+            if row["correct"] is not None:
+                verdict = "right" if row["correct"] > 0.5 else "wrong"
+            head = visible(f"step {row['step']}: reward {row['reward']:.3g}, {verdict}")
+            shown = f'<span class="head">{head}</span><pre>{visible(row["completion"])}</pre>'
+            parts.append(f'<div class="card {verdict}">{shown}</div>')
+        parts.append("</div>")
     return f'<details open="">{"".join(parts)}</details>'
-
-
-def card(row: dict, has_steps: bool) -> str:
-    """Show an answer with its verdict. A right answer by wrong steps is marked."""
-    head, look = f"step {row['step']}: reward {row['reward']:.3g}", "card"
-    if row["correct"] is not None:
-        verdict = "right" if row["correct"] > 0.5 else "wrong"
-        head, look = f"{head}, {verdict}", f"card {verdict}"
-        if has_steps and verdict == "right":
-            steps = arithmetic_steps(row["completion"], row["answer"], row["prompt"])
-            if not all(reward for _, reward in steps):
-                head, look = f"{head}, but a step is wrong", "card lucky"
-    head, shown = visible(head), visible(row["completion"])
-    return f'<div class="{look}"><span class="head">{head}</span><pre>{shown}</pre></div>'
 
 
 def flag_table(stories: list[Story]) -> str:
@@ -401,7 +317,8 @@ def flag_table(stories: list[Story]) -> str:
 
 
 # completions are hostile: if one gets past visible(), the page still loads and runs nothing
-HEAD = """
+HEAD = """<!doctype html>
+<html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -421,35 +338,32 @@ td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-wid
 .cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
 .card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; background: #8882 }
 .head, .prompt { font-weight: 600 } .right .head { color: #0f8a66 } .wrong .head { color: #d4453b }
-.lucky .head { color: #b07a00 }
 pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto }
 </style>
 """
 
 
-def write_report(paths: list[Path], path: Path) -> None:
-    """Write one page about runs, and about published points to compare them with."""
-    stories = [
-        read_published(each) if each.suffix == ".csv" else read_story(each) for each in paths
-    ]
+def write_report(paths: list[Path], path: Path) -> list[str]:
+    """Write one page about runs and published points. Return sentences about the runs."""
+    stories = [read_points(each) if each.suffix == ".csv" else read_story(each) for each in paths]
     runs = [story for story in stories if story.flags]
     title = visible(f"Report of {', '.join(story.name for story in runs)}")
-    body = [f"<h1>{title}</h1>"]
+    body, said = [HEAD, f"<title>{title}</title><h1>{title}</h1>"], []
     for i, story in enumerate(stories):
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
-        if story.flags:
-            body.append(headline(story))
-            body.append(f"<ul>{elements('li', map(visible, sentences(story)))}</ul>")
-        else:
+        if not story.flags:
             body.append(f"<p>published, dashed: {visible(story.source)}</p>")
+            continue
+        sentences = health(story.rows, story.flags, *story.starts[:1]) or ["nothing unhealthy"]
+        said += [f"{story.name}: {sentence}" for sentence in sentences]
+        body += [headline(story), f"<ul>{elements('li', map(visible, sentences))}</ul>"]
     figures = [chart_figure(metric, stories) for metric in CHARTS]
     body.append(f'<h2>Metrics</h2><div class="grid">{"".join(figures)}</div>')
     body.append("<h2>The same held-out prompts at every evaluation</h2>")
     body += map(answers, runs)
-    body.append(f"<h2>Flags</h2>{flag_table(runs)}")
-    head = f"{HEAD}<title>{title}</title>"
-    inside = "\n".join(body)
-    replace_text(path, f'<!doctype html>\n<html lang="en">{head}{inside}</html>\n')
+    body.append(f"<h2>Flags</h2>{flag_table(runs)}</html>\n")
+    replace_text(path, "\n".join(body))
+    return said
 
 
 def main(arguments: list[str]) -> int:
@@ -457,10 +371,10 @@ def main(arguments: list[str]) -> int:
     paths = [Path(each) for each in arguments]
     folders = [path for path in paths if path.suffix != ".csv"]
     need(folders, "--report: expected folders of runs")
-    for story in map(read_story, folders):
-        for sentence in sentences(story):
-            print(f"{story.name}: {printable(sentence)}")
     place = folders[0] if len(folders) == 1 else folders[-1].parent
-    write_report(paths, place / "report.html")
+    # a missing field: the files of another version, or of another program
+    with expecting(f"--report {' '.join(arguments)}: cannot make a page of these runs"):
+        for sentence in write_report(paths, place / "report.html"):
+            print(printable(sentence))
     print(f"the report is in {place}/report.html")
     return 0

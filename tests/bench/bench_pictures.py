@@ -1,12 +1,13 @@
 """Draw the pictures of the README and of docs/ as SVG, from numbers that this program measures.
 
-    python tests/bench/bench_pictures.py                 # docs/pictures: half a minute
-    python tests/bench/bench_pictures.py --run runs/gspo-1 --real runs/gspo-0 runs/grpo-0
+    python tests/bench/bench_pictures.py                 # ratios.svg and length.svg: half a minute
+    python tests/bench/bench_pictures.py --run runs/gspo-1 runs/gspo-2 --real runs/real-1
+    python tests/bench/bench_pictures.py --long docs/runs/long/rows.jsonl
 
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
-the built-in policy and of a pretrained model. A curve is the mean of an algorithm's runs. long.svg
-needs the rows that long.py writes: --long docs/runs/long/rows.jsonl
+the built-in policy and of a pretrained model. A curve is the mean of runs. long.svg needs the rows
+that long.py writes. loop.svg has no numbers and is edited by hand.
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
@@ -189,75 +190,53 @@ def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
 
 
 def curve_picture(stories: list[Story]) -> str:
-    """Draw held-out accuracy by step. A curve is the mean of an algorithm's runs, with bars from
-    the lowest seed to the highest."""
-    seeds: dict[str, list[dict[int, float]]] = {}  # algorithm -> accuracy by step, of each seed
-    for story in stories:
-        seeds.setdefault(story.flags["algo"], []).append(dict(points_of(story, "eval_solved")))
-    steps = list(next(iter(seeds.values()))[0])
-    values = {name: [[run[step] for run in runs] for step in steps] for name, runs in seeds.items()}
-    low, high = accuracy_range([each for those in values.values() for each in those])
-    margin = steps[-1] / 30 if len(values) > 1 else 0  # bars stand side by side
-    x_range = (-margin, steps[-1] + margin)
-    plot = Plot(x_range, (low, high), left=58, right=368, top=62, bottom=262)
+    """Draw held-out accuracy by step: the mean of an algorithm's runs, with bars from the lowest
+    seed to the highest."""
+    flags = stories[0].flags
+    algorithms = {story.flags["algo"] for story in stories}
+    assert len(algorithms) == 1, f"one algorithm a picture, not {algorithms}"
+    curves = [dict(points_of(story, "eval_solved")) for story in stories]
+    solved = {step: [curve[step] for curve in curves] for step in curves[0]}
+    steps = list(solved)
+    every = [value for those in solved.values() for value in those]
+    low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
+    if not 0 < high - low < 0.7:  # they are not close together
+        low, high = 0.0, 1.0
+    plot = Plot((0, steps[-1]), (low, high), left=58, right=368, top=62, bottom=262)
     ticks = [low + (high - low) * i / 4 for i in range(5)]
     drawn = [*plot.ticks_of_y({tick: f"{tick:.0%}" for tick in ticks})]
     drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
     drawn.append(words(368, 294, "training step", "dim", "end"))
-    flags, told = stories[0].flags, []
     model = Path(flags["model"]).name.removesuffix("-Instruct")
-    about = f"{model} on {flags['data'] or flags['task']}, greedy"
-    several = len(stories) > len(seeds)
-    if several:
-        about += f", mean of {len(stories) // len(seeds)} seeds"
+    about = f"{model} on {flags['data'] or flags['task']}, greedy, mean of {len(stories)} seeds"
     drawn.append(words(16, 48, about, "dim"))
-    lasts = sorted((statistics.fmean(those[-1]), name) for name, those in values.items())
-    heights = dict(zip([name for _, name in lasts], apart(plot, lasts)))
-    for i, (name, those) in enumerate(values.items()):
-        look = f"color{i % 4}"
-        beside = (i - (len(values) - 1) / 2) * steps[-1] / 60
-        points = [(step + beside, statistics.fmean(each)) for step, each in zip(steps, those)]
-        drawn.append(plot.line(points, f"curve {look}"))
-        drawn += marks(plot, points, i % 4)
-        if several:
-            for (x, _), each in zip(points, those):
-                drawn.append(plot.line([(x, min(each)), (x, max(each))], f"thin {look}"))
-        first, last = points[0][1], points[-1][1]
-        label = f"{'●■'[i % 2]} {name} {last:.0%}"
-        drawn.append(words(380, heights[name], label, f"word bold {look}"))
-        told.append(f"{name} goes from {first:.1%} to {last:.1%} in {steps[-1]} steps")
-    if several:
-        drawn.append(words(16, 316, "bars: from the lowest to the highest seed", "dim"))
-    described = f"{about}: {'; '.join(told)}."
-    return svg("Held-out problems solved", described, 330 if several else 306, drawn)
-
-
-def accuracy_range(values: list[list[float]]) -> tuple[float, float]:
-    """Return the ends of the axis: 0 and 1, or the fifths around values that are close together."""
-    every = [value for seeds in values for value in seeds]
-    low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
-    return (low, high) if 0 < high - low < 0.7 else (0.0, 1.0)
-
-
-def apart(plot: Plot, lasts: list[tuple[float, str]]) -> list[float]:
-    """Return heights of labels beside the ends of curves, from the lowest up, that do not touch."""
-    heights = []
-    for value, _ in lasts:
-        wanted = plot.y(value) + 5
-        heights.append(min([wanted, *[each - 20 for each in heights[-1:]]]))
-    return heights
+    points = [(step, statistics.fmean(those)) for step, those in solved.items()]
+    drawn.append(plot.line(points, "curve color0"))
+    drawn += marks(plot, points, 0)
+    for step, those in solved.items():
+        drawn.append(plot.line([(step, min(those)), (step, max(those))], "thin color0"))
+    first, last = points[0][1], points[-1][1]
+    label = f"● {flags['algo']} {last:.0%}"
+    drawn.append(words(380, plot.y(last) + 5, label, "word bold color0"))
+    drawn.append(words(16, 316, "bars: from the lowest to the highest seed", "dim"))
+    told = f"{flags['algo']} goes from {first:.1%} to {last:.1%} in {steps[-1]} steps"
+    return svg("Held-out problems solved", f"{about}: {told}.", 330, drawn)
 
 
 # ---- long.svg ------------------------------------------------------------------------------------
 
-LONG_ROWS = {"gspo": "gspo, 3e-4 and 4e-4", "grpo": "grpo", "gspo, 0.2": "gspo, 0.2, dashed"}
-LONG_LINES = ("curve", "curve", "edge")
+LONG_ROWS = {  # row -> its line, its legend and the place of that
+    "gspo": ("curve", "● gspo, 3e-4 and 4e-4", 16),
+    "grpo": ("curve", "■ grpo", 216),
+    "gspo, 0.2": ("edge", "● gspo, 0.2, dashed", 296),
+}
 
 
 def long_picture(runs: list[dict]) -> str:
     """Draw held-out accuracy by step, a panel for each learning rate: mean and range of seeds."""
-    runs = [run for run in runs if run["row"] in LONG_ROWS]
-    runs = [run for run in runs if (run["updates"], run["tokens"], run["more"]) == (16, 80, "")]
+    same = {"updates": 16, "tokens": 80, "more": "", "task": "chains"}
+    runs = [{"task": "chains"} | run for run in runs]  # the first rows do not name it
+    runs = [run for run in runs if run["row"] in LONG_ROWS and same.items() <= run.items()]
     rates = sorted({run["lr"] for run in runs})
     drawn, told, wide = [], [], 404 / len(rates)
     count = len({run["seed"] for run in runs})
@@ -271,84 +250,25 @@ def long_picture(runs: list[dict]) -> str:
         labels = {share / 4: f"{share / 4:.0%}" if panel == 0 else "" for share in range(5)}
         drawn += plot.ticks_of_y(labels)
         drawn += plot.ticks_of_x([4, 8, 12, 16], "step" if panel == 0 else "")
-        for color, row in enumerate(LONG_ROWS):
+        for color, (row, (look, *_)) in enumerate(LONG_ROWS.items()):
             curves = [run["solved"] for run in runs if (run["row"], run["lr"]) == (row, lr)]
             values = {int(step): [curve[step] for curve in curves] for step in curves[0]}
             points = [(step, statistics.fmean(those)) for step, those in values.items()]
             low = [(step, min(those)) for step, those in values.items()]
             high = [(step, max(those)) for step, those in values.items()]
             drawn.append(plot.line(low + high[::-1], f"area color{color}"))
-            drawn.append(plot.line(points, f"{LONG_LINES[color]} color{color}"))
+            drawn.append(plot.line(points, f"{look} color{color}"))
             drawn += marks(plot, points, color)
             ends = points[0][1], points[-1][1]
             told.append(f"{row} at {name} from {ends[0]:.0%} to {ends[1]:.0%}")
-    for color, said in enumerate(LONG_ROWS.values()):
-        look = f"word bold color{color}"
-        drawn.append(words((16, 216, 296)[color], 306, f"{'●■●'[color]} {said}", look))
+    for color, (_, said, x) in enumerate(LONG_ROWS.values()):
+        drawn.append(words(x, 306, said, f"word bold color{color}"))
     drawn.append(words(16, 330, "line: mean; shaded: lowest to highest seed", "dim"))
     title = "Held-out problems solved, long answers"
     return svg(title, f"{about}: {'; '.join(told)}.", 344, drawn)
 
 
-# ---- loop.svg ------------------------------------------------------------------------------------
-
-
-def loop_picture() -> str:
-    """Draw the three policies and the seven phases of train.py."""
-    policies = {
-        "old_policy": (1, 50, "π_old: samples", "completions"),
-        "ref_policy": (2, 150, "π_ref: frozen,", "for a KL term"),
-        "policy": (0, 250, "π_θ: moves at", "every update"),
-    }
-    phases = {
-        "2  sample": (180, 50, "G completions", "of P prompts"),
-        "3  score": (332, 50, "the verifier's", "rewards"),
-        "4  freeze": (180, 150, "log-probs of", "π_old, π_ref"),
-        "5  compare": (332, 150, "advantages in", "each group"),
-        "6  improve": (180, 250, "four updates", "of π_θ"),
-        "7  report": (332, 250, "metrics, held", "out, checkpoint"),
-    }
-    head = tag("path", class_="head", d="M0 0L8 4L0 8Z")
-    marker = {"id": "head", "viewBox": "0 0 8 8", "refX": 7, "refY": 4, "markerWidth": 5}
-    drawn = [tag("marker", head, **marker, markerHeight=5, orient="auto")]
-    for name, (color, y, *lines) in policies.items():
-        drawn += card(f"policy color{color}", f"word bold color{color}", 24, y, 138, name, lines)
-    for name, (x, y, *lines) in phases.items():
-        drawn += card("card", "bold", x, y, 132, name, lines)
-    flows = ["M162 84H178", "M312 84H330", "M246 118V148", "M398 118V148", "M246 218V248"]
-    flows += ["M162 106H171V172H178", "M162 190H178", "M312 284H330", "M180 284H164"]
-    flows += ["M312 184H330", "M370 218V234H290V248"]
-    flows += ["M24 284H10V84H22"]  # pi_old <- pi_theta
-    drawn += [tag("path", class_="flow", d=flow) for flow in flows]
-    drawn.append(tag("path", class_="edge color2", d="M93 250V222"))
-    drawn.append(words(254, 138, "completions", "dim"))
-    drawn.append(words(404, 138, "rewards", "dim"))
-    drawn.append(words(378, 238, "advantages", "dim"))
-    drawn.append(words(16, 140, "1  snapshot", "bold"))
-    drawn.append(words(100, 241, "ref_every", "dim"))
-    described = (
-        "The policy is copied to old_policy when a step begins. old_policy samples completions, a "
-        "verifier scores them, log-probs under old_policy and ref_policy are computed once, the "
-        "completions of a group are compared, the updates improve the policy, and a report ends "
-        "the step."
-    )
-    return svg("One step of training, three policies", described, 336, drawn)
-
-
-def card(look: str, name_look: str, x: int, y: int, width: int, name: str, lines) -> list[str]:
-    """Return a box with a name and two lines of text."""
-    drawn = [box(look, x, y, width, 68), words(x + 10, y + 22, name, name_look)]
-    return drawn + [words(x + 10, y + 40 + 18 * i, line, "dim") for i, line in enumerate(lines)]
-
-
 # ---- ratios.svg and length.svg -------------------------------------------------------------------
-
-
-def varied(found: list[Completion]) -> Completion:
-    """Choose the completion with the most ratios that differ visibly from 1, by 1% or more, among
-    those with 16 to 24 tokens whose ratios all fit on the axis."""
-    some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
-    return max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
 
 
 def ratios_picture(shown: Completion) -> str:
@@ -389,12 +309,6 @@ def ratios_picture(shown: Completion) -> str:
     return svg("Token ratios, and the ratio of their completion", described, 394, drawn)
 
 
-def deciles(values: list[float]) -> tuple[float, float, float]:
-    """Return the values below which 10%, 50% and 90% of all are."""
-    cuts = statistics.quantiles(values, n=10, method="inclusive")
-    return cuts[0], cuts[4], cuts[8]
-
-
 def by_length(found: list[Completion], least: int = 50) -> dict[int, list[Completion]]:
     """Group completions by length, without lengths that fewer than `least` completions have."""
     lengths: dict[int, list[Completion]] = {}
@@ -420,15 +334,16 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
     drawn.append(words(16, 48, "|log ratio| after a step; middle 80% shaded", "dim"))
     told = []
     for color, name in enumerate(("furthest", "log_ratio")):
-        cuts = {
-            length: [math.log10(cut) for cut in deciles([abs(getattr(one, name)) for one in same])]
-            for length, same in groups.items()
-        }
-        low, middle, high = ([(length, cut[i]) for length, cut in cuts.items()] for i in range(3))
+        low, middle, high = [], [], []
+        for length, same in groups.items():
+            values = [abs(getattr(one, name)) for one in same]
+            cuts = statistics.quantiles(values, n=10, method="inclusive")
+            for curve, cut in ((low, cuts[0]), (middle, cuts[4]), (high, cuts[8])):
+                curve.append((length, math.log10(cut)))
         drawn.append(plot.line(low + high[::-1], f"area color{color}"))
         drawn.append(plot.line(middle, f"curve color{color}"))
         drawn += marks(plot, middle, color)
-        told.append([10 ** cuts[length][1] for length in (min(groups), last)])
+        told.append([10 ** middle[i][1] for i in (0, -1)])
     null = [(length, furthest_of_random_tokens(groups, length)) for length in groups]
     drawn.append(plot.line([(x, math.log10(y)) for x, y in null], "null"))
     for color, clip, said in ((0, 0.2, "GRPO's clip, 0.2"), (1, 4e-4, "GSPO's clip, 0.0004")):
@@ -450,15 +365,6 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def measured_pictures() -> dict[str, str]:
-    with short_run() as run:
-        for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
-            next(run.prompts)
-        found = [one for step in range(STEPS) for one in train_and_compare(run, step + 1)]
-    ratios, length = ratios_picture(varied(found)), length_picture(by_length(found))
-    return {"loop": loop_picture(), "ratios": ratios, "length": length}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -476,7 +382,15 @@ def main() -> None:
         if folders:
             drawn[name] = curve_picture([read_story(folder) for folder in folders])
     if not drawn:
-        drawn = measured_pictures()
+        with short_run() as run:
+            for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
+                next(run.prompts)
+            found = [one for step in range(STEPS) for one in train_and_compare(run, step + 1)]
+        # the completion with the most ratios that differ visibly from 1, and all fit on the axis
+        some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
+        varied = max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
+        drawn["ratios"] = ratios_picture(varied)
+        drawn["length"] = length_picture(by_length(found))
     arguments.out.mkdir(exist_ok=True)
     for name, text in drawn.items():
         (arguments.out / f"{name}.svg").write_text(text, encoding="utf-8")
