@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -128,7 +127,8 @@ def new_run(config: train.Config, shape: dict) -> train.Run:
         algorithm=gspo.ALGOS[config.algo],
         ranks=Ranks(),
         tokenizer=None,
-        ends={"eos_ids": [0], "pad_id": 0},
+        eos_ids=[0],
+        pad_id=0,
         stops=None,
         reward=None,
         lenient=None,
@@ -156,7 +156,8 @@ def one_update(run: train.Run) -> train.Batch:
     samples = rollout.Rollout.of(prompts, tokens, zeros, lengths, lengths > 0, pad_id=0)
     batch = train.Batch(
         step=1,
-        samples=SimpleNamespace(rollout=samples),
+        rollout=samples,
+        samples=[],
         mask=samples.completion_mask,
         dead=torch.zeros(2, dtype=torch.bool),
         correct=None,
@@ -177,7 +178,8 @@ def sample(run: train.Run) -> None:
     makes no difference to the memory of slots, and all prompts are read."""
     prompts = [[2 + i % 8, 2 + i // 8] + [2] * (PROMPT - 2) for i in range(MANY)]
     uniforms = torch.zeros(MANY, 1, LONGEST)
-    run.generate(run.old_policy, prompts, uniforms, cache_gb=run.config.cache_gb, **run.ends)
+    limits = {"cache_gb": run.config.cache_gb, "eos_ids": run.eos_ids, "pad_id": run.pad_id}
+    run.generate(run.old_policy, prompts, uniforms, **limits)
 
 
 # ---- the table -----------------------------------------------------------------------------------
