@@ -214,7 +214,6 @@ PAIRS = r"""
     5:00 ≢ 5    10-20 years ≢ -10 years    10–12 weeks ≢ 12–14 weeks    8 hours 30 minutes ≢ 8 hours
     8\text{ h }30\text{ min} ≢ 8\text{ h}    60\% ≢ 60^\circ    -60° ≢ -60 rad    \text{3-2} ≢ 1
     \text{1:15 PM} ≢ \text{2:30 PM}    \text{10-20 years} ≢ \text{20-30 years}    3 to 2 ↛ 2:3
-    2 to 3 to 4 ↛ 2:3
     # words, case and choices
     \text{yes} ≡ Yes    man bites dog ≡ Man  bites dog    xyz ≡ x \cdot yz    2abc ≡ 2cab
     \text{ Navin } ≡ \text{navin}    \text{The points form a hexagon} ≡ the points form a hexagon
@@ -356,24 +355,10 @@ def test_no_comparison_takes_long(name):
             assert calls_of_python(text, other) < 250_000
 
 
-STARTS = (
-    "√",
-    "\\sqrt{",
-    "\\frac1",
-    "\\sin^",
-    "\\log_",
-    "(",
-    "f(",
-    "-",
-    "|",
-    "1±",
-    "1:2∪",
-    "1^",
-    "!",
-)
+STARTS = r"√ \sqrt{ \frac1 \sin^ \log_ ( f( - | 1± 1:2∪ 1^ !"
 
 
-@pytest.mark.parametrize("piece", STARTS)
+@pytest.mark.parametrize("piece", STARTS.split())
 def test_nothing_is_read_deeper_than_python_can(piece):
     times = answers.MAX_EXPRESSION // len(piece)
     for text in (piece * times, piece * (times - 1) + "5"):

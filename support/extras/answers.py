@@ -183,17 +183,16 @@ def tokenise(text: str) -> list[str]:
     tokens = []
     for token in TOKEN.findall(text):
         word = token.strip('" ')
-        meaning = word.strip(" ,").lower()
+        meaning = MEANINGS_OF_WORDS.get(word.strip(" ,").lower())
         is_symbol = token[0] != '"' and not WORD.fullmatch(token)
-        is_plain = re.search("[0-9]", word) or not re.search(r"\w", word)  # \text{5 cm}
-        if meaning in MEANINGS_OF_WORDS:
-            tokens += MEANINGS_OF_WORDS[meaning]
+        if meaning:
+            tokens += meaning
         elif is_symbol or word in FUNCTIONS or word in ("e", "i"):
             tokens.append(word)
-        elif is_plain and not UNIT_WITH_POWER.fullmatch(word):
-            tokens += tokenise(word)
-        else:
+        elif UNIT_WITH_POWER.fullmatch(word) or not re.search(r"[0-9]|\A\W*\Z", word):
             tokens.append('"' + word)
+        else:  # \text{5 cm}
+            tokens += tokenise(word)
     return tokens
 
 
