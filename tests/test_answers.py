@@ -352,7 +352,7 @@ def test_no_comparison_takes_long(name):
     for size in (10, 40, 150, 9_990):
         text = bench_answers.HOSTILE[name](size)[:10_000]
         for other in (text[1:] + text[:1], text.replace("x", "(x+0)"), "1, 2, 3"):
-            assert calls_of_python(text, other) < 250_000
+            assert calls_of_python(text, other) < 100_000
 
 
 STARTS = r"√ \sqrt{ \frac1 \sin^ \log_ ( f( - | 1± 1:2∪ 1^ !"
