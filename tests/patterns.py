@@ -18,37 +18,22 @@ REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 CATEGORIES = {"CATEGORY_DIGIT": "70", "CATEGORY_SPACE": "  \n", "CATEGORY_WORD": "aB7_x"}
 
 
-def expressions(path: str) -> dict[int, re.Pattern]:
-    """Line -> expression, of every call `re.search("...", ...)` and `re.compile("...")` of a file.
+def expressions(path: str) -> dict[tuple[int, int], re.Pattern]:
+    """(line, column) -> expression, of each call `re.search("...", ...)`, `re.compile("...")`, ...
 
     A local name inside an f-string becomes the word "name"."""
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    calls = ast.walk(ast.parse(Path(ROOT, path).read_text()))
     found = {}
-    for node in ast.walk(ast.parse(Path(ROOT, path).read_text())):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            continue
-        owner = node.func.value
-        if not (isinstance(owner, ast.Name) and owner.id == "re") or node.func.attr == "escape":
-            continue
-        local = {each.id: "name" for each in ast.walk(node.args[0]) if isinstance(each, ast.Name)}
-        scope = local | vars(module)
-        arguments = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-        names = ast.unparse(ast.Tuple(arguments))
-        flags = [getattr(re, name) for name in re.findall(r"re\.([A-Z]+)\b", names)]
-        text = eval(ast.unparse(node.args[0]), scope)
-        found[node.lineno] = re.compile(text, sum(flags))
-    found |= {-n: each for n, each in enumerate(tables(vars(module))) if each not in found.values()}
+    for node in (node for node in calls if isinstance(node, ast.Call)):
+        if re.fullmatch(r"re\.(?!escape)\w+", ast.unparse(node.func)):
+            text = node.args[0]
+            local = {each.id: "name" for each in ast.walk(text) if isinstance(each, ast.Name)}
+            names = re.findall(r"\bre\.([A-Z]+)\b", ast.unparse(node))
+            text = eval(ast.unparse(text), local | vars(module))
+            flags = sum(getattr(re, name) for name in names)
+            found[node.lineno, node.col_offset] = re.compile(text, flags)
     return found
-
-
-def tables(values: dict) -> list[re.Pattern]:
-    """Compiled expressions inside module-level tuples of tuples."""
-    rows = [row for table in values.values() if isinstance(table, tuple) for row in table]
-    return [each for row in rows if isinstance(row, tuple) for each in row if is_pattern(each)]
-
-
-def is_pattern(value: object) -> bool:
-    return isinstance(value, re.Pattern)
 
 
 def repeats(nodes) -> list:
@@ -57,8 +42,7 @@ def repeats(nodes) -> list:
     for operation, argument in nodes:
         if str(operation) in REPEATS and argument[1] > 9:
             found.append(argument[2])
-        for part in parts(argument):
-            found += repeats(part)
+        found += [each for part in parts(argument) for each in repeats(part)]
     return found
 
 
@@ -78,36 +62,30 @@ def sample(nodes, rng: random.Random, pumped=None, length: int = LENGTH) -> str:
         match str(operation):
             case "LITERAL":
                 text += chr(argument)
-            case "NOT_LITERAL":
-                text += rng.choice([c for c in "a (" if ord(c) != argument])
-            case "ANY":
+            case "ANY" | "NOT_LITERAL":
                 text += rng.choice("a (")
             case "IN":
                 text += member(argument, rng)
             case "BRANCH":
                 holding = [each for each in argument[1] if holds(each, pumped)]
                 text += sample(rng.choice(holding or argument[1]), rng, pumped, length)
-            case "SUBPATTERN":
-                text += sample(argument[3], rng, pumped, length)
-            case "ATOMIC_GROUP":
-                text += sample(argument, rng, pumped, length)
+            case "SUBPATTERN" | "ATOMIC_GROUP":
+                text += sample(parts(argument)[0], rng, pumped, length)
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
                 low, high, body = argument
                 if body is pumped:
                     piece = sample(body, rng) or "a"
                     text += piece * (length // len(piece))
                 else:
-                    times = rng.randint(low, min(high, low + 2))
-                    times = max(times, holds(body, pumped))
+                    times = max(rng.randint(low, min(high, low + 2)), holds(body, pumped))
                     text += "".join(sample(body, rng, pumped, length) for _ in range(times))
     return text
 
 
 def holds(nodes, pumped) -> bool:
     """Whether a parsed expression holds the part that is pumped."""
-    if nodes is pumped:
-        return True
-    return any(holds(part, pumped) for _, argument in nodes for part in parts(argument))
+    inside = (part for _, argument in nodes for part in parts(argument))
+    return nodes is pumped or any(holds(part, pumped) for part in inside)
 
 
 def member(choices: list, rng: random.Random) -> str:
@@ -115,11 +93,10 @@ def member(choices: list, rng: random.Random) -> str:
     if str(choices[0][0]) == "NEGATE":
         return rng.choice("a (-")
     operation, argument = rng.choice(choices)
-    match str(operation):
-        case "LITERAL":
-            return chr(argument)
-        case "RANGE":
-            return chr(rng.randint(*argument))
+    if str(operation) == "LITERAL":
+        return chr(argument)
+    if str(operation) == "RANGE":
+        return chr(rng.randint(*argument))
     return rng.choice(CATEGORIES.get(str(argument), "-("))
 
 
@@ -136,7 +113,7 @@ def texts(pattern: re.Pattern, samples: int = 4, length: int = LENGTH) -> list[s
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    for line, pattern in expressions(sys.argv[1]).items():
+    for (line, _), pattern in expressions(sys.argv[1]).items():
         print(f"line {line}: {pattern.pattern[:80]!r}", flush=True)
         for text in texts(pattern):
             pattern.fullmatch(text)

@@ -9,7 +9,7 @@ import random
 import re
 from fractions import Fraction
 from functools import lru_cache, partial
-from math import comb, factorial, inf
+from math import comb, factorial
 from typing import NamedTuple
 
 import mpmath
@@ -17,7 +17,6 @@ import mpmath
 from rewards import DENIAL, final_answer, gold_answer, verifier
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read. A longer one is compared as text
-MAX_DEPTH = 60  # brackets within brackets
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
 MAX_WORK = 22_000  # of a comparison, in something like microseconds
 
@@ -43,29 +42,30 @@ SYMBOLS = r"""
     ∞←\infty  (-∞,∞)←ℝ  ∅←\varnothing,\emptyset  ∪←\cup  :←\colon  =←\in,∈  ≈←\approx  <←\lt
     ≤←<=,\le,\leq,\leqslant  ≥←>=,\ge,\geq,\geqslant  ≠←!=,\ne,\neq
     (←\langle  )←\rangle  ⟨←\{,\lbrace  ⟩←\},\rbrace  |←\lvert,\rvert,\vert,\|
-    ⌊←\lfloor  ⌋←\rfloor  \epsilon←\varepsilon  \phi←\varphi
-    dollar←\$,\textdollar  euro←€  yen←¥  rupee←₹
+    \epsilon←\varepsilon  \phi←\varphi  dollar←\$,\textdollar  euro←€  yen←¥  rupee←₹
 """  # our symbol, and how LaTeX, Unicode and programs write it
-SPACES = (r"\ ", r"\,", r"\;", r"\:", "~", "{,}", "{, }", r"\quad", r"\qquad")  # 1{,}000 is 1 000
 NOTHING = r"""
-    \left \right \mathbf \boldsymbol \underline \fbox \large
+    \, \; \: ~ {,} \quad \qquad \left \right \mathbf \boldsymbol \underline \fbox \large
     \Large \bf \vec \angle \triangle \displaystyle \( \) \[ \]
-"""
+"""  # 1{,}000 is 1 000
 GREEK = """
     α alpha β beta γ gamma δ delta ε epsilon ζ zeta η eta θ theta κ kappa λ lambda μ mu ν nu ξ xi
     π pi ρ rho σ sigma τ tau φ phi ϕ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda
     Σ Sigma Φ Phi Ψ Psi Ω Omega ℓ ell ℏ hbar
 """
+SIGNS, NAMES = GREEK.split()[::2], GREEK.split()[1::2]
 SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789+-n0123456789n")
 
 
-SIGNS, NAMES = GREEK.split()[::2], GREEK.split()[1::2]
-MEANINGS = dict.fromkeys(SPACES, " ") | dict.fromkeys(NOTHING.split(), "")  # symbol -> ours
-MEANINGS |= {sign: f"\\{name} " for sign, name in zip(SIGNS, NAMES)}
-for row in SYMBOLS.split():
-    ours, _, others = row.partition("←")
-    meaning = f" {ours} " if ours[-1].isalpha() else ours
-    MEANINGS |= dict.fromkeys(others.split(","), meaning)
+def table(rows: str) -> dict[str, str]:
+    """Return {"\\times": "*", "×": "*", ...} of the row `*←\\times,×`."""
+    pairs = [row.split("←") for row in rows.split()]
+    return {other: ours for ours, others in pairs for other in others.split(",")}
+
+
+MEANINGS = {other: f" {ours} " for other, ours in table(SYMBOLS).items()}
+MEANINGS |= {sign: f" \\{name} " for sign, name in zip(SIGNS, NAMES)}
+MEANINGS |= dict.fromkeys((r"\ ", "{, }", *NOTHING.split()), " ")
 
 SYMBOL = re.compile(
     r"""
@@ -84,43 +84,59 @@ TEXT_BOX = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|emph|mathrm|mbox|hbox|operatorname)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
-REPEATING = re.compile(
-    r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*(?:\{([0-9]+)\}|([0-9]))(?![0-9])"
-)
 DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
+
+BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
+FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
+SAYS = "is|are|equals|about|approximately"
+LEAD_IN = (
+    rf'"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
+)
+
+
+def our_symbol(found: re.Match) -> str:
+    """Return ` \\frac12  *  \\pi ` for `½·π`, and `x^{4}` for `x⁴`."""
+    if found["raised"]:
+        return f"^{{{found[0].translate(SMALL)}}}"
+    if found["lowered"]:
+        return f"_{{{found[0].translate(SMALL)}}}"
+    return MEANINGS.get(found[0], found[0])
+
+
+def repeated(found: re.Match) -> str:
+    """Return a repeating decimal as a fraction: `(\\frac{15}{90})` for `0.1\\overline{6}`."""
+    whole, once, again = found.groups()
+    above = int(whole + once + again) - int("0" + whole + once)
+    return f"(\\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}})"
+
+
 REWRITES = (  # a pattern, and its replacement
     (re.compile('"'), " "),
+    (re.compile(r"\A(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) \(?([A-E])\)?\}?\Z"), r"\1"),
     (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
     (re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
     (re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
     (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
     (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
     (re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
-    (REPEATING, lambda found: repeated(*found.groups())),  # 0.1\overline{6}
+    (re.compile(r"\\overline\s*([0-9])"), r"\\overline{\1}"),
+    (re.compile(r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*\{([0-9]+)\}(?![0-9])"), repeated),
     (re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
     (TEXT_BOX, r'"\1"'),
     (re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
     (re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
     (re.compile(r"\\!\s*"), ""),  # 32,\! 349
     (re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
-)
-# read in one way only: "mmmm" as m, mm, ... in all ways would take exponential time
-UNIT = r"(?:k?g|[cmk]?m(?!ol)|s|mol|[JKN])(?:\^\{-[0-9]\})? ?"
-BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
-FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
-MIXED = re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})")
-SAYS = "is|are|equals|about|approximately"
-LEAD_IN = (
-    rf'^"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
-)
-REWRITES_OF_OURS = (  # as above, in our symbols
-    (re.compile(rf"{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
-    (re.compile(rf"^(?=.*\^\{{-)(.*[0-9] )((?:{UNIT})++)$"), r'\1"\2"'),  # 9.8 m s^{-2}
+    (SYMBOL, our_symbol),  # from here on all is in our symbols
+    (re.compile(r"\A\s+"), ""),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z"), ""),  # a full stop, the end of a row
+    (re.compile(rf"^{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
     (re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
     (re.compile('" ?/ ?"'), "/"),  # "km"/"h"
     (re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
     (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
-    (MIXED, r"\1{\2+\3}"),  # 3\frac12, 3 1/2
+    (re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3\frac12, 3 1/2
 )
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
@@ -137,7 +153,7 @@ TOKEN = re.compile(
       )
       (?: [eE] [-+]? [0-9]{1,3} (?![0-9]) )?                 # 1.5e-3
     | "[^"]*"                                                # \text{...}
-    | \\begin \s* \{\w+\*?\} (?: \s* \{[lcr|\s]*\} )?        # a matrix, with its columns
+    | \\begin \s* \{ (?: (?: [pbB] | small )? matrix | array ) \} (?: \s* \{[lcr|\s]*\} )?
     | (?: cm | m | km | ft | mi ) / (?: h | hr | min | s (?: \^2 )? ) \b  # 10 m/s
     | \\ (?! log | ln | lim | sum | prod ) [a-zA-Z]+ [ ]? _ (?: \w | \{[^{}]*\} )  # \mu_0
     | \\ (?: [a-zA-Z]+ | \\ )                                # a command, or the end of a row
@@ -153,64 +169,31 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 WORD = re.compile(r"[a-zA-Z]{2,}|[a-z]+/[a-z]+(\^2)?|[a-z]{2}\^\{?[23]\}?")
-END = re.compile(r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z")  # a full stop, the end of a row
 CLOSING = (")", "]", "⟩")
+MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "infinity": ["∞"], "pi": ["\\pi"]}
+MEANINGS_OF_WORDS |= {"sqrt": ["\\sqrt"]} | dict.fromkeys(("%", "percent", "pct"), ["/", "100"])
 
 
 def tokenise(text: str) -> list[str]:
     """Return the tokens of an answer. A word, or a text in a box, starts with `"`."""
-    text = rewritten(text, REWRITES)
-    text = END.sub("", " ".join(SYMBOL.sub(our_symbol, text).split()))
-    if len(text) > 2 * MAX_EXPRESSION:
-        raise Unreadable("too long")
-    tokens = []
-    for token in TOKEN.findall(rewritten(text, REWRITES_OF_OURS)):
-        if token == "%":
-            tokens += ["/", "100"]
-        elif token[0] == '"' or WORD.fullmatch(token):
-            tokens += word_tokens(token.strip('" '))
-        else:
-            tokens.append(token)
-    return tokens
-
-
-def rewritten(text: str, rewrites: tuple) -> str:
-    for pattern, meaning in rewrites:
+    for pattern, meaning in REWRITES:
         text = pattern.sub(meaning, text)
-    return text
-
-
-def repeated(whole: str, once: str, in_braces: str | None, alone: str | None) -> str:
-    """Return a repeating decimal as a fraction: `(\\frac{15}{90})` for `0.1\\overline{6}`."""
-    again = in_braces or alone
-    above = int(whole + once + again) - int("0" + whole + once)
-    return f"(\\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}})"
-
-
-def our_symbol(found: re.Match) -> str:
-    """Return `\\frac12*\\pi ` for `\\dfrac12·π`, and `x^4` for `x⁴`."""
-    if found["raised"]:
-        return f"^{{{found[0].translate(SMALL)}}}"
-    if found["lowered"]:
-        return f"_{{{found[0].translate(SMALL)}}}"
-    return MEANINGS.get(found[0], found[0])
-
-
-MEANINGS_OF_WORDS = {"and": ["and"], "or": ["or"], "percent": ["/", "100"], "pct": ["/", "100"]}
-MEANINGS_OF_WORDS |= {"infinity": ["∞"], "pi": ["\\pi"], "sqrt": ["\\sqrt"]}
-
-
-def word_tokens(word: str) -> list[str]:
-    """Return the tokens of a word, or of the text in a box."""
-    meaning = word.strip(" ,").lower()
-    if meaning in MEANINGS_OF_WORDS:
-        return MEANINGS_OF_WORDS[meaning]
-    if word in FUNCTIONS or word in ("e", "i"):
-        return [word]
-    plain = re.search("[0-9]", word) or not re.search(r"\w", word)  # \text{5 cm}
-    if plain and not UNIT_WITH_POWER.fullmatch(word):
-        return tokenise(word)
-    return ['"' + word]
+        if len(text) > 2 * MAX_EXPRESSION:
+            raise Unreadable("too long")
+    tokens = []
+    for token in TOKEN.findall(text):
+        word = token.strip('" ')
+        meaning = MEANINGS_OF_WORDS.get(word.strip(" ,").lower())
+        is_symbol = token[0] != '"' and not WORD.fullmatch(token)
+        if meaning:
+            tokens += meaning
+        elif is_symbol or word in FUNCTIONS or word in ("e", "i"):
+            tokens.append(word)
+        elif UNIT_WITH_POWER.fullmatch(word) or not re.search(r"[0-9]|\A\W*\Z", word):
+            tokens.append('"' + word)
+        else:  # \text{5 cm}
+            tokens += tokenise(word)
+    return tokens
 
 
 # ---------------------------------------------------------------------- parsing
@@ -219,8 +202,8 @@ def word_tokens(word: str) -> list[str]:
 class Node(NamedTuple):
     """A piece of an answer: its kind, the pieces inside it, and a value of its own.
 
-    number (value: a Fraction, or infinity), letter, word
-    call (value: its name, or ⌊): of arguments. A known function: argument, perhaps a base
+    number (value: a Fraction), infinity, minus infinity, letter, word
+    call (value: its name): of arguments. A known function: argument, perhaps a base
     sum, product, ratio, union: of two pieces or more
     negative, inverse, absolute, factorial: of one
     power: base, exponent. root: degree, radicand. binomial: above, below
@@ -238,11 +221,8 @@ def number(value) -> Node:
 
 
 ZERO = number(0)
-MINUS_ONE = Node("negative", (number(1),))
-INFINITY = Node("number", value=inf)
-MINUS_INFINITY = Node("number", value=-inf)
-PRECEDENCE = {"∪": 1, ":": 1, "\\over": 1}
-PRECEDENCE |= {"+": 2, "-": 2, "±": 2, "∓": 2, "*": 3, "/": 3, "^": 4}
+INFINITY, MINUS_INFINITY = Node("infinity"), Node("minus infinity")
+PRECEDENCE = {"∪": 1, ":": 1, "\\over": 1, "+": 2, "-": 2, "±": 2, "∓": 2, "*": 3, "/": 3, "^": 4}
 RELATIONS = ("=", "≠", "<", ">", "≤", "≥", "≈")
 SEPARATORS = (",", ";", "and", "or")
 TURNED = {">": "<", "≥": "≤"}
@@ -250,8 +230,6 @@ COMMANDS = "|".join([*NAMES, "partial", "nabla", "det", "dim", "deg"])
 LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTALL)
 CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
-ENCLOSED = {"|": "|", "⌊": "⌋"}
-MATRICES = ("matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array")
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
@@ -283,27 +261,21 @@ CHANGES_VALUE = re.compile(  # words beside a number that are neither its unit n
     re.VERBOSE | re.IGNORECASE,
 )
 POWERS = {"square": "2", "cubic": "3"}
-CURRENCIES = {name: name for name in ("dollar", "euro", "yen", "rupee")}
-CURRENCIES |= {"usd": "dollar", "rs": "rupee"}
-SAME_UNIT = {  # other ways to write a unit
-    **{"centimeter": "cm", "meter": "m", "feet": "ft", "foot": "ft", "inches": "in", "inch": "in"},
-    **{"mile": "mi", "milliliter": "mL", "ml": "mL", "liter": "L", "minute": "min", "second": "s"},
-    **{"hour": "h", "hr": "h", "per": "/", "mph": "mi / h", "sq": "square", "°": "degree"},
-    **CURRENCIES,
-}
+CURRENCIES = ("dollar", "euro", "yen", "rupee")
+SAME_UNIT = table("""
+    cm←centimeter  m←meter  ft←feet,foot  in←inches,inch  mi←mile  mL←milliliter,ml  L←liter
+    min←minute  s←second  h←hour,hr  /←per  mi·/·h←mph  square←sq  degree←°  dollar←usd  rupee←Rs,rs
+""")  # other ways to write a unit
 
 
 def read(text: str) -> Node:
-    """Return the tree of an answer. Raise Unreadable if our grammar has none."""
-    parser = Parser(tokenise(text))
-    found = parser.listed()
-    parser.take("")
-    return collected(alternatives(found))
+    """Return the tree of an answer. Raise Unreadable if our grammar has none.
 
-
-def collected(node: Node) -> Node:
-    """Return the item of a list of one, x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3,
+    It is the item of a list of one, x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3,
     and (x, y) = (3, -2) for x = 3, y = -2 in the order of the names."""
+    parser = Parser(tokenise(text))
+    node = alternatives(parser.listed())
+    parser.take("")
     if len(node.items) == 1:
         return node.items[0]
     named = [item.items for item in node.items if is_named(item)]
@@ -325,15 +297,11 @@ class Parser:
     def __init__(self, tokens: list[str]):
         self.tokens = ["", *tokens[::-1]]
         self.last = ""  # the token taken last
-        self.depth = 0  # of recursion
         self.bars = 0  # open | of absolute values
         self.angles = 0  # functions of an angle that are open: there 30° is pi/6
 
     def next_is(self, *symbols: str) -> bool:
         return self.tokens[-1] in symbols
-
-    def next_is_word(self) -> bool:
-        return self.tokens[-1].startswith('"')
 
     def take(self, *expected: str) -> str:
         """Take the next token, which must be one of those expected, if any are."""
@@ -381,37 +349,33 @@ class Parser:
         raise Unreadable("relations of several kinds")
 
     def quantity(self) -> Node:
-        """Read words, or an expression with a currency before it or a unit after it."""
+        """Read words, or an expression with a currency before it or a unit after it.
+
+        Scale words such as million multiply the value."""
         currency = ""
-        if self.next_is_word():
-            words = self.words().strip(" ().:,")
+        if words := self.words().strip(" ().:,"):
             if self.next_is("", *RELATIONS, *SEPARATORS, *CLOSING, "&", "\\\\"):
                 return Node("word", value=words)
-            currency = CURRENCIES.get(words.lower(), "")
-            if not currency:
+            currency = SAME_UNIT.get(words.lower(), words.lower())
+            if currency not in CURRENCIES:
                 raise Unreadable("words before a value")
         value = self.expression()
-        if self.next_is_word() and is_unknown_letter(value):
-            raise Unreadable("a unit without a number")
-        return self.with_unit(value, currency)
-
-    def words(self) -> str:
-        found = []
-        while self.next_is_word():
-            found.append(self.take()[1:])
-        return " ".join(found)
-
-    def with_unit(self, value: Node, unit: str) -> Node:
-        """Read the unit of a value, if any. Scale words such as million multiply the value."""
         words = self.words().split()
+        if words and value.kind == "letter" and has_unknowns(value):
+            raise Unreadable("a unit without a number")
         while words and words[0].lower().rstrip("s") in SCALES:
             scale = SCALES[words.pop(0).lower().rstrip("s")]
             value = combine("*", value, number(scale))
-        text = " ".join(words)
-        if CHANGES_VALUE.search(text):
+        if CHANGES_VALUE.search(" ".join(words)):
             raise Unreadable("words that change the value")
-        text = f"{unit} {text}".strip()
-        return Node("quantity", (value,), unit_of(text)) if text else value
+        unit = unit_of(" ".join([currency, *words]))
+        return Node("quantity", (value,), unit) if unit else value
+
+    def words(self) -> str:
+        found = []
+        while self.tokens[-1].startswith('"'):
+            found.append(self.take()[1:])
+        return " ".join(found)
 
     # expressions
 
@@ -433,34 +397,35 @@ class Parser:
             return self.tokens[-2:-1] == ["^"]
         if token == "|":
             return self.bars == 0
-        if token in ("(", "{", "⌊", "\\frac", "\\sqrt", "\\binom"):
+        if token in ("(", "{", "\\frac", "\\sqrt", "\\binom"):
             return True
         return token.strip("\\") in FUNCTIONS or LETTER.fullmatch(token) is not None
 
     def operand(self) -> Node:
         """Read the text between two signs. Roots and functions end there without brackets."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise Unreadable("too deep")
-        node = self.operand_of(self.take())
-        self.depth -= 1
-        return node
-
-    def operand_of(self, token: str) -> Node:
+        token = self.take()
         if token in ("+", "-", "±", "∓"):
             return combine(token, ZERO, self.expression(PRECEDENCE["^"]))
         if token == "\\frac":
             return combine("/", self.digit_or_operand(), self.digit_or_operand())
         if token == "\\sqrt":
-            return self.root()
+            degree = number(2)
+            if self.taken("["):
+                degree = self.expression()
+                self.take("]")
+            return Node("root", (degree, self.operand()))
         if token == "\\binom":
             return Node("binomial", (self.digit_or_operand(), self.digit_or_operand()))
         if token in ("(", "[", "⟨", "{"):
             return self.bracket(token)
-        if token in ENCLOSED:
-            return self.enclosed(token)
-        if token.startswith("\\begin"):
-            return self.matrix(token.partition("{")[2].partition("}")[0])
+        if token == "|":
+            self.bars += 1
+            inside = self.expression()
+            self.take("|")
+            self.bars -= 1
+            return Node("absolute", (inside,))
+        if token.startswith("\\begin") and token.endswith("}"):
+            return self.matrix()
         if token.strip("\\") in FUNCTIONS:
             return self.function(token.strip("\\"))
         if token == "∞":
@@ -477,11 +442,10 @@ class Parser:
         if not self.next_is("(") or letter in CONSTANTS:
             return Node("letter", value=name)
         inside = list(itertools.takewhile(lambda token: token != ")", self.tokens[-2::-1]))
-        if letter in inside or name in inside:  # y(y - 2)
-            return Node("letter", value=name)
         letters = [token for token in inside if not re.fullmatch("[-0-9./]+", token)]
         is_small = len(letters) < 2 and all(map(LETTER.fullmatch, letters))
-        if not (letter in CALLED or "," in inside or is_small):
+        may_be_call = letter in CALLED or "," in inside or is_small
+        if not may_be_call or letter in inside or name in inside:  # y(y - 2)
             return Node("letter", value=name)
         argument = self.bracket(self.take())
         return Node("call", argument.items if argument.kind == "()" else (argument,), name)
@@ -494,8 +458,7 @@ class Parser:
             return value
         if self.angles:
             return Node("product", (value, Node("letter", value="\\pi"), number("1/180")))
-        scale = self.taken("C", "F", '"C', '"F')  # 20°C
-        return Node("quantity", (value,), unit_of("° " + scale))
+        return Node("quantity", (value,), unit_of("° " + self.taken("C", "F", '"C', '"F')))
 
     def digit_or_operand(self) -> Node:
         """Read the argument of a LaTeX command: without braces one digit, as in \\frac12."""
@@ -505,13 +468,6 @@ class Parser:
                 self.tokens.append(digits[1:])
             return number(digits[0])
         return self.operand()
-
-    def root(self) -> Node:
-        degree = number(2)
-        if self.taken("["):
-            degree = self.expression()
-            self.take("]")
-        return Node("root", (degree, self.operand()))
 
     def bracket(self, opening: str) -> Node:
         bars, self.bars = self.bars, 0
@@ -525,18 +481,7 @@ class Parser:
             return alternatives(Node("set", items))
         return Node(kind, items)  # (1, 2} has no value
 
-    def enclosed(self, opening: str) -> Node:
-        self.bars += opening == "|"
-        value = self.expression()
-        self.take(ENCLOSED[opening])
-        self.bars -= opening == "|"
-        if opening == "|":
-            return Node("absolute", (value,))
-        return Node("call", (value,), opening)  # ⌊n/100⌋ is not ⌊n/10⌋, though both may be 0
-
-    def matrix(self, kind: str) -> Node:
-        if kind not in MATRICES:
-            raise Unreadable(kind)
+    def matrix(self) -> Node:
         rows = []
         while not self.taken("\\end"):
             row = [self.quantity()]
@@ -554,25 +499,21 @@ class Parser:
             base = [self.digit_or_operand()]
         if self.taken("^"):
             power = self.operand()
-        if power == MINUS_ONE and "arc" + name in FUNCTIONS:
+        if power == Node("negative", (number(1),)) and "arc" + name in FUNCTIONS:
             name, power = "arc" + name, None
         self.angles += name in ANGLES
-        value = Node(name, (self.argument(), *base))
-        self.angles -= name in ANGLES
-        if power is not None:
-            value = Node("power", (value, power))
-        return value
-
-    def argument(self) -> Node:
-        """Read brackets, or a product up to the next sign or function: sin 2x cos y."""
         if self.next_is("(", "{"):
-            return self.postfixed(self.operand())
-        factors = [self.expression(PRECEDENCE["^"])]
-        while self.product_without_sign() and self.tokens[-1].strip("\\") not in FUNCTIONS:
-            if self.next_is("("):
-                break
-            factors.append(self.expression(PRECEDENCE["^"]))
-        return Node("product", tuple(factors))
+            argument = self.postfixed(self.operand())
+        else:  # a product up to the next sign or function: sin 2x cos y
+            factors = [self.expression(PRECEDENCE["^"])]
+            while self.product_without_sign() and self.tokens[-1].strip("\\") not in FUNCTIONS:
+                if self.next_is("("):
+                    break
+                factors.append(self.expression(PRECEDENCE["^"]))
+            argument = Node("product", tuple(factors))
+        self.angles -= name in ANGLES
+        value = Node(name, (argument, *base))
+        return value if power is None else Node("power", (value, power))
 
 
 KINDS = {"+": "sum", "*": "product", "^": "power", ":": "ratio", "∪": "union"}
@@ -582,7 +523,8 @@ GROWING = ("sum", "product", "ratio", "union")
 def combine(symbol: str, left: Node, right: Node) -> Node:
     """Return a node of one operation. Sums, products and unions grow and do not nest."""
     if symbol == "-":
-        symbol, right = "+", Node("negative", (right,))
+        negative = Node("negative", (right,))
+        symbol, right = "+", MINUS_INFINITY if right == INFINITY else negative
     if symbol in ("/", "\\over"):
         symbol, right = "*", Node("inverse", (right,))
     if symbol == "+" and left == ZERO:
@@ -594,7 +536,7 @@ def combine(symbol: str, left: Node, right: Node) -> Node:
 
 
 def unit_of(text: str) -> str:
-    """Return one way to write a unit: `mi / h` for miles per hour and for mph."""
+    """Return one way to write a unit: `mi·/·h` for miles per hour and for mph."""
     found = []
     for part in re.findall(r"[a-zA-Z°]+|-?[0-9]|/", text):
         word = part.lower() if len(part) > 2 else part
@@ -602,17 +544,16 @@ def unit_of(text: str) -> str:
         found.append(SAME_UNIT.get(word, SAME_UNIT.get(singular, singular)))
     if found[1:] and found[0] in POWERS:  # square inches are in^2
         found = [found[1], POWERS[found[0]], *found[2:]]
-    return " ".join(found)
+    return "·".join(found)
 
 
 def is_name(node: Node) -> bool:
     """Return whether a node may be left out before `=`: x, AB, f(x), (x, y), sin A, NO/BO."""
     if node.kind == "word":
         return not CHANGES_VALUE.search(node.value)
-    if node.kind in ("letter", "call"):
-        return node.value not in ENCLOSED  # ⌊7/2⌋ = 4 is not 4
     kinds = (*FUNCTIONS, "product", "()", "absolute", "inverse", "ratio", "matrix", "row")
-    return node.kind in kinds and all(map(is_name, node.items))
+    has_names = node.kind in kinds and all(map(is_name, node.items))
+    return has_names or node.kind in ("letter", "call")
 
 
 def is_named(node: Node) -> bool:
@@ -644,8 +585,7 @@ def with_signs(node: Node, signs: dict[str, str]) -> Node:
 
 # ---------------------------------------------------------------------- values
 
-# letters have other values at each point. At the last, x and y differ in sign, as do most pairs
-POINTS = ("negative", "positive", "58")
+POINTS = ("negative", "positive", "58")  # at "58" x and y differ in sign, as do most pairs
 MP = mpmath.MPContext()  # of our own: other code may change the digits of mpmath's
 MP.dps = 250  # digits, of which the last 20 may be wrong
 CONSTANTS = {"i": MP.mpc(0, 1), "e": +MP.e, "\\pi": +MP.pi}
@@ -668,10 +608,6 @@ def unknown(name: str, point: str) -> Fraction:
 
 def are_exact(*found) -> bool:
     return all(isinstance(value, Fraction) for value in found)
-
-
-def is_infinite(value) -> bool:
-    return isinstance(value, float)
 
 
 def inexact(value):
@@ -711,10 +647,6 @@ def multiply(left, right):
     return bounded(left * right)
 
 
-def divide(left, right):
-    return multiply(left, 1 / right)
-
-
 def power(base, exponent):
     """Return base^exponent, for a negative base and an odd root the real one."""
     degree = exponent.denominator if are_exact(exponent) else 0
@@ -741,9 +673,11 @@ def called(compute, *arguments):
 
 
 OPERATIONS = {  # kind of a node -> its function of one or two values
+    "sum": add,
+    "product": multiply,
     "negative": lambda value: -value,
     "inverse": lambda value: bounded(1 / value),
-    "ratio": divide,
+    "ratio": lambda left, right: multiply(left, 1 / right),
     "power": power,
     "root": lambda degree, radicand: power(radicand, 1 / degree),
     "absolute": lambda value: bounded(abs(value)),
@@ -757,7 +691,7 @@ SLOW = (*FUNCTIONS, "power", "root")  # if the value is not exact
 
 def equal(left, right) -> bool:
     """Compare rationals exactly, other numbers as far as our digits go."""
-    if are_exact(left, right) or is_infinite(left) or is_infinite(right):
+    if are_exact(left, right):
         return left == right
     return add(left, -right) == 0
 
@@ -766,6 +700,7 @@ def equal(left, right) -> bool:
 
 # kinds without a value of their own: compared piece by piece
 STRUCTURES = {*PAIRS, "matrix", "row", "word", "list", "set", "union", "=", "≠", "<"}
+STRUCTURES |= {"infinity", "minus infinity"}  # infinity - infinity is not 0
 
 
 class Comparison:
@@ -781,14 +716,10 @@ class Comparison:
             raise Unreadable("too much work")
 
     def value(self, node: Node, point: str):
-        """Return the value of an expression at a point: a Fraction if exact, a number of mpmath, or
-        a float for infinity and its opposite. Unreadable if there is none."""
+        """Return the value of an expression at a point: a Fraction if exact, else of mpmath."""
         key = (id(node), point)
         if key not in self.known:
-            try:
-                self.known[key] = node, self.computed(node, point)
-            except (ArithmeticError, ValueError, TypeError) as error:
-                raise Unreadable("no value") from error
+            self.known[key] = node, self.computed(node, point)
         return self.known[key][1]
 
     def computed(self, node: Node, point: str):
@@ -803,49 +734,30 @@ class Comparison:
         values = [self.value(item, point) for item in node.items]
         if node.kind == "quantity":
             return values[0]
-        if node.kind == "negative" and is_infinite(values[0]):
-            return -values[0]
-        if any(map(is_infinite, values)):  # infinity - infinity is not 0
-            raise Unreadable("arithmetic with infinity")
         if node.kind == "sum":
             values.sort(key=are_exact, reverse=True)  # 10^30 + pi - 10^30 is pi
-            return self.folded(add, values)
-        if node.kind == "product":
-            return self.folded(multiply, values)
         if node.kind not in OPERATIONS:
             raise Unreadable(f"{node.kind} has no value")
-        value = OPERATIONS[node.kind](*values)
-        self.pay_for(value, slow=node.kind in SLOW)
-        return value
-
-    def folded(self, operation, values: list):
-        total = values[0]
-        for value in values[1:]:
-            total = operation(total, value)
-            self.pay_for(total)
-        return total
-
-    def pay_for(self, value, slow: bool = False) -> None:
-        if are_exact(value):  # most is for the greatest common divisor
-            bits = min(value.numerator.bit_length(), value.denominator.bit_length())
-            self.pay(5 + 8 * (bits // 1000) ** 2 + bits_of(value) // 20)
+        operation = OPERATIONS[node.kind]
+        if node.kind in ("sum", "product"):
+            steps = itertools.accumulate(values, operation)
         else:
-            self.pay(300 if slow else 15)
-
-    # trees
-
-    def same_answers(self, left: Node, right: Node) -> bool:
-        """Return whether two trees mean the same, up to names in front."""
-        units, other_units = units_of(left), units_of(right)
-        if units and other_units and units != other_units:
-            return False
-        left, right = self.without_name(left, right), self.without_name(right, left)
-        return self.same(as_interval(left, right), as_interval(right, left))
+            steps = [operation(*values)]
+        for value in steps:
+            if are_exact(value):  # most is for the greatest common divisor
+                bits = min(value.numerator.bit_length(), value.denominator.bit_length())
+                self.pay(5 + 8 * (bits // 1000) ** 2 + bits_of(value) // 20)
+            else:
+                self.pay(300 if node.kind in SLOW else 15)
+        return value
 
     def same(self, left: Node, right: Node) -> bool:
         """Return whether two trees have the same values, or pieces."""
         self.pay(20)
-        left, right = bare(left), bare(right)
+        if left.kind == "quantity":  # without its unit
+            return self.same(left.items[0], right)
+        if right.kind == "quantity":
+            return self.same(left, right.items[0])
         kinds = {left.kind, right.kind}
         if kinds <= {"list", "set"} or kinds == {"union"}:
             return self.same_collection(left, right)
@@ -856,35 +768,25 @@ class Comparison:
             return False
         if all(map(self.same, left.items, right.items)):
             return True
-        return left.kind in ("=", "≠", "<") and self.proportional(left, right)
+        is_pair = left.kind in ("=", "≠", "<") and len(left.items) == 2
+        return is_pair and self.proportional(left, right)
 
     def same_values(self, left: Node, right: Node) -> bool:
         """Compare values at every point, or at one if there is no letter.
 
-        Points where neither is real are left out if there are others: there sqrt(1/n) = 1/sqrt(n).
-        """
+        Points where neither is real count if there are no others: sqrt(1/n) is 1/sqrt(n)."""
         points = POINTS if has_unknowns(left) or has_unknowns(right) else POINTS[:1]
-        verdicts = []  # of points where neither is real
-        some_are_real = False
-        for point in points:
-            pair = self.value(left, point), self.value(right, point)
-            if all(value.imag for value in pair):
-                verdicts.append(equal(*pair))
-            elif equal(*pair):
-                some_are_real = True
-            else:
-                return False
-        return some_are_real or all(verdicts)
+        pairs = [(self.value(left, point), self.value(right, point)) for point in points]
+        real = [pair for pair in pairs if not all(value.imag for value in pair)]
+        return all(itertools.starmap(equal, real or pairs))
 
     def without_name(self, node: Node, other: Node) -> Node:
         """Return 5 for x = 5, z = 1 + 4 = 5 and 1 + 4 = 5, if the other side is no equation."""
-        if other.kind == "=" or any(map(is_named, other.items)):
+        if node.kind != "=" or other.kind == "=" or any(map(is_named, other.items)):
             return node
-        if node.kind == "=":
-            sides = node.items[1:] if is_name(node.items[0]) else node.items
-            if all(self.same(side, sides[-1]) for side in sides):  # 2 + 3 = 5 is 5
-                return bare(sides[-1])
-        return node
+        sides = node.items[1:] if is_name(node.items[0]) else node.items
+        is_true = all(self.same(side, sides[-1]) for side in sides)  # 2 + 3 = 5 is 5
+        return sides[-1] if is_true else node
 
     def same_collection(self, left: Node, right: Node) -> bool:
         """Return whether the items of both sides are equal, in any order."""
@@ -895,11 +797,10 @@ class Comparison:
             return False
         remaining = list(right.items)
         for item in left.items:
-            places = (n for n, other in enumerate(remaining) if self.same(item, other))
-            place = next(places, None)
-            if place is None:
+            match = next((other for other in remaining if self.same(item, other)), None)
+            if match is None:
                 return False
-            del remaining[place]
+            remaining.remove(match)
         return True
 
     def proportional(self, left: Node, right: Node) -> bool:
@@ -907,13 +808,11 @@ class Comparison:
 
         The constant is above 0 in an inequality. Both must vary."""
         self.pay(150)
-        if len(left.items) != 2:
-            return False
         nodes = [combine("-", *node.items) for node in (left, right)]
         left_values, right_values = ([self.value(node, at) for at in POINTS] for node in nodes)
         if equal(*left_values[:2]) or 0 in right_values:
             return False
-        factors = list(map(divide, left_values, right_values))
+        factors = [multiply(left, 1 / right) for left, right in zip(left_values, right_values)]
         if not all(equal(factor, factors[0]) for factor in factors):
             return False
         return left.kind != "<" or (factors[0].imag == 0 and factors[0] > 0)
@@ -924,39 +823,23 @@ def units_of(node: Node) -> set[str]:
     return found.union(*map(units_of, node.items))
 
 
-def bare(node: Node) -> Node:
-    """Return a node without its unit."""
-    while node.kind == "quantity":
-        node = node.items[0]
-    return node
-
-
 def as_interval(node: Node, other: Node) -> Node:
-    """Return (1, 2] for 1 < x <= 2, if the other side is an interval or a union."""
+    """Return (1, 2] for 1 < x <= 2 and (1, ∞) for x > 1, if the other side is an interval."""
+    sides, signs = node.items, node.value
     if other.kind not in (*PAIRS, "union"):
         return node
-    if node.kind == "list" and node.value == "or" and all(item.kind == "<" for item in node.items):
-        return Node("union", tuple(interval(item) for item in node.items))  # x < 1 or x > 2
-    return interval(node)
-
-
-def interval(node: Node) -> Node:
-    """Return (1, ∞) for x > 1, and the node itself if it is no inequality of one letter."""
+    if node.kind == "list" and signs == "or" and all(side.kind == "<" for side in sides):
+        return Node("union", tuple(as_interval(side, other) for side in sides))  # x < 1 or x > 2
     if node.kind != "<":
         return node
-    sides, signs = node.items, node.value
-    if len(sides) == 2 and is_unknown_letter(sides[0]):  # x < 2
+    if len(sides) == 2 and has_unknowns(sides[0]):  # x < 2
         sides, signs = (MINUS_INFINITY, *sides), ("<", *signs)
     elif len(sides) == 2:  # 1 < x
         sides, signs = (*sides, INFINITY), (*signs, "<")
-    if len(sides) != 3 or not is_unknown_letter(sides[1]):
+    if len(sides) != 3 or sides[1].kind != "letter" or not has_unknowns(sides[1]):
         return node
     kind = {"<": "(", "≤": "["}[signs[0]] + {"<": ")", "≤": "]"}[signs[1]]
     return Node(kind, (sides[0], sides[2]))
-
-
-def is_unknown_letter(node: Node) -> bool:
-    return node.kind == "letter" and node.value not in CONSTANTS
 
 
 # ---------------------------------------------------------------------- answers
@@ -972,29 +855,29 @@ AS_TEXT = re.compile(  # 3:30 pm, 10-20 years, 3-2, 1/2/2024
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-UNORDERED = re.compile(  # A^{-1}B, A^TB, AB - BA: products whose order may count
-    r"(?: (?<![ ,~{])[A-Z]\)? | \{[A-Z]\} ) \^(?: T | \{(?:T|-1)\} ) | ([A-Z])([A-Z])\W+\2\1",
+VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
+UNORDERED = re.compile(  # products whose order may count: A^{-1}B, A^TB, AB - BA, A × B
+    rf"""
+      (?: (?<![ ,~{{])[A-Z]\)? | \{{[A-Z]\}} ) \^(?: T | \{{(?:T|-1)\}} )
+    | ([A-Z])([A-Z])\W+\2\1
+    | {VECTOR} [\s)]* (?:\\times|×) [\s(]* {VECTOR}
+    """,
     re.VERBOSE,
 )
-VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
-CROSS = re.compile(rf"{VECTOR}[\s)]*(?:\\times|×)[\s(]*{VECTOR}")
 CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5, but not (A) or (B)
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
     r"([^A-E\n}][^A-E\n]*)"
 )
-OPTION = re.compile(r"(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) (?:\(([A-E])\)|([A-E]))\}?")
 HEDGE = re.compile(  # words behind a choice that name another one or take it back
     rf"""\b (?: {EITHER} ) \b | \b not \W* [0-9] | (?<! [(\w] ) [a-e] \)
     | \b none \b (?! \W* \Z | \W+ of \W+ (?: these | the \W+ above ) \W* \Z )""",
     re.VERBOSE | re.IGNORECASE,
 )
 SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
-IN_WORDS = re.compile(r"\A\s*([0-9]+)\s+to\s+([0-9]+)\s*\Z")  # 2 to 3
 BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 PERCENT = re.compile(r"(.*?)\s*(?:\\?%|percent|\\text\s*\{\s*percent\s*\})")
-ORDINARY = re.compile(  # words by their look: a vowel, one capital or all
-    r"\b (?= \w* [aeiouyAEIOUY] ) (?: [A-Z]?[a-z]+ | [A-Z]{3,} ) \b", re.VERBOSE
-)
+# words by their look: a vowel, one capital or all
+ORDINARY = re.compile(r"\b(?=\w*[aeiouyAEIOUY])(?:[A-Z]?[a-z]+|[A-Z]{3,})\b")
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -1022,7 +905,7 @@ def same_meaning(given: str, gold: str) -> bool:
     pair = f"{given} {gold}"
     if re.fullmatch("[a-z]{3,} [a-z]{3,}|[A-Z]{2,} [A-Z]{2,}", pair):  # abc and AC are words
         return False
-    if has_matrices(given) or has_matrices(gold):
+    if any(map(UNORDERED.search, (given, gold))):
         return same_text(given, gold)
     kinds = {as_text(given), as_text(gold)}
     if "only" in kinds or "" not in kinds:
@@ -1032,29 +915,22 @@ def same_meaning(given: str, gold: str) -> bool:
         if "word" in (left.kind, right.kind):  # \text{(C)} is C, as a word or as a letter
             are_names = not left.items + right.items
             return are_names and left.value == right.value or same_text(given, gold)
-        return Comparison().same_answers(left, right)
-    except (Unreadable, RecursionError):  # as of 1±1±1...
+        units, other_units = units_of(left), units_of(right)
+        if units and other_units and units != other_units:
+            return False
+        compare = Comparison()
+        left, right = compare.without_name(left, right), compare.without_name(right, left)
+        return compare.same(as_interval(left, right), as_interval(right, left))
+    except (ArithmeticError, ValueError, TypeError, RecursionError):  # 1/0, Unreadable, 1±1±1...
         return same_text(given, gold)
 
 
 def as_text(answer: str) -> str:
     """Return how an answer is a text: "only", "also" (3-2, a score or a difference), or ""."""
-    found = AS_TEXT.fullmatch(TEXT_BOX.sub(unboxed, answer))
+    found = AS_TEXT.fullmatch(answer) or AS_TEXT.fullmatch(TEXT_BOX.sub(r"\1", answer))
     if not found:
         return ""
     return "only" if found[2] or TEXT_BOX.fullmatch(answer) else "also"
-
-
-def unboxed(found: re.Match) -> str:
-    """Return a box of text without its box if it holds a digit or a sign: `\\text{3-2}`."""
-    return found[1] if re.search(r"[0-9]|\A\W*\Z", found[1]) else found[0]
-
-
-def has_matrices(text: str) -> bool:
-    if CROSS.search(text):
-        return True
-    names = re.findall(r"(?<!\^)(?<!\^\{)[A-Z]", text)
-    return len(set(names)) > 1 and UNORDERED.search(text) is not None
 
 
 def same_text(given: str, gold: str) -> bool:
@@ -1076,9 +952,7 @@ def text_words(text: str) -> list[str]:
 
 def gold_allows(given: str, gold: str) -> bool:
     """Return whether the gold answer is this one, written in another way: a choice and its value,
-    the name of the quantity, a ratio in words, a percentage."""
-    if option := OPTION.fullmatch(given):
-        return same_answer(option[1] or option[2], gold)
+    the name of the quantity, a percentage."""
     choice, gold_choice = CHOICE_WITH_VALUE.fullmatch(given), CHOICE_WITH_VALUE.fullmatch(gold)
     if gold_choice and not choice:  # D and 30 are (D) 30
         return any(same_meaning(given, part) for part in gold_choice.groups())
@@ -1091,5 +965,4 @@ def gold_allows(given: str, gold: str) -> bool:
     if percent := PERCENT.fullmatch(gold):  # 50 is 50%, but 0.5 may be 50% or 0.5%
         is_large = BARE_NUMBER.fullmatch(given) is not None and Fraction(given) >= 1
         return is_large and same_meaning(given, percent[1])
-    given = IN_WORDS.sub(r"\1:\2", TEXT_BOX.sub(r"\1", given))
-    return re.fullmatch("[0-9]+ ?: ?[0-9]+", gold) is not None and same_meaning(given, gold)
+    return False

@@ -9,14 +9,13 @@ from support.extras.answers import same_answer
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer, or the last number if nothing is marked, is the gold one."""
-    gold = gold_answer(answer)
     given = final_answer(completion, marked=True)
     text = after_thinking(completion)
     if not re.search(r"<answer>|\\boxed|####", text):
         given, behind = last_number(text[-MAX_TEXT:].strip())
         if DENIAL.search(behind[:100]):
             return False
-    return same_answer(given, gold)
+    return same_answer(given, gold_answer(answer))
 
 
 AROUND = "*_$()[]`'\""  # characters allowed around a number
@@ -35,17 +34,15 @@ PART_BEFORE = re.compile(  # text before a number that changes it
     re.VERBOSE,
 )
 PART_BEHIND = re.compile(  # text behind a number that changes it
-    r"[ ]*(?:[×·÷^_<>≤≥≠±√+*/]|-[ ]*[a-z]\b|[nxyz]{1,3}\b|\\(?!text|mathrm|mbox|q?quad|circ))",
-    re.IGNORECASE,
+    r"(?i)[ ]*(?:[×·÷^_<>≤≥≠±√+*/]|-[ ]*[a-z]\b|[nxyz]{1,3}\b|\\(?!text|mathrm|mbox|q?quad|circ))"
 )
 WORD_BEHIND = re.compile(r" ?(?!(?:is|are|was|in|for|per|each|and(?! an? ))\b)[a-zA-Z-]*[a-zA-Z]")
 
 
 def last_number(text: str) -> tuple[str, str]:
-    """Return (number, text behind it) of the last word with a digit: `-5`, `50%`, `2^5`.
+    """Return the last number of a text with its sign and the word behind it, and the text behind.
 
-    The number has its sign and the word behind it. It is "" where it is a part of an expression, as
-    in `minus 5` or `x + 5`."""
+    The number is "" where it is a part of an expression, as in `minus 5` or `x + 5`."""
     text = re.sub(r"\\[()\[\],;!]", " ", text.replace("−", "-").replace("–", "-"))
     text = re.sub("(?<=[0-9]) / (?=[0-9])", "/", text)  # 10 / 4
     text = re.sub("(?<=[0-9])/[a-z]{3,}", "", text)  # $5/hour
@@ -54,21 +51,16 @@ def last_number(text: str) -> tuple[str, str]:
     if not words:
         return "", ""
     word = words[-1]
-    *_, said = re.split(r"(?<![!<>])=|≈|(?<=[a-zA-Z]):", word[0])  # x=5, answer:5
-    said = said.lstrip(AROUND)
+    said = re.split(r"(?<![!<>])=|≈|(?<=[a-zA-Z]):", word[0])[-1].lstrip(AROUND)  # x=5, answer:5
     number = said.rstrip(AROUND + ".,;:!?")
     before = text[: word.end() - len(said)]
     behind = (said[len(number) :] + text[word.end() :]).lstrip(AROUND)
 
-    if re.search(r"(?:\A|[=:(≈] |\bis )- [$(]*\Z", before):  # the answer is - 5
+    has_minus = re.search(r"(?:\A|[=:(≈] |\bis )- [$(]*\Z", before)  # the answer is - 5
+    if PART_BEHIND.match(behind) or (not has_minus and PART_BEFORE.search(before[-40:])):
+        return "", behind
+    if has_minus:
         number = f"-{number}"
-    elif PART_BEFORE.search(before[-40:]):
-        return "", behind
-    if behind[:1] in ".,;:!?":
-        return number, behind
-    if PART_BEHIND.match(behind):
-        return "", behind
-    unit = WORD_BEHIND.match(behind)  # million, percent, halves
-    if unit:
+    if unit := WORD_BEHIND.match(behind):  # million, percent, halves
         number += f"\\text{{{unit[0]}}}"
     return number, behind
