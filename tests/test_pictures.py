@@ -73,13 +73,8 @@ def test_long_picture_is_mean_and_range_of_seeds():
         for row in pictures.LONG_ROWS
         for seed, end in enumerate((0.5, 0.9))
     ]
-    others = [
-        {"row": "cispo", "lr": 1e-4},
-        {"tokens": 40},
-        {"updates": 4},
-        {"more": "x"},
-        {"task": "numbers"},
-    ]
+    others = [{"row": "cispo", "lr": 1}, {"tokens": 40}, {"updates": 4}, {"more": "x"}]
+    others.append({"task": "numbers"})
     root = drawn(pictures.long_picture(runs + [runs[0] | other for other in others]))
     plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
     curves = of_class(root, "curve") + of_class(root, "edge")
