@@ -73,7 +73,8 @@ def test_long_picture_is_mean_and_range_of_seeds():
         for row in pictures.LONG_ROWS
         for seed, end in enumerate((0.5, 0.9))
     ]
-    others = [{"row": "cispo"}, {"tokens": 40}, {"updates": 4}, {"more": "x"}, {"task": "numbers"}]
+    others = [{"row": "cispo", "lr": 1}, {"tokens": 40}, {"updates": 4}, {"more": "x"}]
+    others.append({"task": "numbers"})
     root = drawn(pictures.long_picture(runs + [runs[0] | other for other in others]))
     plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
     curves = of_class(root, "curve") + of_class(root, "edge")
@@ -96,12 +97,12 @@ def test_a_token_beyond_the_axis_has_no_dot():
 def test_length_picture_has_medians_of_each_length():
     found = [pictures.Completion(["1"] * 6, [0.0] * 6)] * 10  # too few of this length
     for length in (8, 4):
-        spread = [(k - 5) / 100 / length for k in range(11)]  # medians: 0.03 / length
+        spread = [k / 100 / length for k in range(11)]  # medians: 0.05 / length
         found += [pictures.Completion(["1"] * length, [value] * length) for value in spread]
     root = drawn(pictures.length_picture(pictures.by_length(found, 11)))
     plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
-        medians = [(plot.x(x), plot.y(math.log10(0.03 / x))) for x in (4, 8)]
+        medians = [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)]
         assert_near(places(curve), medians)
 
 

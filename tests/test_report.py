@@ -171,6 +171,7 @@ def test_small_changes_look_small(tmp_path):
         assert abs(first - second) < 2  # of 124
     for number in ("0.0237", "51.0%", "6,880", "1.0000"):
         assert re.search(rf">step \d: {number}<", text)
+    assert "0.0237123" not in text and ">1.0020</text>" in text  # a line of the ratio's axis
 
 
 @pytest.mark.parametrize(
