@@ -212,17 +212,14 @@ def copied(source, folder, without=(), **files) -> Path:
 class Calls(list):
     """Replace a function and keep every call of it: (positional, keyword, result).
 
-    change(number of the call, result) may replace a result. Calls for which counts(*positional) is
-    false are not kept."""
+    change(number of the call, result) may replace a result."""
 
-    def __init__(self, function, change=None, counts=None):
+    def __init__(self, function, change=None):
         super().__init__()
 
         @functools.wraps(function)
         def stand_in(*positional, **keyword):
             result = function(*positional, **keyword)
-            if counts is not None and not counts(*positional):
-                return result
             if change is not None:
                 result = change(len(self), result)
             self.append((positional, keyword, result))
@@ -231,10 +228,10 @@ class Calls(list):
         self.stand_in = stand_in
 
 
-def spied(monkeypatch, algorithm, field, change=None, counts=None) -> Calls:
+def spied(monkeypatch, algorithm, field, change=None) -> Calls:
     """The calls of a function that a row of ALGOS names."""
     row = gspo.ALGOS[algorithm]
-    calls = Calls(getattr(row, field), change, counts)
+    calls = Calls(getattr(row, field), change)
     row = dataclasses.replace(row, **{field: calls.stand_in})
     monkeypatch.setitem(gspo.ALGOS, algorithm, row)
     return calls
