@@ -1,6 +1,7 @@
 """The loop of train.py: from the rollout to the gradient, and the metrics."""
 
 import math
+import statistics
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,10 @@ def test_first_gradient_is_reinforce_by_plain_forwards(
     row: sum_i A_i / (N L_i) sum_t (completion), sum_i A_i sum_t / sum L (token), / (N T_max).
     The KL term is 0.3 times the mean of e^x - x - 1, x = ref - new, in the same unit.
     """
+    # answers to 1+1= are right and to 2+1= wrong: no advantage, and the KL needs these rows
+    write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in (1, 2, 3, 4)])
     flags = f"--algo {algorithm} {ONE_UPDATE} --temperature 0.8 --kl-coef 0.3"
+    flags += " --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt"
     with gradients() as steps:
         [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     batch = seen.batches[0]
@@ -456,6 +460,14 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
 
 
+def test_drift_is_a_kl_and_two_spreads():
+    """Log-ratios 0.1 and 0.3 in a completion, -0.2 in another. Padding does not count."""
+    kl = math.fsum(math.exp(x) - 1 - x for x in (0.1, 0.3, -0.2)) / 3
+    ratios, mask = torch.tensor([[0.1, 0.3], [-0.2, 9.0]]), torch.tensor([[1, 1], [1, 0]]) > 0
+    found = list(map(float, train.drift("policy", ratios, mask).values()))
+    assert found == pytest.approx([kl, statistics.pstdev([0.1, 0.3, -0.2]), 0.2], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -515,8 +527,10 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
 
     spied(monkeypatch, "rloo", "loss", spoil)  # no clip that could hold the gradient back
     with gradients() as steps:
-        folder = good(tmp_path, f"{BASE} --algo rloo").folder
+        folder = good(tmp_path, f"{BASE} --algo rloo --max-grad-norm 1e9").folder
     assert len(steps) == 7  # of 8
+    norms = [math.sqrt(sum(float(each.square().sum()) for each in step)) for step in steps[3:]]
+    assert metrics(folder)[1]["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-4)
     assert all(torch.isfinite(tensor).all() for step in steps for tensor in step)
     assert [row["bad_updates"] for row in metrics(folder)] == [1, 0]
     assert all(math.isfinite(value) for row in metrics(folder) for value in row.values())
@@ -583,8 +597,10 @@ def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path):
     same_weights(newest(run.folder), "models/tiny")
 
 
-def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(tmp_path):
+def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_path):
     flags = f"{BASE} --algo opd --teacher models/moe --reward-coef 0 --steps 4 --lr 5e-3"
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
-    assert all(0 <= row["teacher_unlikely"] <= 1 for row in rows)
+    for row, batch in zip(rows, seen.batches, strict=True):
+        unlikely = (batch.teacher_logprobs[batch.mask].exp() < 1e-3).float().mean()
+        assert row["teacher_unlikely"] == pytest.approx(float(unlikely))
