@@ -103,6 +103,9 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert [row["step"] for row in rows] == list(range(1, at + 1))
     drawn = sum(row["prompts_drawn"] for row in rows)
     assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
+    assert (stopped.folder / "report.html").exists()
+    progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
+    assert bool(progress["shaping"]) == (case == "lora")
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
     told = good(tmp_path, command, small=False).out
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
