@@ -82,6 +82,7 @@ BAD_INPUT = [
     ("--eval-data bad.jsonl", "--eval-data: .*--data"),
     ("--overlong-cache 9", "--overlong-cache 9: .*--max-new-tokens"),
     ("--routing-replay", "--routing-replay: "),
+    ("--algo opd", "--algo opd: needs a --teacher"),
     (f"--device {MISSING}", f"--device {MISSING}: there is none here"),
     ("--prompt-template 1+1=", "--prompt-template: .*{prompt}"),
     ("--model models/strict-chat --system 12", "No system"),
