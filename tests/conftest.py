@@ -17,7 +17,7 @@ import transformers  # noqa: E402
 
 import train  # noqa: E402
 from support import tasks  # noqa: E402
-from tools import EXPERTS, SHAPE, furnish, random_policy, spied  # noqa: E402
+from tools import EXPERTS, SHAPE, furnish, random_policy  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -73,13 +73,3 @@ def seen(monkeypatch):
 
     monkeypatch.setattr(train, "improve", keep)
     return kept
-
-
-@pytest.fixture
-def losses(monkeypatch):
-    """losses(algorithm, change=None): the calls of its loss, whose results `change` may replace."""
-
-    def of_training(logprobs, *rest):
-        return logprobs.requires_grad
-
-    return lambda algorithm, change=None: spied(monkeypatch, algorithm, "loss", change, of_training)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import gpu_report
 import gspo
 import train
+from forks import fork, program
 from support import data
 from support.flags import dashed, kinds_of
 from support.user import UserError
@@ -48,27 +48,23 @@ def wrong_models(models):
     def settings(name, **changes):
         return json.loads((tiny / name).read_text()) | changes
 
+    without_end = settings("tokenizer_config.json", eos_token=None)
     wrong("pickled", ["model.safetensors"], pytorch_model__bin=b"\x80\x02}q\x00.")
     wrong("tokenless", ["tokenizer.json", "tokenizer_config.json"])
     wrong("torn-config", config__json=b'{"model_type": ')
     bert = dict(vocab_size=18, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
     wrong("bert", config__json=transformers.BertConfig(**bert).to_dict())
-    wrong(
-        "endless",
-        ["generation_config.json"],
-        tokenizer_config__json=settings("tokenizer_config.json", eos_token=None),
-        config__json=settings("config.json", eos_token_id=None),
-    )
-    wrong(
-        "strict-chat",
-        chat_template__jinja=b"{% for m in messages %}{% if m.role == 'system' %}"
-        b"{{ raise_exception('System role not supported') }}{% endif %}{{ m.content }}{% endfor %}",
-    )
+    config = settings("config.json", eos_token_id=None)
+    files = dict(tokenizer_config__json=without_end, config__json=config)
+    wrong("endless", ["generation_config.json"], **files)
+    template = b"{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
+    wrong("strict-chat", chat_template__jinja=template)
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     wrong("own-code", config__json=settings("config.json", **own), mine__py=b"open('ran', 'w')")
 
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+LISTED = '{"prompt": "1+1=", "answer": ["2"]}\n'
 LONG = "".join(f'{{"prompt": "{"1" * n}", "answer": "2"}}\n' for n in range(600, 612))
 MISSING = "mps" if torch.cuda.is_available() else "cuda"
 # a row a mechanism: flags after those of BASE, words of the sentence, the content of bad.jsonl
@@ -86,9 +82,10 @@ BAD_INPUT = [
     ("--eval-data bad.jsonl", "--eval-data: .*--data"),
     ("--overlong-cache 9", "--overlong-cache 9: .*--max-new-tokens"),
     ("--routing-replay", "--routing-replay: "),
+    ("--algo opd", "--algo opd: needs a --teacher"),
     (f"--device {MISSING}", f"--device {MISSING}: there is none here"),
     ("--prompt-template 1+1=", "--prompt-template: .*{prompt}"),
-    ("--model models/strict-chat --system 12", "System role not supported"),
+    ("--model models/strict-chat --system 12", "No system"),
     ("--model tiny --task sums", "--task sums: .*--model"),
     ("--track trackio", "--track trackio: needs pip install trackio"),
     # files with functions
@@ -100,11 +97,7 @@ BAD_INPUT = [
     # data
     ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
-    (
-        "--reward math --data bad.jsonl",
-        "bad.jsonl, line 2: .*field answer",
-        ROW + '{"prompt": "1+1=", "answer": ["2"]}\n',
-    ),
+    ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data bad.jsonl", "--data bad.jsonl: .*two prompts", ROW),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "context of 512 less --max-new-tokens", LONG),
@@ -169,12 +162,16 @@ def test_a_flag_with_a_line_break_stays_one_line(tmp_path):
 
 FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
-        "you tried to allocate 400000000000 bytes. Error code 12 (Cannot allocate memory)"
-    ),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
     MemoryError(),
 ]
+
+
+def raising(error):
+    def raises(*args, **kwargs):
+        raise error
+
+    return raises
 
 
 @pytest.mark.parametrize("error", FULL)
@@ -187,13 +184,6 @@ def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch
         assert fragment in result.err
 
 
-def raising(error):
-    def raises(*args, **kwargs):
-        raise error
-
-    return raises
-
-
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
 def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
     """Of a forker's own, while the sampler is checked. In the loop it would be the same."""
@@ -204,10 +194,12 @@ def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
 
 def test_the_command_itself_refuses_in_one_line(tmp_path):
     """In a process of its own: nothing that an import prints may stand beside the sentence."""
-    command = [sys.executable, ROOT / "train.py", "--algo", "gsop"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: --algo")
+    command = "import runpy\nrunpy.run_path('train.py', run_name='__main__')\n"
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = fork(program, command, "--algo", "gsop", out=out, err=err, folder=ROOT)
+    process.join()
+    assert process.exitcode == 2 and out.read_text() == ""
+    assert err.read_text().count("\n") == 1 and err.read_text().startswith("error: --algo")
 
 
 # ---- values of flags
@@ -224,22 +216,18 @@ def test_a_flag_takes_its_range_and_no_more(name):
     """Every number has a bound. Values within it are accepted. Values beyond it, and words that are
     no number, are refused by name."""
     kind, limits = kinds_of(FIELDS[name])[0], FIELDS[name].metadata
-    right, wrong = [], ["nan", "inf", "many"]
+    right, wrong = [], []
     if limits["choices"]:
         right, wrong = [limits["choices"][0]], ["nonsense"]
     elif kind is bool:
         for word, value in ((dashed(name), True), (dashed(f"no_{name}"), False)):
             assert getattr(train.parse(train.Config, "", [word]), name) is value
-        wrong = []
     elif kind in (str, list[str]):
         assert given(name, "text") in ("text", ["text"])
-        wrong = []
     elif limits["low"] is not None:
-        right.append(limits["low"])
-        wrong.append(limits["low"] - 1)
+        right, wrong = [limits["low"]], [limits["low"] - 1, "nan", "inf", "many"]
     else:
-        right.append(limits["above"] + 0.5)
-        wrong.append(limits["above"])
+        right, wrong = [limits["above"] + 0.5], [limits["above"], "nan", "inf", "many"]
     if limits["high"] is not None:
         right.append(limits["high"])
         wrong.append(limits["high"] + 0.1)
@@ -252,8 +240,7 @@ def test_a_flag_takes_its_range_and_no_more(name):
 
 def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
     for words, expected in (([], ["a"]), (["--stop", "b", "--stop", "c"], ["b", "c"])):
-        config = train.parse(train.Config, "", words, defaults={"stop": ["a"]})
-        assert config.stop == expected
+        assert train.parse(train.Config, "", words, defaults={"stop": ["a"]}).stop == expected
     with pytest.raises(UserError, match="--stop: expected a text"):
         train.parse(train.Config, "", [], defaults={"stop": [1]})
 
@@ -285,22 +272,20 @@ REACHED = [
     ("reinforce++", "advantages", {"gamma": 0.9}),
     ("ppo", "loss", {"clip_high": 0.3, "dual_clip": 3.0}),
     ("ppo", "advantages", {"gae_lambda": 0.5}),
+    ("ppo", "value_loss", {"value_clip": 0.4}),
 ]
 
 
 @pytest.mark.parametrize("algorithm, field, values", REACHED)
 def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_path):
-    calls = spied(monkeypatch, algorithm, field)
+    if field == "value_loss":
+        calls = Calls(gspo.value_loss)
+        monkeypatch.setattr(gspo, "value_loss", calls.stand_in)
+    else:
+        calls = spied(monkeypatch, algorithm, field)
     words = [f"{dashed(flag)}={value}" for flag, value in values.items()]
     good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
     assert calls and all(values.items() <= keyword.items() for _, keyword, _ in calls)
-
-
-def test_the_clip_of_values_reaches_the_loss_of_the_critic(monkeypatch, tmp_path):
-    calls = Calls(gspo.value_loss)
-    monkeypatch.setattr(gspo, "value_loss", calls.stand_in)
-    good(tmp_path, f"{BASE} --steps 1 --algo ppo --value-clip 0.4")
-    assert calls and all(keyword["value_clip"] == 0.4 for _, keyword, _ in calls)
 
 
 def test_the_scripts_of_published_runs_are_accepted():
@@ -318,10 +303,6 @@ def test_the_scripts_of_published_runs_are_accepted():
         assert (ROOT / published).exists()
         form = data.PromptFormat(character_tokenizer(), config)
         assert "{prompt}\n" in form.template and "\\n" not in form.template
-
-
-def resolved(flags: str) -> train.Config:
-    return train.parse_flags(flags.split())
 
 
 @pytest.mark.parametrize(
@@ -347,7 +328,7 @@ def resolved(flags: str) -> train.Config:
     ],
 )
 def test_flags_that_were_not_given_have_the_right_values(flags, expected):
-    config = dataclasses.asdict(resolved(flags))
+    config = vars(train.parse_flags(flags.split()))
     assert {name: config[name] for name in expected} == pytest.approx(expected)
 
 
@@ -367,4 +348,4 @@ def test_flags_that_were_not_given_have_the_right_values(flags, expected):
 def test_a_flag_of_another_algorithm_is_refused(algorithm, flag):
     """Where nothing would read it."""
     with pytest.raises(UserError, match=f"{flag.split()[0]} .*: {algorithm} has none"):
-        resolved(f"--algo {algorithm} {flag}")
+        train.parse_flags(f"--algo {algorithm} {flag}".split())

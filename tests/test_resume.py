@@ -1,5 +1,8 @@
 """Runs that were stopped or killed continue as if nothing had happened."""
 
+import contextlib
+import functools
+import itertools
 import json
 import os
 import random
@@ -7,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -38,29 +42,28 @@ pytestmark = pytest.mark.usefixtures("place")
 
 @pytest.fixture(scope="module")
 def one_step(models, tmp_path_factory):
-    """A folder of runs with one run of one step."""
+    """The folder of a run of one step."""
     here = tmp_path_factory.mktemp("one")
     furnish(here, models)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(here)
+    with contextlib.chdir(here):
         good(here / "runs", f"{BASE} --steps 1")
-    return here / "runs"
+    return here / "runs/run"
 
 
 @pytest.fixture
 def done(one_step, tmp_path):
-    """A copy of that run's folder."""
-    return shutil.copytree(one_step / "run", tmp_path / "run")
+    """A copy of it."""
+    return shutil.copytree(one_step, tmp_path / "run")
 
 
-def interrupted(runs, flags, monkeypatch, at, number=signal.SIGTERM):
+def interrupted(runs, flags, monkeypatch, at):
     """Run until a signal comes in the report of step `at`."""
     write_rows = train.write_rows
 
     def stopping(run, batch, row):
         write_rows(run, batch, row)
         if row["step"] == at:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "write_rows", stopping)
@@ -87,30 +90,27 @@ RESUMED = {  # flags, the step in which the signal comes
 
 @pytest.mark.parametrize("case", RESUMED)
 def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
-    """A run that was stopped and resumed is bit-identical: rows of every step, all tensors."""
+    """A run that was stopped, and resumed with the command that it prints, is bit-identical: rows
+    of every step, all tensors."""
     flags, at = RESUMED[case]
-    rows = [{"prompt": f"{i}+{j}=", "answer": "0"} for i in range(3) for j in range(5)]
-    write_rows("rows.jsonl", rows)
+    write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in range(15)])
     flags = f"{BASE} --steps 4 {flags}"
     whole = good(tmp_path / "whole", flags).folder
     stopped = interrupted(tmp_path / "stopped", flags, monkeypatch, at)
-    assert stopped.status == 130
-    assert [row["step"] for row in metrics(stopped.folder)] == list(range(1, at + 1))
-    drawn = sum(row["prompts_drawn"] for row in metrics(stopped.folder))
-    assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
-    folder = resumed(tmp_path / "stopped").folder
-    assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
-    same_run(whole, folder)
-
-
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, monkeypatch):
-    stopped = interrupted(tmp_path, f"{BASE} --steps 3", monkeypatch, 2, signal.SIGINT)
     assert stopped.status == 130 and stopped.err.count("\n") == 1
     assert "stopping after this step, with a checkpoint" in stopped.out
+    rows = metrics(stopped.folder)
+    assert [row["step"] for row in rows] == list(range(1, at + 1))
+    drawn = sum(row["prompts_drawn"] for row in rows)
+    assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
+    assert (stopped.folder / "report.html").exists()
+    progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
+    assert bool(progress["shaping"]) == (case == "lora")
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
-    told = good(tmp_path, command, small=False).out  # word for word, wherever the runs are
-    assert f"resume: from {stopped.folder / 'checkpoints/step-2'}\n" in told
-    assert [row["step"] for row in metrics(stopped.folder)] == [1, 2, 3]
+    told = good(tmp_path, command, small=False).out
+    assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
+    assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
+    same_run(whole, stopped.folder)
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
@@ -128,8 +128,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
 
 def test_resuming_a_finished_run_says_so(done, tmp_path):
     before = digests(done), timeless(done)
-    sentence = not_resumed(tmp_path)
-    assert "--steps" in sentence and "step-1" in sentence
+    assert re.search("--steps 1: .*step-1", not_resumed(tmp_path))
     assert (digests(done), timeless(done)) == before
 
 
@@ -145,20 +144,20 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag, words",
+    "flag, own",
     [
-        ("--model models/moe", "a resumed run keeps its own, models/tiny"),
-        ("--algo grpo", "a resumed run keeps its own, gspo"),
-        ("--lora-rank 2", "a resumed run keeps its own, 0"),
-        ("--task calculator", "a resumed run keeps its own, arithmetic"),
-        ("--lr-schedule cosine", "a resumed run keeps its own, constant"),
-        ("--kl-coef 0.1", "a resumed run keeps its own, 0.0"),
-        ("--stale-steps 2", "a resumed run keeps its own, 1"),
+        ("--model models/moe", "models/tiny"),
+        ("--algo grpo", "gspo"),
+        ("--lora-rank 2", "0"),
+        ("--task calculator", "arithmetic"),
+        ("--lr-schedule cosine", "constant"),
+        ("--kl-coef 0.1", "0.0"),
+        ("--stale-steps 2", "1"),
     ],
 )
-def test_a_resumed_run_keeps_what_its_weights_are(flag, words, done, tmp_path):
+def test_a_resumed_run_keeps_what_its_weights_are(flag, own, done, tmp_path):
     sentence = not_resumed(tmp_path, f"--steps 2 {flag}")
-    assert flag.split()[0] in sentence and words in sentence
+    assert f"{flag.split()[0]}: a resumed run keeps its own, {own}" in sentence
 
 
 def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
@@ -172,27 +171,22 @@ def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
         "starts": '{"date": "2026-',
     }
     for name, tail in tails.items():
-        with open(folder / f"{name}.jsonl", "a") as file:
-            file.write(tail)
+        path = folder / f"{name}.jsonl"
+        path.write_text(path.read_text() + tail)
     resumed(tmp_path / "torn")
     same_run(whole, folder)
-    starts = [strict(line) for line in (folder / "starts.jsonl").read_text().splitlines()]
-    assert len(starts) == 2 and (folder / "report.html").exists()
+    starts = (folder / "starts.jsonl").read_text().splitlines()
+    assert len(list(map(strict, starts))) == 2 and (folder / "report.html").exists()
 
 
 def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
     """They come last: the checkpoint is there before."""
-    claim_folder = train.claim_folder
-
-    def with_tracker(run):
-        claim_folder(run)
-        run.tracker = broken
 
     def broken(*args):
         assert newest(tmp_path / "run")
         raise KeyError("date")
 
-    monkeypatch.setattr(train, "claim_folder", with_tracker)
+    monkeypatch.setattr(train, "Run", functools.partial(train.Run, tracker=broken))
     monkeypatch.setattr(report, "write_report", broken)
     result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1")
     for name in ("report.html", "--track"):
@@ -211,16 +205,11 @@ def test_garbage_in_the_metrics_is_one_sentence(garbage, done, tmp_path):
 
 def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
     """Its files are those of a run that was never killed, with one first evaluation."""
-    flags = f"{BASE} --eval-every 1 --steps 1"
+    flags, folder = f"{BASE} --eval-every 1 --steps 1", tmp_path / "killed/run"
     whole = good(tmp_path / "whole", flags).folder
-
-    def broken_off(run):
-        raise SystemExit(3)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(train, "save", broken_off)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(train, "save", None)
         launch(tmp_path / "killed", flags)
-    folder = tmp_path / "killed/run"
     assert metrics(folder) and not newest(folder)
     resumed(tmp_path / "killed")
     same_run(whole, folder)
@@ -261,51 +250,45 @@ def test_a_config_that_was_edited_passes_the_checks_of_flags(text, word, done, t
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
     """A flag that an older run lacks gets its default. A flag that is gone is dropped. Flags that
-    come with the resume hold from then on, and others are kept."""
-    path = done / "config.json"
+    come with the resume hold from then on, and others are kept, but for the place."""
+    path, progress = done / "config.json", newest(done) / "trainer/progress.json"
     config = json.loads(path.read_text()) | {"max_slots": 3, "temperature": 0.9}
     del config["entropy_coef"], config["old_logprobs"]
     path.write_text(json.dumps(config))
-    resumed(tmp_path, "--steps 2 --lr 1e-4 --model models/tiny")
+    progress.write_text(json.dumps(strict(progress.read_text()) | {"shaping": ["even"]}))
+    Path("runs").symlink_to(tmp_path)  # as if the folder had been moved
+    flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny"
+    assert train.main(flags.split()) == 0
     completed = strict(path.read_text())
     assert completed["old_logprobs"] == "trainer" and "max_slots" not in completed
     assert [completed[name] for name in ("steps", "lr", "temperature")] == [2, 1e-4, 0.9]
-    assert metrics(done)[-1]["lr"] == pytest.approx(1e-4)
+    assert completed["runs"] == "runs" and metrics(done)[-1]["lr"] == pytest.approx(1e-4)
+    assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
 
-STATES = {  # flags, the change of the state
-    "moments of another shape": (
-        "",
-        # that would broadcast
-        lambda state: {key: state[key][:1] if state[key].dim() else state[key] for key in state},
-    ),
-    "a moment is missing": ("", lambda state: dict(list(state.items())[1:])),
-    "a moment of nothing": ("", lambda state: state | {"exp_avg policy.nothing": torch.zeros(2)}),
-    "no critic": (
-        "--algo ppo",
-        lambda state: {key: state[key] for key in state if not key.startswith("weights critic")},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", STATES)
-def test_a_state_that_is_not_what_would_be_written_is_refused(case, done, tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda key, value: {key: value[:1] if value.dim() else value},  # that would broadcast
+        lambda key, value: {} if key == "exp_avg policy.model.norm.weight" else {key: value},
+        lambda key, value: {key: value, "exp_avg policy.nothing": torch.zeros(2)},
+    ],
+    ids=["of another shape", "one is missing", "one too many"],
+)
+def test_a_state_that_is_not_what_would_be_written_is_refused(change, done, tmp_path):
     """In one sentence that names the file. Half a state would train without an error."""
-    flags, change = STATES[case]
-    if flags:
-        shutil.rmtree(done)
-        good(tmp_path, f"{BASE} --steps 1 {flags}")
-    path = newest(done) / "trainer/state.safetensors"
-    save_file(change(load_file(path)), path)
+    path, changed = newest(done) / "trainer/state.safetensors", {}
+    for key, value in load_file(path).items():
+        assert "old_policy" not in key  # that of --stale-steps alone
+        changed |= change(key, value)
+    save_file(changed, path)
     assert str(path) in not_resumed(tmp_path, "--steps 2")
 
 
-@pytest.mark.parametrize("name", ["trainer/state.safetensors", "trainer/progress.json"])
-@pytest.mark.parametrize("content", [b"", b"[]"])
-def test_a_torn_file_of_a_checkpoint_is_one_sentence_with_its_name(name, content, done, tmp_path):
-    path = newest(done) / name
-    path.write_bytes(content)
-    assert path.name in not_resumed(tmp_path, "--steps 2")
+def test_a_torn_file_of_a_checkpoint_is_one_sentence_with_its_name(done, tmp_path):
+    for name, content in itertools.product(["state.safetensors", "progress.json"], [b"", b"[]"]):
+        (newest(done) / "trainer" / name).write_bytes(content)
+        assert name in not_resumed(tmp_path, "--steps 2")
 
 
 # ---- kill -9, a full disk
@@ -315,12 +298,11 @@ def mortal_run(arguments, die_at, limit):
     """Run train.main. Die at its die_at-th access to the disk, or limit the size of files."""
     import resource  # unix only
 
-    left = [die_at or -1]
+    accesses = itertools.count(1)
 
     def mortal(function):
         def call(*args, **kwargs):
-            left[0] -= 1
-            if left[0] == 0:
+            if next(accesses) == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*args, **kwargs)
 
@@ -335,24 +317,9 @@ def mortal_run(arguments, die_at, limit):
     return train.main(arguments)
 
 
-def forked(runs, flags, log, die_at=None, limit=None, seconds=60, small=True):
-    """Start a run in a process of its own. Wait for its end, at most so many seconds."""
-    arguments = command_line(runs, flags, small=small)
-    process = fork(mortal_run, arguments, die_at, limit, out=log)
-    process.join(seconds)
-    return process
-
-
 def saved_steps(folder) -> int:
     found = folders.checkpoints(folder)
     return int(found[-1].name[5:]) if found else 0
-
-
-def wait_for_more_steps(process, folder, saved) -> None:
-    """Wait until a run has a newer checkpoint, which takes seconds on a busy machine."""
-    give_up = time.monotonic() + 60
-    while saved_steps(folder) <= saved and process.is_alive() and time.monotonic() < give_up:
-        time.sleep(0.02)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and signals")
@@ -369,10 +336,14 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
             die_at = rng.randrange(5, 110) if kill >= 4 else (2, 60)[kill // 2]
         resume = folders.is_run(folder)  # else it died too early, and starts over
         flags = "--resume --name run" if resume else f"{BASE} --steps 1000 --save-every 1"
-        process = forked(runs, flags, log, die_at, seconds=60 if die_at else 0, small=not resume)
-        if not die_at:
-            wait_for_more_steps(process, folder, saved)
-            process.join(rng.uniform(0, 0.5))
+        arguments = command_line(runs, flags, small=not resume)
+        process = fork(mortal_run, arguments, die_at, None, out=log)
+        give_up = time.monotonic() + 60  # a step takes seconds on a busy machine
+        while process.is_alive() and time.monotonic() < give_up:
+            if not die_at and saved_steps(folder) > saved:
+                process.join(rng.uniform(0, 0.5))
+                break
+            time.sleep(0.02)
         assert process.exitcode in (None, -signal.SIGKILL), log.read_text()[-2000:]
         process.kill()
         process.join()
@@ -412,18 +383,13 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
     rows."""
     log, before, kept = tmp_path / "log", newest(done), digests(done)
     flags = "--resume --name run --steps 9 --save-every 1"
-    process = forked(tmp_path, flags, log, limit=limit, small=False)
+    process = fork(mortal_run, command_line(tmp_path, flags, small=False), None, limit, out=log)
+    process.join(60)
     text = log.read_text()
     assert process.exitcode == 2, text
-    errors = [line for line in text.splitlines() if "error: " in line]
-    assert len(errors) == 1 and "Traceback" not in text, text
-    assert str(done) in errors[0]
+    [error] = [line for line in text.splitlines() if "error: " in line]
+    assert "Traceback" not in text and str(done) in error, text
     assert newest(done) == before and digests(done) == kept
     resumed(tmp_path, "--steps 3")
     assert [row["step"] for row in metrics(done)] == [1, 2, 3]
     assert not list(done.rglob("unfinished*"))
-
-
-def test_a_checkpoint_has_the_weights_of_a_sampler_only_with_stale_steps(done):
-    names = load_file(newest(done) / "trainer/state.safetensors")
-    assert names and not any("old_policy" in name for name in names)
