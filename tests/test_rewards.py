@@ -501,7 +501,7 @@ WRONG_REWARDS = {
     "nowhere.py:fn": "FileNotFoundError: ",
 }
 BROKEN_FILES = {
-    "def f(:": "own.py",
+    "def f(:": "(own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "one",
     "raise SystemExit": "SystemExit",
     "def g(completion, answer): return 1": "'f'",
