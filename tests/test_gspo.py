@@ -97,7 +97,7 @@ def sapo(_, ratio, advantage, tau_pos=1.0, tau_neg=1.05):
     return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage, False
 
 
-def reinforce(logprob, _, advantage):
+def reinforce(logprob, _, advantage, per=None):
     return -advantage * logprob, -advantage, False
 
 
@@ -189,6 +189,7 @@ CASES = [
     Case("gmpo", "completion", gmpo_rule),
     Case("gmpo narrow", "completion", gmpo_rule, NARROW),
     Case("reinforce", "token", rule_of(reinforce)),
+    Case("reinforce completion", "completion", rule_of(reinforce), dict(per="completion")),
     Case("importance", "token", importance_rule),
     Case("value", "token", value_rule, **VALUE),
     Case("value 0.6", "token", value_rule, dict(value_clip=0.6), **VALUE),
@@ -677,7 +678,9 @@ OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' a
 def test_algorithms_are_those_of_the_papers():
     """The trainer counts the denominator by `unit`, which must be the unit of the loss's mean: a
     sequence ratio with a mean over tokens has another gradient."""
-    units = {c.function: "token" if c.mean == "token" else "completion" for c in POLICY_CASES}
+    units = {}  # of the default, which is the first case
+    for case in POLICY_CASES:
+        units.setdefault(case.function, "token" if case.mean == "token" else "completion")
     assert len(gspo.ALGOS) == 16
     for name, row in gspo.ALGOS.items():
         loss = LOSSES.get(name, name.replace("-", "_")) + "_loss"

@@ -55,7 +55,7 @@ EXTRACTED = r"""
     \boxed{ \boxed {\boxed{6}} } | \\boxed{6} | \boxed{\{6\}} => \{6\} | \boxed{6} and \boxed{5
     \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{  6  }
     #### 1 234 dollars => 1 234 dollars | <answer>⏎6⏎</answer> | a⏎#### 5⏎b⏎#### 6⏎c
-    #### 5⏎\boxed{6} | \boxed{6}⏎#### 5
+    #### 5⏎\boxed{6} | \boxed{6}⏎#### 5 | \boxed{[0,1\}} => [0,1\}
 """
 NOT_EXTRACTED = r"""
     6 | the answer is 6 | <think>\boxed{6} | <think>\boxed{6}</think> | \boxed{6}</think>
@@ -117,6 +117,7 @@ CHOSEN = r"""
     B. Not given | B. Not enough information | B. False | B: False | B. None of the above | B. No
     (B) No | B. It does not rain | (B) is correct | B. Incorrect dosage | B. The wrong side
     (B) because it fits | B. Cannot be determined | B. It is not known | (B) is the one
+    B. it is (b) | \boxed{\textrm{B}} | the best choice is B
 """
 NOT_CHOSEN = r"""
     A | A or B | B or A | A, B | B and C | (A)(B) | B. or A. | B) C) D) | B) 1⏎(c) 2
@@ -129,6 +130,7 @@ NOT_CHOSEN = r"""
     (B) would be incorrect | B, no | B) incorrect, because | (B), which is wrong
     B. Never the right choice | (B) is ruled out | (B) – not the answer
     (B) is clearly not the case | not (B) | (B) won't do | Option (B) was eliminated
+    B. not | B- Paris | (B) is never true of it | B) wrong since it leaks | B) wrong here
 """
 EXACT = r"""
     Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE
@@ -138,7 +140,7 @@ NOT_EXACT = "Paris. => Paris | in Paris => Paris | Pari => Paris | <think>6 | 0.
 FORMED = """
     <think>a</think><answer>b</answer> | a</think><answer>b</answer>
     <think>⏎a⏎</think>⏎⏎<answer>⏎b</answer>⏎ | <think>a < b > c</think> <answer><b></answer>
-    <think>...</think><answer>∅</answer> | <think>漢</think><answer>-</answer>
+    <think>...</think><answer>∅</answer> | ⏎<think>a</think><answer>b</answer> | <think>漢</think><answer>-</answer>
 """
 NOT_FORMED = """
     a | <answer>b</answer> | <think>a</think> | <think>a</think>b | <think>a<answer>b</answer>
@@ -196,7 +198,7 @@ def test_nothing_is_no_answer():
         assert VERIFY[name]("", gold) == 0
     for completion, gold in [("", ""), (" ", " "), ("None", None)]:
         assert VERIFY["exact"](completion, gold) == 0
-    assert VERIFY["exact"]("7", 7) == 1
+    assert VERIFY["exact"]("7", 7) == VERIFY["exact"]("0.5", 0.5) == 1
 
 
 @pytest.mark.parametrize("wrap", ["<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"])
@@ -245,7 +247,7 @@ OVERLAPS = {  # completion, gold answer -> F1
     ("red cat sat down", "red cat"): 2 / 3,  # P = 2/4, R = 2/2
     ("cat cat cat", "cat"): 1 / 2,  # counted once: P = 1/3, R = 1
     ("<answer>cat</answer> dog", "cat"): 1,
-    ("x-ray", "xray"): 1,
+    ("x-ray, an x_y", "xray xy"): 1,
 }
 
 
