@@ -67,10 +67,8 @@ def last_box(text: str, default: str) -> str:
     """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
 
     A box that holds boxes and anything else names several answers: its content is ""."""
-    opened, boxes = (
-        [],
-        [],
-    )  # starts of open boxes, None for other braces; (start, end) of closed ones
+    opened = []  # starts of open boxes, None for other braces
+    boxes = []  # (start, end) of closed ones
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
@@ -318,6 +316,7 @@ class Reward:
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
+        self.reads_steps = True  # whether rewards of steps before the outcome count
         self.shaping = {name for name, term in terms.items() if term.weight < 0}
         self.shaping |= {name for name in terms if hasattr(terms[name].function, "shaping")}
 
@@ -343,6 +342,8 @@ class Reward:
                 fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
                 value, parts = 0.0, []
             terms[name] = value
+            if not self.reads_steps:
+                parts = []
             weighted = [(end, term.weight * part) for end, part in parts]
             steps += weighted
             rewarded[name] = term.weight * value + sum(part for _, part in weighted)
@@ -354,27 +355,17 @@ class Reward:
         for score in scores:
             self.shaping |= {name for name, value in score.terms.items() if not 0 <= value <= 1}
 
-    def verdicts(
-        self, scores: list[Score], with_steps: bool = True
-    ) -> tuple[list[float], list[float] | None]:
+    def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
         """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
-        shaping. If all are, return (whole reward, None). with_steps: the rewards of steps before
-        the outcome count, too."""
+        shaping. If all are, return (whole reward, None)."""
         counting = [name for name in self.terms if name not in self.shaping]
-        names = counting or self.terms
-        if with_steps:
-            earned = [sum(score.rewarded[name] for name in names) for score in scores]
-        else:
-            earned = [sum(self.outcome(score, name) for name in names) for score in scores]
+        earned = [sum(score.rewarded[name] for name in counting or self.terms) for score in scores]
         if not counting:
             return earned, None
         weights = {name: self.terms[name].weight for name in counting}
         total = sum(weights.values())
         right = [sum(weights[name] * score.terms[name] for name in counting) for score in scores]
         return earned, [value / total for value in right]
-
-    def outcome(self, score: Score, name: str) -> float:
-        return self.terms[name].weight * score.terms[name]
 
     def lenient_twin(self) -> "Reward | None":
         """Return this sum with the lenient verifiers that its verifiers name, None without any."""

@@ -407,13 +407,7 @@ def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
 
 
 @torch.no_grad()
-def check_scorer(
-    model,
-    prompts: list[list[int]],
-    pad_id: int,
-    sampler: Callable = generate,
-    scorer: Callable = completion_logprobs,
-) -> None:
+def check_scorer(model, prompts, pad_id: int, sampler=generate, scorer=completion_logprobs) -> None:
     """UserError for a model whose log-probs by our sampler or scorer differ from those of its own
     forward pass. Prompts of two lengths show errors of padding.
 
@@ -460,8 +454,7 @@ class Flags:
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "where the model runs")
 
 
-def completions_of(flags: Flags) -> Iterator[str]:
-    """Yield completions of a prompt."""
+def print_completions(flags: Flags) -> None:
     need(flags.model and flags.prompt, "expected --model and --prompt")
     tokenizer, config = inspect_model(flags.model)
     form = PromptFormat(tokenizer, flags, vocabulary=config.get_text_config().vocab_size)
@@ -474,24 +467,19 @@ def completions_of(flags: Flags) -> Iterator[str]:
     options = {"temperature": flags.temperature, "stops": stops, **ends}
     samples = generate(model, [ids], uniforms, **options)
     for completion in samples.sequences():
-        yield tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
+        text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
+        for line in text.split("\n"):  # a completion may hold escape sequences
+            print(printable(line))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    if not sys.stderr.isatty():
-        transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     try:
-        flags = parse(Flags, __doc__, sys.argv[1:] if arguments is None else arguments)
-        for text in completions_of(flags):
-            for line in text.split("\n"):  # a completion may hold escape sequences
-                print(printable(line))
+        print_completions(parse(Flags, __doc__, arguments))
     except (UserError, OSError) as error:
         print("error:", printable(str(error)), file=sys.stderr)
         return 2
-    except torch.OutOfMemoryError:
-        print("error: out of memory; lower --samples or --max-new-tokens", file=sys.stderr)
-        return 1
     return 0
 
 

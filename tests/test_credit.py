@@ -8,7 +8,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import rollout
-from train import place_rewards, token_that_completes
+import train
+from rewards import Score
+from train import token_that_completes
 
 
 def byte_tokenizer(fallback):
@@ -73,8 +75,10 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step():
         truncated=torch.tensor([False, True]),
         completion_mask=torch.arange(4) < lengths[:, None],
     )
-    samples = rollout.Rollout(**{name: columns[name] for name in rollout.Rollout._fields})
+    rolled_out = rollout.Rollout(**{name: columns[name] for name in rollout.Rollout._fields})
     steps = [[(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)]]
-    per_token, ends = place_rewards(torch.tensor([8.0, 16.0]), steps, samples, Pieces())
-    assert per_token.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
-    assert ends.tolist() == [[True, False, True, True], [True, True, False, False]]
+    samples = [train.Sample("", {}, Score(0.0, {}, each, {}, "")) for each in steps]
+    batch = train.Batch(1, rolled_out, samples, rewards=torch.tensor([8.0, 16.0]))
+    train.place_rewards(types.SimpleNamespace(tokenizer=Pieces()), batch)
+    assert batch.token_rewards.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
+    assert batch.step_ends.tolist() == [[True, False, True, True], [True, True, False, False]]

@@ -217,9 +217,9 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     result = good(tmp_path, f"--model models/tiny {flags} --steps 3")
     assert strict((result.folder / "config.json").read_text())["reward"] == "math"
-    assert all(score.fault == "" for batch in seen.batches for score in batch.samples.scores)
+    assert all(each.score.fault == "" for batch in seen.batches for each in batch.samples)
     held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [row["prompt"] for batch in seen.batches for row in batch.samples.rows[::2]]
+    trained = [each.row["prompt"] for batch in seen.batches for each in batch.samples[::2]]
     questions = [row["question"] for row in rows]
     assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
     assert {*trained, *held_out} == set(questions)
@@ -235,7 +235,7 @@ def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
     given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
     result = good(tmp_path, f"{BASE} {flags}", *given)
     assert sorted(row["prompt"] for row in seen.run.held_out) == [f"{i}*1=" for i in range(5)]
-    assert all("+" in row["prompt"] for row in seen.batches[0].samples.rows)
+    assert all("+" in each.row["prompt"] for each in seen.batches[0].samples)
     text = f"#12;3+{seen.run.held_out[0]['prompt']}**="
     assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1

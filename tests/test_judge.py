@@ -54,10 +54,10 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model
     flags = ["--model", "models/tiny", "--steps", "1", "--reward", reward]
     row = metrics(good(tmp_path, "", *flags).folder)[0]
     judged = seen.batches[0].samples
-    verdicts = [score.terms.get("even", 0.0) for score in judged.scores]
-    for text, data, score, even in zip(judged.texts, judged.rows, judged.scores, verdicts):
-        expected = even + weight * score_of(model, data["prompt"] + text)
-        assert score.reward == pytest.approx(expected, abs=1e-4)
+    verdicts = [each.score.terms.get("even", 0.0) for each in judged]
+    for each, even in zip(judged, verdicts):
+        expected = even + weight * score_of(model, each.row["prompt"] + each.text)
+        assert each.score.reward == pytest.approx(expected, abs=1e-4)
     assert row["advantage_abs"] > 0 and row["dead"] < 1
     if "even" in reward:
         assert row["solved"] == pytest.approx(sum(verdicts) / len(verdicts), abs=1e-6)

@@ -80,7 +80,7 @@ def test_rows_without_advantage_change_no_weight(algorithm, everything_is_live, 
 def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(everything_is_live, seen, tmp_path):
     """Metrics that need no log-probs include dead groups. The others do not."""
     one = metrics(good(tmp_path / "live", MIXED).folder)[0]
-    first = [row["prompt"][0] for row in seen.batches[0].samples.rows[::4]]
+    first = [each.row["prompt"][0] for each in seen.batches[0].samples[::4]]
     for name, begin in (("dead_right", "1"), ("dead_wrong", "2")):
         assert one[name] == pytest.approx(first.count(begin) / 6)
     assert one["dead"] == pytest.approx(1 - first.count("3") / 6)

@@ -60,6 +60,6 @@ def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_p
     """pay.py:steps rewards steps, too. dapo reads outcomes alone: equal ones make a dead group."""
     good(tmp_path, f"{BASE} --algo dapo --reward pay.py:steps")
     for batch in seen.batches:
-        outcomes = torch.tensor([score.reward for score in batch.samples.scores]).view(-1, 4)
+        outcomes = torch.tensor([each.score.reward for each in batch.samples]).view(-1, 4)
         assert (outcomes.amin(1) < outcomes.amax(1)).all()
         assert batch.advantages.view(-1, 4).any(1).all()

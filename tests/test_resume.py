@@ -152,8 +152,8 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path):
         ("--lora-rank 2", "a resumed run keeps its own, 0"),
         ("--task calculator", "a resumed run keeps its own, arithmetic"),
         ("--lr-schedule cosine", "a resumed run keeps its own, constant"),
-        ("--kl-coef 0.1", "a resumed run keeps its models; it began with 0.0"),
-        ("--stale-steps 2", "a resumed run keeps its models; it began with 1"),
+        ("--kl-coef 0.1", "a resumed run keeps its own, 0.0"),
+        ("--stale-steps 2", "a resumed run keeps its own, 1"),
     ],
 )
 def test_a_resumed_run_keeps_what_its_weights_are(flag, words, done, tmp_path):
@@ -247,7 +247,7 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
         ({"group_size": None}, "--group-size"),
         ({"algo": "gsop"}, "--algo"),
         ({"completions_per_update": 7}, "--completions-per-update 7"),
-        ({"lr_schedule": "linear"}, "--steps: --lr-schedule linear ends after 1 steps"),
+        ({"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
     ],
 )
 def test_a_config_that_was_edited_passes_the_checks_of_flags(text, word, done, tmp_path):

@@ -749,9 +749,10 @@ def test_the_command_prints_completions(folder, command, monkeypatch):
     assert first == same != other
     status, text, errors = first
     assert status == 0 and errors == "" and text.count("\n") >= 3
-    monkeypatch.setattr(R, "completions_of", lambda flags: iter(["a\x1b[31mb\nc"]))
-    _, text, _ = command()
-    assert text == "a\\x1b[31mb\nc\n"  # escape sequences do not reach the terminal
+    hostile = "a\x1b[31mb\nc"  # escape sequences do not reach the terminal
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "decode", lambda *_, **__: hostile)
+    _, text, _ = command("--model", folder, *flags.split())
+    assert text == 3 * "a\\x1b[31mb\nc\n"
 
 
 WRONG_FLAGS = {

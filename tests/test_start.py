@@ -168,14 +168,13 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
 
 
 FEW = "--group-size 2 --max-new-tokens 1"
-EQUAL, CUT = "all rewards of a group are equal", "all completions are truncated"
+EQUAL, CUT = "all rewards are equal", "all completions are truncated"
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
         ("--reward pay.py:never --steps 10", [f"10 steps taught nothing: {EQUAL}"]),
-        ("--reward pay.py:never --steps 2", [f"2 steps taught nothing: {EQUAL}"]),
         (f"--overlong-filter {FEW} --steps 10", [f"10 steps taught nothing: {CUT}"]),
         # a teacher has advantages for truncated completions
         (f"--algo opd --teacher models/moe {FEW} --steps 10", []),

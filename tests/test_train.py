@@ -162,7 +162,7 @@ def test_first_gradient_is_reinforce_by_plain_forwards(algorithm, unit, advantag
     lengths = batch.rollout.lengths.tolist()
     assert len(set(lengths)) > 1  # ragged, or the units would be the same
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    pays = by_group([score.reward for score in batch.samples.scores], 4, advantages)
+    pays = by_group([each.score.reward for each in batch.samples], 4, advantages)
     loss = 0.0
     for i, (advantage, n) in enumerate(zip(pays, lengths)):
         divisor = {"completion": 16 * n, "token": sum(lengths), "constant": 16 * 20}[unit]
@@ -267,14 +267,14 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     for batch, row in zip(seen.batches, rows, strict=True):
         judged, decode = batch.samples, seen.run.tokenizer.decode
-        assert len(judged.rows) == 16
+        assert len(judged) == 16
         columns = zip(batch.rollout.sequences(), batch.rollout.prompt_lengths.tolist())
-        for (ids, size), text, data in zip(columns, judged.texts, judged.rows, strict=True):
-            assert decode(ids[:size]) == data["prompt"] == f"3+{data['answer']}="
-            assert decode(ids[size:], skip_special_tokens=True) == text
+        for (ids, size), each in zip(columns, judged, strict=True):
+            assert decode(ids[:size]) == each.row["prompt"] == f"3+{each.row['answer']}="
+            assert decode(ids[size:], skip_special_tokens=True) == each.text
         for i in range(0, 16, 4):
-            assert len({score.reward for score in judged.scores[i : i + 4]}) > 1
-            assert len({row["prompt"] for row in judged.rows[i : i + 4]}) == 1
+            assert len({each.score.reward for each in judged[i : i + 4]}) > 1
+            assert len({each.row["prompt"] for each in judged[i : i + 4]}) == 1
         assert row["prompts_drawn"] >= 8  # refilled, and dropped prompts are still counted
     assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
 
@@ -326,8 +326,8 @@ def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     batch = seen.batches[0]
     lengths = batch.rollout.lengths.tolist()
     assert min(lengths) <= 7 < max(lengths)
-    for reward, score, n in zip(batch.rewards.tolist(), batch.samples.scores, lengths):
-        assert reward == pytest.approx(score.reward - max(0, n - 7) / 5, abs=1e-6)
+    for reward, each, n in zip(batch.rewards.tolist(), batch.samples, lengths):
+        assert reward == pytest.approx(each.score.reward - max(0, n - 7) / 5, abs=1e-6)
 
 
 @pytest.mark.parametrize("every", [2, 0])
@@ -370,7 +370,7 @@ def test_tis_weighs_the_advantages_by_the_mismatch(monkeypatch, losses, seen, tm
     flags = "--algo grpo --kl-coef 0 --steps 1 --tis-cap 1.2 --completions-per-update 16"
     good(tmp_path, f"{BASE} {flags}")
     batch = seen.batches[0]
-    plain = by_group([score.reward for score in batch.samples.scores], 4, z_scores)
+    plain = by_group([each.score.reward for each in batch.samples], 4, z_scores)
     (_, _, advantages, _), _, _ = calls[0]
     for i, row in enumerate(rows_of(batch.updates[0]).tolist()):
         n = int(batch.rollout.lengths[row])
@@ -423,13 +423,13 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     flags = f"{other_rewards} {reward} --algo gspo --prompts-per-step 8 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
     [batch] = seen.batches
-    correct = [score.terms["right"] for score in batch.samples.scores]
+    correct = [each.score.terms["right"] for each in batch.samples]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
     assert row["solved"] == pytest.approx(sum(correct) / 32)
     assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
     assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
     assert row["dead"] == row["dead_right"] + row["dead_wrong"]
-    easy = [i for i, row in enumerate(batch.samples.rows) if row["prompt"][0] == "1"]
+    easy = [i for i, each in enumerate(batch.samples) if each.row["prompt"][0] == "1"]
     assert batch.advantages[easy].any()
 
 
@@ -474,7 +474,7 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     for i, n in enumerate(lengths):
         expected = (-0.2 * (batch.old_logprobs[i, :n] - batch.ref_logprobs[i, :n])).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
-        expected[-1] += batch.samples.scores[i].reward
+        expected[-1] += batch.samples[i].score.reward
         assert positional[0][i, :n].tolist() == pytest.approx(expected, abs=1e-6)
     assert nonzero > 16
 
@@ -497,7 +497,7 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     [batch] = seen.batches
-    pays = [score.reward for score in batch.samples.scores]
+    pays = [each.score.reward for each in batch.samples]
     advantages = by_group(pays, 4, z_scores)
     assert batch.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
     expected = {
@@ -630,7 +630,7 @@ def test_a_verifier_that_raises_is_told_scored_0_and_counted(seen, tmp_path):
     rows = metrics(result.folder)
     assert [row["reward/broken"] for row in rows] == [0, 0, 0]
     for row, batch in zip(rows, seen.batches, strict=True):
-        assert 0 < row["verifier_faults"] == sum(len(text) % 2 for text in batch.samples.texts)
+        assert 0 < row["verifier_faults"] == sum(len(each.text) % 2 for each in batch.samples)
     assert rows[0]["reward"] == pytest.approx(rows[0]["reward/even"])
 
 
