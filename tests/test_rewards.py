@@ -140,7 +140,8 @@ NOT_EXACT = "Paris. => Paris | in Paris => Paris | Pari => Paris | <think>6 | 0.
 FORMED = """
     <think>a</think><answer>b</answer> | a</think><answer>b</answer>
     <think>⏎a⏎</think>⏎⏎<answer>⏎b</answer>⏎ | <think>a < b > c</think> <answer><b></answer>
-    <think>...</think><answer>∅</answer> | ⏎<think>a</think><answer>b</answer> | <think>漢</think><answer>-</answer>
+    <think>...</think><answer>∅</answer> | <think>漢</think><answer>-</answer>
+    ⏎<think>a</think><answer>b</answer>
 """
 NOT_FORMED = """
     a | <answer>b</answer> | <think>a</think> | <think>a</think>b | <think>a<answer>b</answer>
