@@ -11,26 +11,26 @@ and share no code with gspo.py. A loss is described by a rule and a mean:
            "sum"         sum / completions
            the metrics of the last two use "completion", so that a mean ratio of 1 is reported as 1
 
-A sequence-level objective is also a rule: every token carries the same -min(s A, clip(s) A). The
-slope of each of L log-probs is s A / L (arXiv 2507.18071 eq. 10): the "completion" mean of s A.
+A sequence-level objective is also a rule: every token has the mean ratio s, and the slope of each
+of L log-probs is s A / L (arXiv 2507.18071 eq. 10): the "completion" mean of s A.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
 import random
 import re
 import sys
+from collections.abc import Callable
 from statistics import fmean, stdev
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 import gspo
 
-EXACT = dict(rtol=1e-10, atol=1e-12)
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6
 
@@ -38,8 +38,38 @@ WIDTH = 6
 # ---- the rules: one completion in, one (loss, slope, metrics) per token out ----------------------
 
 
-def clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip=None):
-    """-min(r A, clip(r) A) by cases: (loss, d loss / d log r, whether the clip stops it)."""
+def policy_metrics(ratio, advantage, stopped):
+    return {
+        "clip_fraction": float(stopped),
+        "clip_fraction_high": float(stopped and advantage > 0),
+        "ratio_mean": ratio,
+        "approx_kl": ratio - 1 - math.log(ratio),
+    }
+
+
+def log_ratios(row):
+    return [logprob - old for logprob, old in zip(row.logprobs, row.old_logprobs)]
+
+
+def rule_of(terms, mean_ratio=False, mean_advantage=False, **fixed):
+    """The rule of terms(log pi, ratio, A) -> loss, d loss / d log ratio, whether the clip stops it.
+    All tokens may have the completion's mean ratio, and its mean advantage."""
+
+    def rule(row, **numbers):
+        ratios, advantages = map(math.exp, log_ratios(row)), row.advantages
+        if mean_ratio:
+            ratios = [math.exp(fmean(log_ratios(row)))] * len(row.places)
+        if mean_advantage:
+            advantages = [fmean(row.advantages)] * len(row.places)
+        for logprob, ratio, advantage in zip(row.logprobs, ratios, advantages):
+            loss, slope, stopped = terms(logprob, ratio, advantage, **fixed | numbers)
+            yield loss, slope, policy_metrics(ratio, advantage, stopped)
+
+    return rule
+
+
+def clip(_, ratio, advantage, clip_low, clip_high, dual_clip=None, max_new_tokens=None):
+    """-min(r A, clip(r) A) by cases."""
     if advantage > 0 and ratio > 1 + clip_high:
         return -(1 + clip_high) * advantage, 0.0, True
     if advantage < 0 and ratio < 1 - clip_low:
@@ -49,97 +79,38 @@ def clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip=None):
     return -ratio * advantage, -ratio * advantage, False
 
 
-def policy_metrics(ratio, advantage, stopped=False):
-    return {
-        "clip_fraction": float(stopped),
-        "clip_fraction_high": float(stopped and advantage > 0),
-        "ratio_mean": ratio,
-        "approx_kl": ratio - 1 - math.log(ratio),
-    }
-
-
-def tokens_of(row):
-    return zip(row.logprobs, row.old_logprobs, row.advantages)
-
-
-def mean_log_ratio(row):
-    return fmean([logprob - old for logprob, old, _ in tokens_of(row)])
-
-
-def by_token(terms):
-    """The rule of a loss by token: terms(log pi, ratio, A) -> loss, slope, whether it stops."""
-
-    def rule(row, **numbers):
-        for logprob, old, advantage in tokens_of(row):
-            ratio = math.exp(logprob - old)
-            loss, slope, stopped = terms(logprob, ratio, advantage, **numbers)
-            yield loss, slope, policy_metrics(ratio, advantage, stopped)
-
-    return rule
-
-
-@by_token
-def token_clip_rule(
-    _, ratio, advantage, clip_low=0.2, clip_high=0.2, dual_clip=None, max_new_tokens=None
-):
-    return clipped_surrogate(ratio, advantage, clip_low, clip_high, dual_clip)
-
-
-@by_token
-def dppo_rule(logprob, ratio, advantage, clip_low=0.2, clip_high=0.2, ratio_max=20.0):
+def dppo(logprob, ratio, advantage, clip_low=0.2, clip_high=0.2, ratio_max=20.0):
     moved = math.exp(logprob) * (1 - 1 / ratio)  # pi - pi_old
     stopped = moved > clip_high if advantage > 0 else advantage < 0 and moved < -clip_low
     weight = 0.0 if stopped else min(ratio, ratio_max)
     return -weight * advantage * logprob, -weight * advantage, stopped
 
 
-@by_token
-def cispo_rule(logprob, ratio, advantage, ratio_max=5.0):
+def cispo(logprob, ratio, advantage, ratio_max=5.0):
     weight = ratio_max if ratio > ratio_max else ratio
     return -weight * advantage * logprob, -weight * advantage, ratio > ratio_max
 
 
-@by_token
-def sapo_rule(_, ratio, advantage, tau_pos=1.0, tau_neg=1.05):
+def sapo(_, ratio, advantage, tau_pos=1.0, tau_neg=1.05):
     tau = tau_pos if advantage > 0 else tau_neg
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -4 / tau * gate * advantage, -4 * gate * (1 - gate) * ratio * advantage, False
 
 
-@by_token
-def reinforce_rule(logprob, _, advantage):
+def reinforce(logprob, _, advantage, per=None):
     return -advantage * logprob, -advantage, False
-
-
-@by_token
-def importance_rule(_, ratio, advantage):
-    return -ratio * advantage, -ratio * advantage, False
-
-
-def gspo_token_rule(row, clip_low=3e-4, clip_high=4e-4):
-    ratio = math.exp(mean_log_ratio(row))
-    for advantage in row.advantages:
-        loss, slope, stopped = clipped_surrogate(ratio, advantage, clip_low, clip_high)
-        yield loss, slope, policy_metrics(ratio, advantage, stopped)
-
-
-def gspo_rule(row, **numbers):
-    advantages = [fmean(row.advantages)] * len(row.advantages)
-    return gspo_token_rule(SimpleNamespace(**vars(row) | {"advantages": advantages}), **numbers)
 
 
 def gmpo_rule(row, clip_low=0.4, clip_high=0.4):
     advantage, gaps, stopped = fmean(row.advantages), [], []
-    for logprob, old, _ in tokens_of(row):
-        gap = logprob - old
+    for gap in log_ratios(row):
         bound = clip_high if advantage > 0 else -clip_low
         stopped.append((gap - bound) * advantage > 0)  # beyond the bound, in the direction of A
         gaps.append(bound if stopped[-1] else gap)
-    ratio = math.exp(fmean(gaps))
+    ratio, unclipped = math.exp(fmean(gaps)), math.exp(fmean(log_ratios(row)))
     for clipped in stopped:
         slope = 0.0 if clipped else -ratio * advantage
-        metrics = policy_metrics(math.exp(mean_log_ratio(row)), advantage, clipped)
-        yield -ratio * advantage, slope, metrics
+        yield -ratio * advantage, slope, policy_metrics(unclipped, advantage, clipped)
 
 
 def value_rule(row, value_clip=0.2):
@@ -167,56 +138,58 @@ def kl_rule(row, estimator="k3", per=None):
 POLICY_INPUTS = ("logprobs", "old_logprobs", "advantages", "mask")
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A loss under test: `numbers` go to the loss and to its rule."""
 
     name: str
     mean: str
-    rule: object
-    numbers: dict = dataclasses.field(default_factory=dict)
+    rule: Callable
+    numbers: dict = {}
     spread: float = 0.5  # scale of the log-ratios, such that both sides of the clip occur
     inputs: tuple = POLICY_INPUTS
 
     @property
     def function(self):
-        return {"kl": "kl_penalty"}.get(word := self.name.split()[0], f"{word}_loss")
-
-    def __call__(self, batch, denom=None, function=None):
-        function = function or getattr(gspo, self.function)
-        return function(*(batch[key] for key in self.inputs), denom, **self.numbers)
+        """The name of the loss, without the words that tell its cases apart."""
+        word = self.name.split()[0]
+        return "kl_penalty" if word == "kl" else f"{word}_loss"
 
 
 VALUE = dict(inputs=("values", "old_values", "returns", "mask"))
 KL = dict(inputs=("logprobs", "ref", "mask"))
 TENS = dict(max_new_tokens=10)
 NARROW = dict(clip_low=0.05, clip_high=0.1)
-luspo_rule = functools.partial(gspo_rule, clip_low=2e-3, clip_high=2.5e-3)
-dapo_rule = functools.partial(token_clip_rule, clip_high=0.28)
+grpo_rule = rule_of(clip, clip_low=0.2, clip_high=0.2)
+dapo_rule = rule_of(clip, clip_low=0.2, clip_high=0.28)
+gspo_rule = rule_of(clip, True, True, clip_low=3e-4, clip_high=4e-4)
+luspo_rule = rule_of(clip, True, True, clip_low=2e-3, clip_high=2.5e-3)
+gspo_token_rule = rule_of(clip, True, False, clip_low=3e-4, clip_high=4e-4)
+importance_rule = rule_of(clip, clip_low=math.inf, clip_high=math.inf)
 CASES = [
-    Case("ppo", "token", token_clip_rule),
-    Case("ppo dual", "token", token_clip_rule, NARROW | dict(dual_clip=1.5)),
+    Case("ppo", "token", grpo_rule),
+    Case("ppo dual", "token", grpo_rule, NARROW | dict(dual_clip=1.5)),
     Case("luspo", "sum", luspo_rule, spread=5e-3),
     Case("luspo wide", "sum", gspo_rule, NARROW),
-    Case("grpo", "completion", token_clip_rule),
-    Case("grpo narrow", "completion", token_clip_rule, NARROW),
-    Case("dr_grpo", "constant", token_clip_rule, TENS),
-    Case("dr_grpo narrow", "constant", token_clip_rule, NARROW | TENS),
+    Case("grpo", "completion", grpo_rule),
+    Case("grpo narrow", "completion", grpo_rule, NARROW),
+    Case("dr_grpo", "constant", grpo_rule, TENS),
+    Case("dr_grpo narrow", "constant", grpo_rule, NARROW | TENS),
     Case("dapo", "token", dapo_rule),
-    Case("dapo narrow", "token", token_clip_rule, NARROW),
+    Case("dapo narrow", "token", grpo_rule, NARROW),
     Case("gspo", "completion", gspo_rule, spread=1e-3),
     Case("gspo wide", "completion", gspo_rule, NARROW),
     Case("gspo_token", "completion", gspo_token_rule, spread=1e-3),
     Case("gspo_token wide", "completion", gspo_token_rule, NARROW),
-    Case("cispo", "token", cispo_rule, spread=2.0),
-    Case("cispo 1.2", "token", cispo_rule, dict(ratio_max=1.2)),
-    Case("dppo", "token", dppo_rule),
-    Case("dppo narrow", "token", dppo_rule, NARROW | dict(ratio_max=1.2)),
-    Case("sapo", "completion", sapo_rule),
-    Case("sapo 3 0.5", "completion", sapo_rule, dict(tau_pos=3.0, tau_neg=0.5)),
+    Case("cispo", "token", rule_of(cispo), spread=2.0),
+    Case("cispo 1.2", "token", rule_of(cispo), dict(ratio_max=1.2)),
+    Case("dppo", "token", rule_of(dppo)),
+    Case("dppo narrow", "token", rule_of(dppo), NARROW | dict(ratio_max=1.2)),
+    Case("sapo", "completion", rule_of(sapo)),
+    Case("sapo 3 0.5", "completion", rule_of(sapo), dict(tau_pos=3.0, tau_neg=0.5)),
     Case("gmpo", "completion", gmpo_rule),
     Case("gmpo narrow", "completion", gmpo_rule, NARROW),
-    Case("reinforce", "token", reinforce_rule),
+    Case("reinforce", "token", rule_of(reinforce)),
+    Case("reinforce completion", "completion", rule_of(reinforce), dict(per="completion")),
     Case("importance", "token", importance_rule),
     Case("value", "token", value_rule, **VALUE),
     Case("value 0.6", "token", value_rule, dict(value_clip=0.6), **VALUE),
@@ -292,31 +265,24 @@ def reference(case, batch):
             gradient[index, place] = weight * slope
             for name, part in parts.items():
                 metrics[name] = metrics.get(name, 0.0) + metric_weight * part
-    return loss, gradient, metrics
+    metrics = {name: torch.tensor(part, dtype=torch.float64) for name, part in metrics.items()}
+    return torch.tensor(loss, dtype=torch.float64), gradient, metrics
 
 
-def evaluate(case, batch, **more):
+def evaluate(case, batch, denom=None, functions=gspo):
     """(loss, gradient, metrics) of the function under test. Only `logprobs` (or `values`) get a
     gradient, and the metrics are detached scalars."""
     given = {key: tensor.clone().requires_grad_(key != "mask") for key, tensor in batch.items()}
-    loss, metrics = case(given, **more)
+    function = getattr(functions, case.function)
+    loss, metrics = function(*(given[key] for key in case.inputs), denom, **case.numbers)
     loss.backward()
-    assert loss.shape == ()
-    assert all(metric.shape == () and not metric.requires_grad for metric in metrics.values())
+    assert not any(metric.requires_grad for metric in metrics.values())
     first = case.inputs[0]
     assert {key for key, tensor in given.items() if tensor.grad is not None} == {first}
     return loss.detach(), given[first].grad, metrics
 
 
-def assert_same(actual, expected, **tolerance):
-    tolerance = tolerance or EXACT
-    for got, wanted in zip(actual[:2], expected[:2]):
-        wanted = torch.as_tensor(wanted, dtype=got.dtype)
-        torch.testing.assert_close(got, wanted, **tolerance)
-    assert set(actual[2]) == set(expected[2])
-    for name, got in actual[2].items():
-        wanted = torch.as_tensor(expected[2][name], dtype=got.dtype)
-        torch.testing.assert_close(got, wanted, msg=f"{name}: {got} for {wanted}", **tolerance)
+assert_same = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
 
 # ---- every loss ----------------------------------------------------------------------------------
@@ -348,8 +314,8 @@ def test_loss_matches_scalar_loop(case):
             assert_same(evaluate(case, with_garbage(batch, dtype)), wanted)
             high += wanted[2].get("clip_fraction_high", 0)
             low += wanted[2].get("clip_fraction", 0) - wanted[2].get("clip_fraction_high", 0)
-    unclipped = (sapo_rule, reinforce_rule, importance_rule, kl_rule, value_rule)
-    clips = getattr(case.rule, "func", case.rule) not in unclipped
+    parameters = inspect.signature(getattr(gspo, case.function)).parameters
+    clips = "clip_low" in parameters or "ratio_max" in parameters
     assert (high > 0.01, low > 0.01) == (clips, clips)
 
 
@@ -405,39 +371,31 @@ def test_metrics_of_small_ratios_keep_their_digits_in_float32():
 
 def test_unknown_word_is_refused():
     ones = torch.ones(2, 3)
-    for function, given, wrong in (
-        (gspo.kl_penalty, (ones, ones, ones), dict(estimator="K3")),
-        (gspo.reinforce_loss, (ones, ones, ones[:, 0], ones), dict(per="sequence")),
-        (gspo.group_advantages, (ones[0], 3), dict(advantage_scale="std")),
+    for call in (
+        lambda: gspo.kl_penalty(ones, ones, ones, estimator="K3"),
+        lambda: gspo.reinforce_loss(ones, ones, ones, ones, per="sequence"),
+        lambda: gspo.group_advantages(ones[0], 3, advantage_scale="std"),
     ):
         with pytest.raises(ValueError, match="expected"):
-            function(*given, **wrong)
+            call()
 
-
-# ---- a loss can be pasted elsewhere --------------------------------------------------------------
 
 HELPERS = ("as_columns", "completion_mean", "masked_mean", "policy_metrics")
 
 
 def test_losses_run_when_pasted_with_the_helpers_that_the_file_names():
-    """No loss is missing from the cases."""
+    """Which imports torch and the standard library alone. No loss is missing from the cases."""
+    imported = set(re.findall(r"(?m)^(?:from|import) (\w+)", inspect.getsource(gspo)))
+    assert imported - sys.stdlib_module_names == {"torch"}
     tested = {case.function for case in CASES}
     assert {name for name in vars(gspo) if name.endswith("_loss")} == tested - {"kl_penalty"}
     for case in CASES:
         parts = [inspect.getsource(getattr(gspo, name)) for name in (*HELPERS, case.function)]
-        source, scope = "\n".join(["import torch", *parts]), {}
-        exec(compile(source, case.function, "exec", dont_inherit=True), scope)
+        scope = {}
+        exec("\n".join(["import torch", *parts]), scope)
         batch = make_batch(0, case.spread)
-        pasted = evaluate(case, batch, function=scope[case.function])
+        pasted = evaluate(case, batch, functions=SimpleNamespace(**scope))
         assert_same(pasted, evaluate(case, batch), rtol=0, atol=0)
-
-
-def test_module_imports_nothing_but_torch_and_the_standard_library():
-    imported = set(re.findall(r"(?m)^(?:from|import) (\w+)", inspect.getsource(gspo)))
-    assert imported - sys.stdlib_module_names == {"torch"}
-
-
-# ---- common properties, and differences ----------------------------------------------------------
 
 
 def test_first_update_is_reinforce():
@@ -446,8 +404,7 @@ def test_first_update_is_reinforce():
     batch = make_batch(0, 0.0)
     for case in POLICY_CASES:
         _, gradient, metrics = evaluate(case, batch)
-        plain = Case("plain", case.mean, reinforce_rule)
-        torch.testing.assert_close(gradient, reference(plain, batch)[1], **EXACT)
+        assert_same(gradient, reference(Case("", case.mean, rule_of(reinforce)), batch)[1])
         assert metrics["clip_fraction"] == 0 and metrics["approx_kl"] == 0
 
 
@@ -469,28 +426,20 @@ REF = torch.tensor([-0.4, 0.9, 0.2, 0.5, -1.1], dtype=torch.float64).log_softmax
 ONE = torch.ones(1, 1, dtype=torch.bool)
 
 
-def expected(name):
+def expected(penalty):
     """(sum over v of pi(v) penalty(v), its gradient by the logits with the weights pi(v) fixed):
     each token v is a completion of length one, sampled from pi."""
     logits = LOGITS.clone().requires_grad_()
     total = 0.0 * logits.sum()
     for new, ref in zip(logits.log_softmax(0)[:, None, None], REF[:, None, None]):
-        old = new.detach()
-        if name == "distillation":
-            advantages = gspo.teacher_advantages(torch.zeros(1).double(), 1, ref, old, ONE)
-            penalty, _ = gspo.importance_loss(new, old, advantages, ONE)
-        else:
-            penalty, _ = gspo.kl_penalty(new, ref, ONE, estimator=name)
-            assert penalty.requires_grad == (name != "k1")  # k1 would have noise for a gradient
-        total = total + old.exp().item() * penalty
+        total = total + new.exp().item() * penalty(new, ref)
     return total.item(), torch.autograd.grad(total, logits)[0].tolist()
 
 
 def exact_kl():
-    """Reverse KL(pi || ref) and the closed-form gradients by the logits: of the reverse KL
-    pi_j (log pi_j/ref_j - KL), and of the forward KL(ref || pi) pi_j - ref_j."""
-    pi = [math.exp(each) for each in LOGITS.log_softmax(0).tolist()]
-    ref = [math.exp(each) for each in REF.tolist()]
+    """KL(pi || ref) and its gradient by the logits, pi_j (log pi_j/ref_j - KL), and the gradient of
+    the forward KL(ref || pi), pi_j - ref_j."""
+    pi, ref = LOGITS.softmax(0).tolist(), REF.exp().tolist()
     kl = sum(p * math.log(p / q) for p, q in zip(pi, ref))
     reverse = [p * (math.log(p / q) - kl) for p, q in zip(pi, ref)]
     return kl, reverse, [p - q for p, q in zip(pi, ref)]
@@ -501,17 +450,27 @@ def test_kl_estimators_have_their_means_and_gradients():
     not its value. k3: E_pi[ref/pi - log(ref/pi) - 1] = KL, with the forward KL's gradient.
     unbiased: r k3 with r = pi/sg[pi] has the slope k3 + 1 - e^x = -x of k2 and the value of k3."""
     kl, reverse, forward = exact_kl()
-    assert expected("k1") == (pytest.approx(kl, rel=1e-12), [0.0] * 5)
-    assert expected("k2")[1] == pytest.approx(reverse, rel=1e-10)
-    for name, gradient in (("k3", forward), ("unbiased", reverse)):
-        mean, found = expected(name)
-        assert mean == pytest.approx(kl, rel=1e-12)
+    gradients = {"k1": [0.0] * 5, "k2": reverse, "k3": forward, "unbiased": reverse}
+    for name, gradient in gradients.items():
+
+        def penalty(new, ref, name=name):
+            value, _ = gspo.kl_penalty(new, ref, ONE, estimator=name)
+            assert value.requires_grad == (name != "k1")  # it would be noise
+            return value
+
+        mean, found = expected(penalty)
         assert found == pytest.approx(gradient, rel=1e-10)
+        assert name == "k2" or mean == pytest.approx(kl, rel=1e-12)
 
 
 def test_distillation_has_the_gradient_of_the_reverse_kl_to_the_teacher():
     """E_pi[-(log teacher - log pi) grad log pi] = grad KL(pi || teacher)."""
-    assert expected("distillation")[1] == pytest.approx(exact_kl()[1], rel=1e-10)
+
+    def penalty(new, teacher):
+        advantages = gspo.teacher_advantages(torch.zeros(1).double(), 1, teacher, new, ONE)
+        return gspo.importance_loss(new, new, advantages, ONE)[0]
+
+    assert expected(penalty)[1] == pytest.approx(exact_kl()[1], rel=1e-10)
 
 
 # ---- advantages of rewards -----------------------------------------------------------------------
@@ -521,19 +480,15 @@ def group_loop(rewards, size, scale):
     out = []
     for start in range(0, len(rewards), size):
         group = rewards[start : start + size]
-        dead, mean = max(group) == min(group), fmean(group)
-        for index, reward in enumerate(group):
-            if dead:
-                out.append(0.0)
-            elif scale == "leave one out":
-                out.append(reward - fmean(group[:index] + group[index + 1 :]))
-            elif scale == "mean":
-                out.append((reward - mean) / mean if mean > 0 else 0.0)
-            elif scale == "none":
-                out.append(reward - mean)
-            else:
-                spread = stdev(group if scale == "group" else rewards)
-                out.append((reward - mean) / (spread + 1e-6))
+        mean = fmean(group)
+        divisors = {
+            "group": stdev(group) + 1e-6,
+            "batch": stdev(rewards) + 1e-6,
+            "mean": mean if mean > 0 else math.inf,
+            "none": 1,
+            "leave one out": (size - 1) / size,  # r - mean of the others = (r - mean) G / (G - 1)
+        }
+        out += [(reward - mean) / divisors[scale] for reward in group]
     return out
 
 
@@ -553,7 +508,7 @@ def test_group_advantages_match_scalar_loop(name):
             rewards = (rewards > 0).double()
         rewards[size : 2 * size] = 0.3
         wanted = torch.tensor(group_loop(rewards.tolist(), size, name), dtype=torch.float64)
-        torch.testing.assert_close(GROUP_FUNCTIONS[name](rewards, size), wanted, **EXACT)
+        assert_same(GROUP_FUNCTIONS[name](rewards, size), wanted)
 
 
 @every_group_function
@@ -584,7 +539,7 @@ def assert_own_tokens(tensor, mask, rows):
     """These numbers on the tokens of the mask, and 0 elsewhere."""
     wanted = torch.zeros(mask.shape, dtype=torch.float64)
     wanted[mask] = torch.tensor([x for row in rows for x in row], dtype=torch.float64)
-    torch.testing.assert_close(tensor, wanted, **EXACT)
+    assert_same(tensor, wanted)
 
 
 def whitened_rows(rows):
@@ -628,25 +583,22 @@ def test_whitened_equal_returns_are_exactly_zero():
     still 0. No token: 0."""
     for lengths in ([5, 3, 1], [7] * 40, [1], [0, 0]):
         mask = positions(lengths, 8)
-        rewards = torch.zeros(mask.shape)
-        for row, length in enumerate(lengths):
-            rewards[row, max(length - 1, 0)] = 0.1
-        assert not gspo.reinforce_plus_plus_advantages(rewards, mask).any()
+        is_last = mask & ~mask.roll(-1, 1)
+        assert not gspo.reinforce_plus_plus_advantages(0.1 * is_last, mask).any()
 
 
 def step_loop(rewards, steps, size):
     """Reward-to-go per step, z-scored over the group's k-th steps, copied to the step's tokens."""
-    count, width = steps.shape
-    ends = [[t for t in range(width) if steps[i, t]] for i in range(count)]
-    returns = [discounted_sums([rewards[i, t].item() for t in ends[i]], 1.0) for i in range(count)]
-    out = torch.zeros(count, width, dtype=torch.float64)
-    for i in range(count):
-        first = i - i % size
-        for k, end in enumerate(ends[i]):
-            peers = [returns[j][k] for j in range(first, first + size) if len(returns[j]) > k]
+    out = torch.zeros(steps.shape, dtype=torch.float64)
+    ends = [row.nonzero()[:, 0].tolist() for row in steps]
+    returns = [discounted_sums(row[own].tolist(), 1.0) for row, own in zip(rewards, ends)]
+    for i, own in enumerate(ends):
+        group = range(i - i % size, i - i % size + size)
+        for k, end in enumerate(own):
+            peers = [returns[j][k] for j in group if len(returns[j]) > k]
             equal = max(peers) == min(peers)
             score = 0.0 if equal else (returns[i][k] - fmean(peers)) / (stdev(peers) + 1e-6)
-            out[i, ends[i][k - 1] + 1 if k else 0 : end + 1] = score
+            out[i, own[k - 1] + 1 if k else 0 : end + 1] = score
     return out
 
 
@@ -662,7 +614,7 @@ def test_step_advantages_match_scalar_loop(size):
             rewards = (rewards > 0).double()
         dirty = rewards.where(steps, (math.nan, 7.0)[seed % 2])
         actual = gspo.step_advantages(dirty, steps.long(), size)
-        torch.testing.assert_close(actual, step_loop(rewards, steps, size), **EXACT)
+        assert_same(actual, step_loop(rewards, steps, size))
 
 
 def test_step_advantages_do_not_tell_equal_sums_apart_by_rounding(monkeypatch):
@@ -682,9 +634,6 @@ def test_step_advantages_do_not_tell_equal_sums_apart_by_rounding(monkeypatch):
     assert torch.equal(first, torch.zeros(64))
 
 
-# ---- a teacher, and a sampler that is not the policy ---------------------------------------------
-
-
 @pytest.mark.parametrize("reward_coef", [0.0, 0.7])
 def test_teacher_advantages_match_scalar_loop(reward_coef):
     """log pi_teacher - log pi_old of the sampled token + reward_coef (r - mean of the group)."""
@@ -693,25 +642,24 @@ def test_teacher_advantages_match_scalar_loop(reward_coef):
     dirty = with_garbage(batch, torch.long)
     given = rewards, 4, dirty["ref"].requires_grad_(), dirty["old_logprobs"], dirty["mask"]
     actual = gspo.teacher_advantages(*given, reward_coef=reward_coef)
-    assert not actual.requires_grad
-    centred = [reward_coef * each for each in group_loop(rewards.tolist(), 4, "none")]
-    rows = [
-        [teacher - old + added for teacher, old in zip(row.ref, row.old_logprobs)]
-        for row, added in zip(rows_of(batch), centred)
-    ]
+    rows = []
+    for row, centred in zip(rows_of(batch), group_loop(rewards.tolist(), 4, "none")):
+        gaps = [teacher - old for teacher, old in zip(row.ref, row.old_logprobs)]
+        rows.append([gap + reward_coef * centred for gap in gaps])
     assert_own_tokens(actual, batch["mask"], rows)
+    assert not actual.requires_grad
 
 
-@pytest.mark.parametrize("numbers", [{}, dict(cap=1.1)])
-def test_truncated_importance_weights_match_scalar_loop(numbers):
-    batch, cap = make_batch(0, 1.5), numbers.get("cap", 2.0)
-    rows = [[min(math.exp(p - q), cap) for p, q, _ in tokens_of(row)] for row in rows_of(batch)]
-    assert len({x for row in rows for x in row}) > 5  # some are capped, some are not
+def test_truncated_importance_weights_match_scalar_loop():
+    batch = make_batch(0, 1.5)
     dirty = with_garbage(batch, torch.long)
     given = dirty["logprobs"].requires_grad_(), dirty["old_logprobs"], dirty["mask"]
-    actual = gspo.truncated_importance_weights(*given, **numbers)
-    assert not actual.requires_grad
-    assert_own_tokens(actual.double(), batch["mask"], rows)
+    for cap, numbers in ((2.0, {}), (1.1, dict(cap=1.1))):
+        rows = [[min(math.exp(gap), cap) for gap in log_ratios(row)] for row in rows_of(batch)]
+        assert len({weight for row in rows for weight in row}) > 5  # some are capped, some not
+        actual = gspo.truncated_importance_weights(*given, **numbers)
+        assert_own_tokens(actual, batch["mask"], rows)
+        assert not actual.requires_grad
 
 
 # ---- the table of algorithms ---------------------------------------------------------------------
@@ -730,7 +678,9 @@ OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' a
 def test_algorithms_are_those_of_the_papers():
     """The trainer counts the denominator by `unit`, which must be the unit of the loss's mean: a
     sequence ratio with a mean over tokens has another gradient."""
-    units = {c.function: "token" if c.mean == "token" else "completion" for c in POLICY_CASES}
+    units = {}  # of the default, which is the first case
+    for case in POLICY_CASES:
+        units.setdefault(case.function, "token" if case.mean == "token" else "completion")
     assert len(gspo.ALGOS) == 16
     for name, row in gspo.ALGOS.items():
         loss = LOSSES.get(name, name.replace("-", "_")) + "_loss"

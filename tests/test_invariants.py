@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import rollout
 from tools import BASE, digests, good, metrics, newest, same_run, timeless, write_rows
 
 in_place = pytest.mark.usefixtures("place")
@@ -76,11 +75,3 @@ def test_a_critic_starts_with_the_value_0_and_explains_a_part_of_the_returns(see
     expected = 1 - (returns - values).var() / returns.var()
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     assert rows[1]["explained_variance"] == pytest.approx(expected, abs=1e-4) != 0
-
-
-def test_a_uniform_of_0_samples_no_impossible_token():
-    """torch's uniform numbers may be 0. The first token has probability 0, 1e-42 and 1/3."""
-    logits = torch.tensor([[-torch.inf, 0.0, 1.0], [-95.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
-    token, logprobs = rollout.sample_token(logits, torch.zeros(3), 1.0)
-    assert token.tolist() == [1, 1, 0]
-    assert logprobs.isfinite().all()
