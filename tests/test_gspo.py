@@ -634,18 +634,18 @@ def test_step_advantages_do_not_tell_equal_sums_apart_by_rounding(monkeypatch):
     assert torch.equal(first, torch.zeros(64))
 
 
-@pytest.mark.parametrize("reward_coef", [0.0, 0.7])
-def test_teacher_advantages_match_scalar_loop(reward_coef):
+@pytest.mark.parametrize("numbers", [{}, dict(reward_coef=0.7)])
+def test_teacher_advantages_match_scalar_loop(numbers):
     """log pi_teacher - log pi_old of the sampled token + reward_coef (r - mean of the group)."""
     batch = make_batch(0, 0.5)
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.5, 0.3, 0.3, 0.3, 0.9], dtype=torch.float64)
     dirty = with_garbage(batch, torch.long)
     given = rewards, 4, dirty["ref"].requires_grad_(), dirty["old_logprobs"], dirty["mask"]
-    actual = gspo.teacher_advantages(*given, reward_coef=reward_coef)
+    actual = gspo.teacher_advantages(*given, **numbers)
     rows = []
     for row, centred in zip(rows_of(batch), group_loop(rewards.tolist(), 4, "none")):
         gaps = [teacher - old for teacher, old in zip(row.ref, row.old_logprobs)]
-        rows.append([gap + reward_coef * centred for gap in gaps])
+        rows.append([gap + numbers.get("reward_coef", 0.0) * centred for gap in gaps])
     assert_own_tokens(actual, batch["mask"], rows)
     assert not actual.requires_grad
 

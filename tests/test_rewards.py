@@ -226,6 +226,7 @@ MALFORMED = """
     null | "" | 13 | [] | {} | {"numbers": [3, 5, 2]} | {"target": 13}
     {"numbers": [], "target": 13} | {"numbers": null, "target": 13}
     {"numbers": "352", "target": 13}
+    {"numbers": [3, 5, 2, true], "target": 13}
     {"numbers": [3, "5", 2], "target": 13} | {"numbers": [3, 5, 2.5], "target": 13}
     {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, 2], "target": null}
     {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}

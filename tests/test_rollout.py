@@ -229,6 +229,7 @@ def test_a_context_is_that_in_which_a_text_means_the_same():
 
 
 def test_a_text_beyond_the_context_is_refused(way):
+    R.check_context(tiny(), PROMPTS, torch.zeros(4, 1, 119))
     with pytest.raises(UserError, match="129 tokens, prompt and completion: this qwen3 reads 128"):
         sampled(tiny(), max_new_tokens=120)
 
@@ -613,7 +614,9 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
     (logprobs.sum() + entropy.sum()).backward()
     assert len(sizes) == 7 and max(sizes) <= 2**18
     found = gradients(model)
-    sum(a.sum() + b.sum() for a, b in own_logprobs(model, out)).backward()
+    own, entropies = map(torch.cat, zip(*own_logprobs(model, out)))
+    torch.testing.assert_close(logprobs.flatten(), own, atol=1e-5, rtol=1e-5)
+    (own.sum() + entropies.sum()).backward()
     for one, other in zip(found, gradients(model)):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
 
