@@ -102,10 +102,13 @@ ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_in_autocast)
 def end_and_pad_ids(model, tokenizer) -> dict:
     """Return eos_ids, those of the tokenizer and of the generation config, and pad_id."""
     ends = model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
+    if not isinstance(ends, list):
+        ends = [ends]
     eos_ids = sorted({*ends, tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id
-    return {"eos_ids": eos_ids, "pad_id": eos_ids[0] if pad_id is None else pad_id}
+    if pad_id is None:
+        pad_id = eos_ids[0]
+    return {"eos_ids": eos_ids, "pad_id": pad_id}
 
 
 # ---- copies --------------------------------------------------------------------------------------

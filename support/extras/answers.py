@@ -523,8 +523,8 @@ GROWING = ("sum", "product", "ratio", "union")
 def combine(symbol: str, left: Node, right: Node) -> Node:
     """Return a node of one operation. Sums, products and unions grow and do not nest."""
     if symbol == "-":
-        negative = Node("negative", (right,))
-        symbol, right = "+", MINUS_INFINITY if right == INFINITY else negative
+        symbol = "+"
+        right = MINUS_INFINITY if right == INFINITY else Node("negative", (right,))
     if symbol in ("/", "\\over"):
         symbol, right = "*", Node("inverse", (right,))
     if symbol == "+" and left == ZERO:
