@@ -140,6 +140,15 @@ def test_greedy_completions_are_those_of_transformers_generate(kind, way):
             assert out.truncated[row] == (ends[-1] not in (2, 3))
 
 
+def test_an_end_as_the_last_token_that_is_allowed_is_no_truncation(way):
+    model = tiny()
+    free = sampled(model, eos_ids=[], max_new_tokens=4)
+    assert free.truncated.all()
+    row = next(i for i, ids in enumerate(free.completions.tolist()) if ids[3] not in ids[:3])
+    ended = sampled(model, eos_ids=[int(free.completions[row, 3])], max_new_tokens=4)
+    assert ended.lengths[row] == 4 and not ended.truncated[row]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_are_the_models_own_in_value_and_gradient(kind, way):
     """Against a forward pass for each row. So are the sampler's. Scores are bit-identical with and
