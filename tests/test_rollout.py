@@ -43,10 +43,10 @@ KINDS = {
     "mixtral": {},
     "gpt_oss": {},  # attention sinks
     "deepseek_v3": {},  # keys have another size than values
-    "bloom": {},  # no position_ids
+    "trocr": {},  # no position_ids: each batch has prompts of one length
     "mamba": {},
 }
-PLAIN_ONLY = {"bloom", "mamba"}
+PLAIN_ONLY = {"trocr", "mamba"}
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17], [18, 19, 20, 21, 22]]
 
 
