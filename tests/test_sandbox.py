@@ -108,6 +108,7 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
         "starts a process": "if os.fork() == 0: os._exit(0)",
         "becomes a program": "os.execv(sys.executable, ['python', '-c', 'print(\"done\")'])",
         "makes namespaces": "check(libc.unshare(0x10000000))",
+        "fills a disk, behind the end of its output": "check(libc.fallocate(1, 1, 0, 2 << 20))",
         "calls by a ring": "check(libc.syscall(425, 1, ctypes.create_string_buffer(120)))",
         "changes a mode by a new call": "check(libc.syscall(452, -100, b'FOLDER/secret', 511, 0))",
         "calls clone3": "check(libc.syscall(435, ctypes.create_string_buffer(64), 64))",
@@ -247,14 +248,16 @@ def processes(mark, count):
     return sorted(found)
 
 
-def test_sandbox_ends_a_program_with_the_process_that_watches_it(mark):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_sandbox_ends_a_program_with_the_process_that_watches_it(number, mark, monkeypatch):
     """And the test below finds the processes of the sandbox."""
+    monkeypatch.setattr(sandbox, "STOP_SECONDS", 0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        result = pool.submit(sandbox.run_program, "import time\ntime.sleep(60)", seconds=20)
+        result = pool.submit(sandbox.run_program, "import time\ntime.sleep(60)", seconds=2)
         watcher, program = processes(mark, count=2)
         time.sleep(0.2)  # until it has begun
-        os.kill(watcher, signal.SIGKILL)
-        assert result.result()[1] is None and processes(mark, count=0) == []
+        os.kill(watcher, number)
+        assert result.result(timeout=4)[1] is None and processes(mark, count=0) == []
 
 
 LASTING = {
@@ -309,6 +312,12 @@ HONEST = {  # they say that they are done
         time.sleep(0.1)  # until they are counted
         barrier.wait()
         print('done')""",
+    "no file of the sandbox, as its report of the layers": """
+        import contextlib, os
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, b'x')
+        print('done')""",
     "no capabilities": """
         import ctypes, struct
         header, found = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
@@ -330,6 +339,13 @@ EXCESSIVE = {
 }
 
 
+def test_sandbox_fills_no_disk_without_namespaces(monkeypatch):
+    """Its folder is then no file system of its own, of bounded size."""
+    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in ALL if x != SPACES))
+    if sandbox.run_program("")[0][FILES]:
+        assert run_program("open('file', 'w')") is None
+
+
 @pytest.mark.parametrize("name", [*HONEST, *EXCESSIVE])
 def test_sandbox_bounds_resources(name):
     source, output = (HONEST[name], "done\n") if name in HONEST else (EXCESSIVE[name], None)
@@ -338,7 +354,7 @@ def test_sandbox_bounds_resources(name):
 
 @pytest.mark.parametrize(
     "machine, calls, header",
-    [("x86_64", 74, "**/asm/unistd_64.h"), ("aarch64", 66, "asm-generic/unistd.h")],
+    [("x86_64", 75, "**/asm/unistd_64.h"), ("aarch64", 67, "asm-generic/unistd.h")],
 )
 def test_sandbox_knows_the_numbers_of_calls(machine, calls, header):
     """They are those of the C library's headers, if these are there and know them."""
