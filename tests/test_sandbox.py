@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -80,7 +81,7 @@ EFFECTS = {
         "sends to a service by a pair": f"{PAIR}a.sendto(b'x', 'FOLDER/datagrams')",
         "connects a pair to a service": f"{PAIR}a.connect('FOLDER/datagrams')",
         "calls a service": "socket.socket(1).connect('FOLDER/service')",
-        "shares memory": "check(libc.shmget(0, 4096, 0o1600))",
+        "shares memory": "check(libc.shmctl(libc.shmget(0, 4096, 0o1600), 0, None))",  # removes it
         "may outlive its parent": "check(libc.prctl(1, 0))",
         "leaves its session": "os.setsid()",
         "leaves its group": "os.setpgid(0, 0)",
@@ -92,6 +93,7 @@ EFFECTS = {
         "signals by a descriptor": f"{STREAMS}fcntl.fcntl(a, fcntl.F_SETOWN, PID)",
         "connects": "socket.create_connection(('127.0.0.1', PORT))",
         "sends a datagram": "socket.socket(type=2).sendto(b'x', ('127.0.0.1', UDP))",
+        "shares its memory": "check(libc.shmctl(SEGMENT, 2, ctypes.create_string_buffer(200)))",
         "calls an abstract service": "socket.socket(1).connect('\\0ABSTRACT')",
     },
 }
@@ -117,12 +119,14 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
     (SPACES, CALLS): {
         "changes a priority": "os.setpriority(os.PRIO_PROCESS, PID, 19)",
         "changes a limit": "resource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))",
+        "signals a thread": "check(libc.tgkill(PID, PID, 0))",
         "traces": "check(libc.ptrace(0x4206, PID, 0, 0))",
         "opens a process": "check(libc.syscall(434, PID, 0))",
     },
 }
 if os.uname().machine == "x86_64":
     RARE[CALLS,] |= {
+        "takes the machine's queues": "check(libc.syscall(206, 9, ctypes.create_string_buffer(8)))",
         "calls by another table": "check(libc.syscall(0x40000000 + 39))",
         "calls as 32 bits do": (
             "import mmap\n"
@@ -159,12 +163,16 @@ def outside(tmp_path):
     with contextlib.ExitStack() as stack:
         victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
         stack.callback(victim.kill)
+        libc = ctypes.CDLL(None)
+        segment = libc.shmget(0, 4096, 0o1600)
+        stack.callback(libc.shmctl, segment, 0, None)  # removes it
         serve(socket.AF_UNIX, hears, str(tmp_path / "datagrams"))
         serve(socket.AF_UNIX, listens, str(tmp_path / "service"))
         serve(socket.AF_UNIX, listens, "\0" + abstract)
         yield {
             "FOLDER": str(tmp_path),
             "PID": str(victim.pid),
+            "SEGMENT": str(segment),
             "PORT": str(serve(socket.AF_INET, listens, ("127.0.0.1", 0))[1]),
             "UDP": str(serve(socket.AF_INET, hears, ("127.0.0.1", 0))[1]),
             "ABSTRACT": abstract,
@@ -318,6 +326,12 @@ HONEST = {  # they say that they are done
             with contextlib.suppress(OSError):
                 os.write(number, b'x')
         print('done')""",
+    "limits that it cannot raise": """
+        import resource
+        for name in ('AS', 'CPU', 'FSIZE', 'NOFILE'):
+            soft, hard = resource.getrlimit(getattr(resource, f'RLIMIT_{name}'))
+            assert soft == hard != resource.RLIM_INFINITY
+        print('done')""",
     "no capabilities": """
         import ctypes, struct
         header, found = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
@@ -354,7 +368,7 @@ def test_sandbox_bounds_resources(name):
 
 @pytest.mark.parametrize(
     "machine, calls, header",
-    [("x86_64", 75, "**/asm/unistd_64.h"), ("aarch64", 67, "asm-generic/unistd.h")],
+    [("x86_64", 76, "**/asm/unistd_64.h"), ("aarch64", 68, "asm-generic/unistd.h")],
 )
 def test_sandbox_knows_the_numbers_of_calls(machine, calls, header):
     """They are those of the C library's headers, if these are there and know them."""

@@ -138,7 +138,7 @@ REFUSED = """
     # takes space of a disk that no limit on a file's size counts
     fallocate 285/47
     # reaches bugs of the kernel, and no honest program needs it
-    bpf 321/280, perf_event_open 298/241, userfaultfd 323/282, syslog 103/116
+    bpf 321/280, perf_event_open 298/241, userfaultfd 323/282, syslog 103/116, io_setup 206/0
     # some arguments are harmless: see refuse_calls
     clone 56/220, tgkill 234/131, prlimit64 302/261, ioctl 16/29, socketpair 53/199, fcntl 72/25
     prctl 157/167
