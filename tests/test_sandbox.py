@@ -65,6 +65,7 @@ EFFECTS = {
     (FILES,): {
         "reads a file": "print(open('FOLDER/secret').read())",
         "lists a folder": "assert 'secret' in os.listdir('FOLDER')",
+        "reads a command line": "print(open('/proc/PID/cmdline').read())",
         "writes a file": "open('FOLDER/new', 'w').write('x')",
         "appends": "open('FOLDER/secret', 'a').write('x')",
         "removes a file": "os.remove('FOLDER/secret')",
@@ -228,9 +229,10 @@ def test_sandbox_effects_happen_without_layers(name, monkeypatch, outside):
     assert reached({name: POSSIBLE[name]}, outside) == [name]
 
 
-def test_sandbox_keeps_the_environment(monkeypatch):
+def test_sandbox_keeps_the_environment_and_the_terminal(monkeypatch, capfd):
     monkeypatch.setenv("SECRET_TOKEN", "a secret")
-    assert "a secret" not in run_program("import os\nprint(dict(os.environ))")
+    assert "a secret" not in run_program("import os\nprint(os.environ, os.write(2, b'x'))")
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.fixture
