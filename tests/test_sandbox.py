@@ -30,12 +30,17 @@ def run_program(source):
     return output
 
 
-@pytest.mark.parametrize("version, protects", [(1, False), (2, False), (3, True), (9, True)])
-def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, protects):
+@pytest.mark.parametrize(
+    "version, error, protects",
+    [(1, 0, False), (2, 0, False), (3, 0, True), (9, 0, True), (9, -1, False)],
+)
+def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, error, protects):
     class Kernel:
-        """One where every call succeeds."""
+        """One where every call succeeds, or all but that which restricts."""
 
         def syscall(self, call, attributes, *arguments):
+            if call == sandbox.LANDLOCK_RESTRICT_SELF:
+                return error
             return version if attributes is None else 0
 
     child = sandbox.Sandbox({"layers": ["landlock"], "folder": ""})
