@@ -232,6 +232,8 @@ def test_code_has_a_writable_folder_of_bounded_size():
             print('full', written)"""
     word, written = sandbox.run_program(textwrap.dedent(source))[1].split()
     assert word == "full" and 1 << 19 <= int(written) < 32 * sandbox.CODE_BYTES
+    empty = "import os\nfor name in range(2000): os.mkdir(str(name))"  # memory, too
+    assert sandbox.run_program(empty)[1] is None
 
 
 @pytest.mark.slow

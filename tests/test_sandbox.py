@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -29,12 +30,17 @@ def run_program(source):
     return output
 
 
-@pytest.mark.parametrize("version, protects", [(1, False), (2, False), (3, True), (9, True)])
-def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, protects):
+@pytest.mark.parametrize(
+    "version, error, protects",
+    [(1, 0, False), (2, 0, False), (3, 0, True), (9, 0, True), (9, -1, False)],
+)
+def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, error, protects):
     class Kernel:
-        """One where every call succeeds."""
+        """One where every call succeeds, or all but that which restricts."""
 
         def syscall(self, call, attributes, *arguments):
+            if call == sandbox.LANDLOCK_RESTRICT_SELF:
+                return error
             return version if attributes is None else 0
 
     child = sandbox.Sandbox({"layers": ["landlock"], "folder": ""})
@@ -64,6 +70,7 @@ EFFECTS = {
     (FILES,): {
         "reads a file": "print(open('FOLDER/secret').read())",
         "lists a folder": "assert 'secret' in os.listdir('FOLDER')",
+        "reads a command line": "print(open('/proc/PID/cmdline').read())",
         "writes a file": "open('FOLDER/new', 'w').write('x')",
         "appends": "open('FOLDER/secret', 'a').write('x')",
         "removes a file": "os.remove('FOLDER/secret')",
@@ -80,7 +87,7 @@ EFFECTS = {
         "sends to a service by a pair": f"{PAIR}a.sendto(b'x', 'FOLDER/datagrams')",
         "connects a pair to a service": f"{PAIR}a.connect('FOLDER/datagrams')",
         "calls a service": "socket.socket(1).connect('FOLDER/service')",
-        "shares memory": "check(libc.shmget(0, 4096, 0o1600))",
+        "shares memory": "check(libc.shmctl(libc.shmget(0, 4096, 0o1600), 0, None))",  # removes it
         "may outlive its parent": "check(libc.prctl(1, 0))",
         "leaves its session": "os.setsid()",
         "leaves its group": "os.setpgid(0, 0)",
@@ -92,6 +99,7 @@ EFFECTS = {
         "signals by a descriptor": f"{STREAMS}fcntl.fcntl(a, fcntl.F_SETOWN, PID)",
         "connects": "socket.create_connection(('127.0.0.1', PORT))",
         "sends a datagram": "socket.socket(type=2).sendto(b'x', ('127.0.0.1', UDP))",
+        "shares its memory": "check(libc.shmctl(SEGMENT, 2, ctypes.create_string_buffer(200)))",
         "calls an abstract service": "socket.socket(1).connect('\\0ABSTRACT')",
     },
 }
@@ -108,6 +116,7 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
         "starts a process": "if os.fork() == 0: os._exit(0)",
         "becomes a program": "os.execv(sys.executable, ['python', '-c', 'print(\"done\")'])",
         "makes namespaces": "check(libc.unshare(0x10000000))",
+        "fills a disk, behind the end of its output": "check(libc.fallocate(1, 1, 0, 2 << 20))",
         "calls by a ring": "check(libc.syscall(425, 1, ctypes.create_string_buffer(120)))",
         "changes a mode by a new call": "check(libc.syscall(452, -100, b'FOLDER/secret', 511, 0))",
         "calls clone3": "check(libc.syscall(435, ctypes.create_string_buffer(64), 64))",
@@ -116,12 +125,14 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
     (SPACES, CALLS): {
         "changes a priority": "os.setpriority(os.PRIO_PROCESS, PID, 19)",
         "changes a limit": "resource.prlimit(PID, resource.RLIMIT_CORE, (0, 0))",
+        "signals a thread": "check(libc.tgkill(PID, PID, 0))",
         "traces": "check(libc.ptrace(0x4206, PID, 0, 0))",
         "opens a process": "check(libc.syscall(434, PID, 0))",
     },
 }
 if os.uname().machine == "x86_64":
     RARE[CALLS,] |= {
+        "takes the machine's queues": "check(libc.syscall(206, 9, ctypes.create_string_buffer(8)))",
         "calls by another table": "check(libc.syscall(0x40000000 + 39))",
         "calls as 32 bits do": (
             "import mmap\n"
@@ -158,12 +169,16 @@ def outside(tmp_path):
     with contextlib.ExitStack() as stack:
         victim = stack.enter_context(subprocess.Popen(["sleep", "600"]))
         stack.callback(victim.kill)
+        libc = ctypes.CDLL(None)
+        segment = libc.shmget(0, 4096, 0o1600)
+        stack.callback(libc.shmctl, segment, 0, None)  # removes it
         serve(socket.AF_UNIX, hears, str(tmp_path / "datagrams"))
         serve(socket.AF_UNIX, listens, str(tmp_path / "service"))
         serve(socket.AF_UNIX, listens, "\0" + abstract)
         yield {
             "FOLDER": str(tmp_path),
             "PID": str(victim.pid),
+            "SEGMENT": str(segment),
             "PORT": str(serve(socket.AF_INET, listens, ("127.0.0.1", 0))[1]),
             "UDP": str(serve(socket.AF_INET, hears, ("127.0.0.1", 0))[1]),
             "ABSTRACT": abstract,
@@ -219,9 +234,10 @@ def test_sandbox_effects_happen_without_layers(name, monkeypatch, outside):
     assert reached({name: POSSIBLE[name]}, outside) == [name]
 
 
-def test_sandbox_keeps_the_environment(monkeypatch):
+def test_sandbox_keeps_the_environment_and_the_terminal(monkeypatch, capfd):
     monkeypatch.setenv("SECRET_TOKEN", "a secret")
-    assert "a secret" not in run_program("import os\nprint(dict(os.environ))")
+    assert "a secret" not in run_program("import os\nprint(os.environ, os.write(2, b'x'))")
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.fixture
@@ -247,14 +263,16 @@ def processes(mark, count):
     return sorted(found)
 
 
-def test_sandbox_ends_a_program_with_the_process_that_watches_it(mark):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_sandbox_ends_a_program_with_the_process_that_watches_it(number, mark, monkeypatch):
     """And the test below finds the processes of the sandbox."""
+    monkeypatch.setattr(sandbox, "STOP_SECONDS", 0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        result = pool.submit(sandbox.run_program, "import time\ntime.sleep(60)", seconds=20)
+        result = pool.submit(sandbox.run_program, "import time\ntime.sleep(60)", seconds=2)
         watcher, program = processes(mark, count=2)
         time.sleep(0.2)  # until it has begun
-        os.kill(watcher, signal.SIGKILL)
-        assert result.result()[1] is None and processes(mark, count=0) == []
+        os.kill(watcher, number)
+        assert result.result(timeout=4)[1] is None and processes(mark, count=0) == []
 
 
 LASTING = {
@@ -309,6 +327,18 @@ HONEST = {  # they say that they are done
         time.sleep(0.1)  # until they are counted
         barrier.wait()
         print('done')""",
+    "no file of the sandbox, as its report of the layers": """
+        import contextlib, os
+        for number in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(number, b'x')
+        print('done')""",
+    "limits that it cannot raise": """
+        import resource
+        for name in ('AS', 'CPU', 'FSIZE', 'NOFILE'):
+            soft, hard = resource.getrlimit(getattr(resource, f'RLIMIT_{name}'))
+            assert soft == hard != resource.RLIM_INFINITY
+        print('done')""",
     "no capabilities": """
         import ctypes, struct
         header, found = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
@@ -330,6 +360,13 @@ EXCESSIVE = {
 }
 
 
+def test_sandbox_fills_no_disk_without_namespaces(monkeypatch):
+    """Its folder is then no file system of its own, of bounded size."""
+    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in ALL if x != SPACES))
+    if sandbox.run_program("")[0][FILES]:
+        assert run_program("open('file', 'w')") is None
+
+
 @pytest.mark.parametrize("name", [*HONEST, *EXCESSIVE])
 def test_sandbox_bounds_resources(name):
     source, output = (HONEST[name], "done\n") if name in HONEST else (EXCESSIVE[name], None)
@@ -338,7 +375,7 @@ def test_sandbox_bounds_resources(name):
 
 @pytest.mark.parametrize(
     "machine, calls, header",
-    [("x86_64", 74, "**/asm/unistd_64.h"), ("aarch64", 66, "asm-generic/unistd.h")],
+    [("x86_64", 76, "**/asm/unistd_64.h"), ("aarch64", 68, "asm-generic/unistd.h")],
 )
 def test_sandbox_knows_the_numbers_of_calls(machine, calls, header):
     """They are those of the C library's headers, if these are there and know them."""

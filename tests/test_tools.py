@@ -217,6 +217,7 @@ def answer(text):
     return "=7" if len(text) % 2 else None
 
 def fails(text):
+    print("called", file=open("calls", "a"))
     raise ArithmeticError("\\x1b[31mboom")
 """
 WITH = f"{BASE} --tool tool.py:answer@2 --max-new-tokens 16"
@@ -301,6 +302,8 @@ def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
     result = good(tmp_path, f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16")
     rows = metrics(result.folder)
     assert all(row["tool_faults"] > 0 and row["tool_calls"] == 0 for row in rows)
+    calls = Path("calls").read_text().count("called")  # a last evaluation has no row
+    assert sum(row["tool_faults"] for row in rows) <= calls
     assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
 
 

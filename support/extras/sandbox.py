@@ -135,8 +135,10 @@ REFUSED = """
     shmget 29/194, shmat 30/196, shmctl 31/195, semget 64/190, semop 65/193, semctl 66/191
     semtimedop 220/192, msgget 68/186, msgsnd 69/189, msgrcv 70/188, msgctl 71/187
     mq_open 240/180, mq_unlink 241/181, add_key 248/217, request_key 249/218, keyctl 250/219
+    # takes space of a disk that no limit on a file's size counts
+    fallocate 285/47
     # reaches bugs of the kernel, and no honest program needs it
-    bpf 321/280, perf_event_open 298/241, userfaultfd 323/282, syslog 103/116
+    bpf 321/280, perf_event_open 298/241, userfaultfd 323/282, syslog 103/116, io_setup 206/0
     # some arguments are harmless: see refuse_calls
     clone 56/220, tgkill 234/131, prlimit64 302/261, ioctl 16/29, socketpair 53/199, fcntl 72/25
     prctl 157/167
