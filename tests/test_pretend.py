@@ -59,8 +59,8 @@ def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
     [
         (
             "train.py",
-            "torch.tensor(found, device=config.device)",
-            "torch.tensor(found)",
+            "torch.tensor(outcomes, device=config.device)",
+            "torch.tensor(outcomes)",
             "same device",
         ),
         (
