@@ -479,6 +479,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print("error:", printable(str(error)), file=sys.stderr)
         return 2
+    except torch.OutOfMemoryError:
+        print("error: out of memory; lower --samples or --max-new-tokens", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -79,8 +79,8 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         return 130, "stopped"
     if isinstance(error, (UserError, OSError)):
         return 2, f"error: {error}"
-    # of Python, of a GPU, of a CPU
-    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate", str(error)):
+    full = re.search("out of memory|can't allocate memory", str(error))  # of a GPU, of a CPU
+    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
         less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
         return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
     return None

@@ -38,7 +38,7 @@ def completion_logprobs(
     model, rollout: Rollout, temperature: float, *, entropy_grad: bool | None = True
 ) -> tuple[Tensor, Tensor]:
     """rollout.completion_logprobs, with every distinct prefix computed once."""
-    packed, mask = Packed(rollout), rollout.completion_mask
+    packed, mask = packed_of(rollout), rollout.completion_mask
     hidden = packed.hidden_states(model)
     found = token_logprobs(model, hidden, packed.targets, temperature, entropy_grad)
     logprobs, entropy = take(found.T, packed.prediction).T
@@ -47,14 +47,14 @@ def completion_logprobs(
 
 def completion_values(critic, rollout: Rollout) -> Tensor:
     """rollout.completion_values, with every distinct prefix computed once."""
-    packed = Packed(rollout)
+    packed = packed_of(rollout)
     values = state_values(critic, packed.hidden_states(critic))
     return scattered(take(values[:, None], packed.prediction)[:, 0], rollout.completion_mask)
 
 
 def predicting(rollout: Rollout) -> Tensor:
     """rollout.predicting, among the nodes of the forward pass."""
-    packed = Packed(rollout)
+    packed = packed_of(rollout)
     return packed.parents[packed.prediction]
 
 
@@ -136,9 +136,13 @@ def take(rows: Tensor, numbers: Tensor) -> Tensor:
     return F.embedding(numbers, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
-# made once for the same tensors, which nothing changes in place: the updates score the same
-# micro-batches as the pass for pi_old
 @functools.lru_cache(maxsize=64)
+def packed_of(rollout: Rollout) -> "Packed":
+    """Made once for the same tensors, which nothing changes in place: the updates score the same
+    micro-batches as the pass for pi_old."""
+    return Packed(rollout)
+
+
 class Packed:
     """The nodes of a rollout in one forward pass: the model's matrices see them as one sequence.
 
