@@ -185,8 +185,9 @@ WARM_ROWS = 24  # demonstrations a step
 WARM_LR = 3e-3
 
 
-def built_in_policy(task: Task, name: str) -> Path:
-    """Return the folder of a built-in policy with a token per character. It is made once."""
+def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
+    """Return the folder of a built-in policy with a token per character. It is made once. seed: of
+    its demonstrations and of its first weights."""
     import tokenizers
     import torch
     import transformers
@@ -208,7 +209,7 @@ def built_in_policy(task: Task, name: str) -> Path:
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": task.rope_theta},
     )
-    shown = demonstrations(task, words)
+    shown = demonstrations(task, words, seed)
 
     # whatever decides on the weights is part of the name
     recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
@@ -227,18 +228,18 @@ def built_in_policy(task: Task, name: str) -> Path:
         characters = tokenizers.Tokenizer(model)
         characters.decoder = tokenizers.decoders.Fuse()
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
-        warm_start(config, tokenizer, shown).save_pretrained(made)
+        warm_start(config, tokenizer, shown, seed).save_pretrained(made)
         tokenizer.save_pretrained(made)
         with contextlib.suppress(OSError):  # another run may have been faster
             os.rename(made, folder)
     return folder
 
 
-def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
+def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dict]:
     """Return the training rows in the order of the steps. Prompts have no loss."""
-    rng, rows = random.Random(0), []
+    rng, rows = random.Random(seed), []
     count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
-    for row in itertools.islice(problems(task, seed=-1), count):
+    for row in itertools.islice(problems(task, seed=-1 - seed), count):
         text = row["prompt"] + task.demonstration(row, rng)
         ids = [words[word] for word in (*text, "<eos>")]
         given = len(row["prompt"])
@@ -254,12 +255,12 @@ def demonstrations(task: Task, words: dict[str, int]) -> list[dict]:
     return [rows[i] for i in order]
 
 
-def warm_start(config, tokenizer, shown: list[dict]):
+def warm_start(config, tokenizer, shown: list[dict], seed: int):
     """Train a policy on demonstrations: it writes answers in the right form, and many are wrong."""
     import torch
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
