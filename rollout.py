@@ -65,6 +65,13 @@ class Rollout(typing.NamedTuple):
     def completions(self) -> Tensor:  # (N, T)
         return self.tokens[:, self.prompt_width :]
 
+    @property
+    def latest_own(self) -> Tensor:
+        """(N, T): for each token the index of the latest token, up to it, that the policy wrote. A
+        tool's tokens are no action: their rewards go to the action before them."""
+        steps = torch.arange(self.completion_mask.shape[1], device=self.completion_mask.device)
+        return (steps * self.completion_mask).cummax(1).values
+
     def sequences(self) -> list[list[int]]:
         """The token ids of each row, prompt and completion, without padding."""
         starts = self.prompt_width - self.prompt_lengths

@@ -1,15 +1,23 @@
 """The console of a run: its lines, the line of a step, the sentence of an error."""
 
+import collections
+import contextlib
 import os
 import re
 import shlex
+import signal
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
-from support.data import messages_of
-from support.flags import dashed
-from support.user import UserError
+from support import folders
+from support.data import messages_of, printable
+from support.user import UserError, dashed, reason
+
+BEGAN = time.time()  # of this process
 
 STEP = {  # metric -> its format in the line of a step
     "reward": "reward {:.2f}",
@@ -73,6 +81,13 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def free_memory(device: str) -> None:
+    """Give unused memory back to a GPU. Its allocator keeps blocks of every size that it has seen,
+    and the optimiser's between those of KV caches leave too little in one piece."""
+    if device != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
 def explain(error: BaseException) -> tuple[int, str] | None:
     """Return exit status and a sentence. None for a bug of the code, which keeps its traceback."""
     if isinstance(error, KeyboardInterrupt):
@@ -84,6 +99,24 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
         return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
     return None
+
+
+def end(error: BaseException, ranks, config) -> int:
+    """Print why the run ends, once for all processes, and return the exit status. A bug of the code
+    keeps its traceback."""
+    explained = explain(error)
+    if not ranks.fails_first():  # another process says why
+        os._exit(explained[0] if explained else 2)
+    if explained is None:
+        raise error
+    status, sentence = explained
+    asked = config and config.name and status != 2
+    if asked and folders.checkpoints(Path(config.runs, config.name)):
+        sentence += f"; to continue: {command_to_resume(config.runs, config.name)}"
+    print(printable(sentence), file=sys.stderr, flush=True)
+    if ranks.size > 1:
+        os._exit(status)  # at once: an orderly end would wait for the others
+    return status
 
 
 def quoted(word: str) -> str:
@@ -114,3 +147,65 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
     for text in config.stop or []:
         command += ["--stop", text]
     return " ".join(map(quoted, command))
+
+
+def say_goodbye(config, folder: Path, before: dict, row: dict, prompt: str | list[dict]) -> None:
+    """Say what the run has reached, and how to try its model. row: the metrics of the last step"""
+    after = {name: value for name, value in row.items() if name in before}
+    say(f"held out: {percent(before)} -> {percent(after)}, in {duration(time.time() - BEGAN)}")
+    checkpoint = folder / f"checkpoints/step-{config.steps}"
+    say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
+    say(command_to_try(checkpoint, config, prompt))
+
+
+class Log:
+    """Measures the seconds of a step's phases, and prints each warning once a run."""
+
+    def __init__(self, device: str):
+        self.device = torch.get_device_module(device)
+        self.seconds, self.begun, self.warned = collections.Counter(), time.perf_counter(), set()
+
+    @contextlib.contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Add the seconds of the block to the metric of the phase."""
+        begun = time.perf_counter()
+        yield
+        self.device.synchronize()
+        self.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
+
+    def start_step(self) -> None:
+        self.seconds.clear()
+        self.begun = time.perf_counter()
+
+    def end_step(self) -> dict[str, float]:
+        """Return the seconds of the phases and of the step."""
+        return self.seconds | {"seconds_step": time.perf_counter() - self.begun}
+
+    def warn(self, kind: str, message: str) -> None:
+        """Print a warning of this kind once a run."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            say(f"warning: {printable(message)}")
+
+    @contextlib.contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Let an error inside the block cost a warning, never the run."""
+        try:
+            yield
+        except Exception as error:
+            self.warn(name, f"{name} was not written: {reason(error)}")
+
+
+class StopSignal:
+    """Asks the run to end after its step, with a checkpoint, at the first signal. The second ends
+    it at once."""
+
+    def __init__(self):
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
+
+    def ask(self, number, frame) -> None:
+        self.asked = True
+        signal.signal(number, signal.default_int_handler)
+        say("stopping after this step, with a checkpoint; once more: at once, without")

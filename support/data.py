@@ -1,5 +1,6 @@
 """Rows of data, and how prompts become tokens."""
 
+import bisect
 import itertools
 import json
 import math
@@ -43,6 +44,7 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
 def read_row(line: bytes, text: str) -> dict:
     """Read one row. Raise UserError if it has no text or no answer."""
     row = json.loads(line)
+    need(isinstance(row, dict), "found no object; a JSON array becomes JSONL, an object a line")
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({text, "answer"} <= row.keys(), f"found {', '.join(row)}")
@@ -56,6 +58,15 @@ def read_row(line: bytes, text: str) -> dict:
     need(isinstance(row[text], str), f"field {text}: found {row[text]!r:.80}, expected text")
     need(row[text].encode().strip() or text != "prompt", f"field {text}: no text")
     return row
+
+
+def read_data(config, reward) -> tuple[list[dict], list[dict]]:
+    """Return the rows of --data to train on, and held-out rows, of --eval-data or of the same."""
+    rows = read_rows(config.data, "--data", reward.check_answer)
+    reward.check(rows)
+    if config.eval_data:
+        return rows, read_rows(config.eval_data, "--eval-data", reward.check_answer)
+    return hold_out(rows, f"--data {config.data}")
 
 
 def text_of(prompt: str | list[dict]) -> str:
@@ -163,3 +174,13 @@ class PromptFormat:
         if skipped:
             print("skipped:", sentence)
         return kept
+
+
+def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
+    """Return the index of the token with which a completion's text has so many characters."""
+
+    def count(token):
+        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
+        return len(text.rstrip("\ufffd"))  # the first bytes of a character
+
+    return bisect.bisect_left(range(len(ids) - 1), characters, key=count)

@@ -34,6 +34,11 @@ def expecting(expected: str, errors=(Exception, SystemExit)) -> Iterator[None]:
         raise UserError(f"{expected}: {reason(error)}") from error
 
 
+def dashed(name: str) -> str:
+    """Return --group-size for group_size."""
+    return "--" + name.replace("_", "-")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about an unknown word, such as `, did you mean math?`."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
