@@ -535,7 +535,7 @@ def sorted_texts(completions: Rollout) -> SortedTexts:
 def rows_of(texts: SortedTexts, width: int) -> list[int]:
     """Return for each text the row that has its tree: the next row begins where a text no longer
     fits."""
-    row, size, found = 0, 0, []
+    row, size, found = -1, width, []  # full: the first text begins a row
     for length, shared in zip(texts.lengths.tolist(), texts.shared.tolist()):
         size += length - shared
         if size > width:
