@@ -24,8 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
+from support.command_line import flag, parse
 from support.data import IDS, PromptFormat, printable
-from support.flags import flag, parse
 from support.models import (
     body_of,
     context_of,

@@ -27,12 +27,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import random
 import statistics
 import sys
-import time
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,20 +43,13 @@ import gspo
 import rewards
 import rollout
 from rollout import MicroBatch, Rollout
-from support import console, data, flags, folders
+from support import checkpoints, console, data, flags, folders
+from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
 from support.extras import report
-from support.flags import flag, keywords
-from support.models import (
-    checkpoint_layers,
-    critic_of,
-    default_dtype,
-    find_model,
-    frozen_copy,
-    has_experts,
-    refresh,
-)
+from support.models import checkpoint_layers, critic_of, find_model, frozen_copy, has_experts
+from support.models import refresh as refresh_copy
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, problems_of
 from support.user import expecting, function_of, need
@@ -70,7 +61,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclasses.dataclass
 class OwnFlags:
-    """The flags of this file. `fill_defaults` replaces None."""
+    """The flags of this file. `flags.fill_defaults` replaces None."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
@@ -131,24 +122,10 @@ class OwnFlags:
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
 
-def own_numbers(algorithm: gspo.Algorithm) -> dict[str, typing.Any]:
-    """Return flag -> default of the numbers of an algorithm, without the flags of every run."""
-    numbers = keywords(algorithm.loss) | keywords(algorithm.advantages)
-    if algorithm.value_loss:
-        numbers |= keywords(algorithm.value_loss)
-    return {name: default for name, default in numbers.items() if not hasattr(OwnFlags, name)}
-
-
-def own_flags(algorithm: gspo.Algorithm) -> set[str]:
-    """Return the flags that not every algorithm has."""
-    reads = {"values": {"critic_lr"}, "teacher": {"teacher"}}
-    return own_numbers(algorithm).keys() | reads.get(algorithm.reads, set())
-
-
-# Every flag. A keyword-only parameter of a loss in gspo.py is one at once: clip_low of gspo_loss is
-# --clip-low and config.clip_low, and `with_numbers` gives it to the loss
-NUMBERS_OF = {algo: own_numbers(row) for algo, row in gspo.ALGOS.items()}
-NUMBER_FLAGS = flags.flags_of(NUMBERS_OF, gspo.NUMBERS)
+# A keyword-only parameter of a loss or of advantages in gspo.py is a flag at once: clip_low of
+# gspo_loss is --clip-low and config.clip_low, and `flags.with_numbers` gives it to the loss
+NUMBERS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
+NUMBER_FLAGS = flags.flags_of(NUMBERS, gspo.NUMBERS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 FROM_REWARDS = ("outcomes", "steps")  # inputs of advantages that need no log-probs
@@ -317,19 +294,6 @@ class Models(typing.NamedTuple):
     share_prefixes: bool  # whether texts may be scored as trees, by all of them
 
 
-@dataclasses.dataclass
-class Progress:
-    """The state of a run beside its tensors. Each checkpoint has it."""
-
-    step: int = 0  # rollout steps done
-    began: float = dataclasses.field(default_factory=time.time)
-    prompts_drawn: int = 0
-    bad_in_a_row: int = 0  # updates that were skipped because they were not finite
-    quiet_steps: int = 0  # in a row, without an advantage
-    shaping: list[str] = dataclasses.field(default_factory=list)  # terms that `solved` leaves out
-    before: dict = dataclasses.field(default_factory=dict)  # the evaluation before the first step
-
-
 class Run(typing.NamedTuple):
     """Everything that outlives a step. Only input and output see all of it."""
 
@@ -344,7 +308,7 @@ class Run(typing.NamedTuple):
     endings: dict  # its eos_ids, pad_id and stops
     models: Models
     optimizer: torch.optim.Optimizer
-    progress: Progress
+    progress: checkpoints.Progress
     log: console.Log
 
 
@@ -363,9 +327,9 @@ def refresh_models(models: Models, config: Config, step: int) -> None:
     """Refresh the sampler, where it is a copy, and pi_ref every --ref-every steps."""
     policy, done = models.policy.module, step - 1
     if models.old_policy is not policy and done % config.stale_steps == 0:
-        refresh(models.old_policy, policy)
+        refresh_copy(models.old_policy, policy)
     if config.ref_every and done > 0 and done % config.ref_every == 0:
-        refresh(models.ref_policy.module, policy)
+        refresh_copy(models.ref_policy.module, policy)
 
 
 # ---- 2. sample -----------------------------------------------------------------------------------
@@ -744,14 +708,20 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
         row |= found
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
-    warn(run, done, row)
+    taught = bool(has_advantage(done.targets.advantages, done.batch.mask).any())
+    run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
+    run.log.warn_of(config, done.batch, row, run.progress.quiet_steps)
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
         folders.append_rows(folder / "metrics.jsonl", [row])
         folders.append_rows(folder / "samples.jsonl", readable_samples(run, done))
         folders.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        save(run, folder)
+        run.progress.shaping = sorted(run.reward.shaping)
+        if run.ranks.first:
+            state = (run.models, run.tokenizer, run.optimizer, run.progress)
+            checkpoints.save(folder, config, *state)
+        run.ranks.from_first(None)  # the others wait until it is written
     if output.tracker:
         with run.log.trying("--track"):
             output.tracker(row)
@@ -779,28 +749,6 @@ def readable_samples(run: Run, done: Step) -> list[dict]:
     return shown
 
 
-def warn(run: Run, done: Step, row: dict) -> None:
-    """Warn of dead groups, faults of verifiers and tools, and steps that teach nothing."""
-    config, progress, batch = run.config, run.progress, done.batch
-    kept = int((~batch.dead).sum())
-    if config.dynamic_sampling and kept < config.prompts_per_step:
-        drawn = f"{kept} of {len(batch.dead)} groups have different rewards"
-        run.log.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
-    if batch.faults:
-        run.log.warn("fault", f"a verifier failed and gave reward 0: {batch.faults[0]}")
-    if row.get("tool_faults"):
-        fault = run.generate.fault
-        run.log.warn("tool", f"the tool failed and gave no reply: {fault}")
-    progress.quiet_steps += 1
-    if has_advantage(done.targets.advantages, batch.mask).any():
-        progress.quiet_steps = 0
-    if progress.quiet_steps == 10:
-        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
-        if row["truncated"] == 1:
-            why = "all completions are truncated (--max-new-tokens)"
-        run.log.warn("quiet", f"10 steps taught nothing: {why}")
-
-
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -812,7 +760,7 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     if run.config.stale_steps > 1:  # the policy is evaluated, and its sampler must stay stale
         sampler = policy
     elif sampler is not policy:
-        refresh(sampler, policy)
+        refresh_copy(sampler, policy)
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = complete(run, sampler, held_out, 1, 0.0, "eval")
@@ -842,66 +790,12 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     return found, answers
 
 
-# ---- checkpoints ---------------------------------------------------------------------------------
-
-
-def save(run: Run, folder: Path) -> None:
-    """Write checkpoints/step-N in Hugging Face layout, with trainer/ for --resume."""
-    policy, progress = run.models.policy.module, run.progress
-    progress.shaping = sorted(run.reward.shaping)
-    if run.ranks.first:
-        with folders.new_checkpoint(folder, progress.step) as unfinished:
-            policy.save_pretrained(unfinished)
-            run.tokenizer.save_pretrained(unfinished)
-            if run.config.lora_rank:
-                from support.extras.lora import write_adapter
-
-                write_adapter(policy, unfinished / "adapter", run.config.model)
-            state = unfinished / "trainer/state.safetensors"
-            state.parent.mkdir()
-            folders.write_state(state, *parameters_of(run.models, run.config), run.optimizer)
-            folders.write_json(state.with_name("progress.json"), dataclasses.asdict(progress))
-    run.ranks.from_first(None)  # the others wait until it is written
-
-
-def parameters_of(models: Models, config: Config) -> tuple[dict[str, Tensor], set[str]]:
-    """Return all parameters that a checkpoint keeps, by name, and the names of those that the
-    policy's own files have."""
-    modules = {"policy": models.policy.module}
-    if models.critic:
-        modules["critic"] = models.critic.module
-    if models.ref_policy:
-        modules["ref_policy"] = models.ref_policy.module
-    if config.stale_steps > 1:
-        modules["old_policy"] = models.old_policy
-    named = {}
-    for part, module in modules.items():
-        named |= {f"{part}.{name}": each for name, each in module.named_parameters()}
-    return named, {f"policy.{name}" for name in modules["policy"].state_dict()}
-
-
-def checkpoint_to_resume(config: Config) -> tuple[Path | None, Progress]:
-    """Return the newest checkpoint of the run, and how far it is. UserError if it is complete."""
-    saved = None
-    if config.resume:  # the run may have been stopped before its first
-        saved = next(reversed(folders.checkpoints(Path(config.runs, config.name))), None)
-        say(f"resume: from {saved}" if saved else "resume: no checkpoint yet, from the start")
-    if saved is None:
-        return None, Progress()
-    with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
-        progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    done = f"{saved} has {progress.step} steps already; pass a larger --steps"
-    page = f"for its report: python train.py --report {Path(config.runs, config.name)}"
-    need(progress.step < config.steps, f"--steps {config.steps}: {done}; {page}")
-    return saved, progress
-
-
 # ---- start ---------------------------------------------------------------------------------------
 
 
 def start(config: Config, ranks: Ranks) -> Run:
     """Return a run that can begin. Mistakes in the input are found before weights load."""
-    algorithm = with_numbers(gspo.ALGOS[config.algo], config)
+    algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = algorithm.reads in READS_STEPS
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
@@ -913,7 +807,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         from support.extras.tools import Turns, parse_tool
 
         tool = parse_tool(config.tool)
-    saved, progress = checkpoint_to_resume(config)
+    saved, progress = checkpoints.newest(config)
     reward.shaping.update(progress.shaping)
 
     # tokens
@@ -921,14 +815,13 @@ def start(config: Config, ranks: Ranks) -> Run:
     stops = rollout.StopTexts(tokenizer, config.stop) if config.stop else None
     if config.tool:
         generate = Turns(generate, tool, tokenizer)
-    vocabulary = model_config.get_text_config().vocab_size
-    form = data.PromptFormat(tokenizer, config, vocabulary, rollout.context_of(model_config))
+    vocabulary, context = (
+        model_config.get_text_config().vocab_size,
+        rollout.context_of(model_config),
+    )
+    form = data.PromptFormat(tokenizer, config, vocabulary, context)
     held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
-    if config.data:
-        rows = form.encode_rows(rows, f"--data {config.data}")
-        prompts = data.shuffled_epochs(rows, config.seed)
-    else:
-        prompts = form.encode_problems(rows)
+    prompts = form.training_prompts(config, rows)
     prompts = itertools.islice(prompts, progress.prompts_drawn, None)
     fewest = min(len(held_out), config.prompts_per_step)
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
@@ -941,12 +834,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     models = make_models(config, algorithm, policy, endings["pad_id"], held_out[0][data.IDS])
     optimizer = make_optimizer(config, models)
     if saved:
-        state = (*parameters_of(models, config), optimizer)
-        folders.read_state(saved / "trainer/state.safetensors", *state)
-        if config.lora_rank:
-            from support.extras.lora import check_base
-
-            check_base(policy, saved)
+        checkpoints.restore(saved, config, models, optimizer)
     trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
     size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
     say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
@@ -954,16 +842,6 @@ def start(config: Config, ranks: Ranks) -> Run:
         config, algorithm, ranks, tokenizer, reward, prompts, held_out, generate, endings, models,
         optimizer, progress, console.Log(config.device),
     )  # fmt: skip
-
-
-def with_numbers(algorithm: gspo.Algorithm, config: Config) -> gspo.Algorithm:
-    """Return the algorithm with the numbers of its functions as the flags say."""
-    functions = {}
-    for name in ("loss", "advantages", "value_loss"):
-        if function := getattr(algorithm, name):
-            numbers = {number: getattr(config, number) for number in keywords(function)}
-            functions[name] = functools.partial(function, **numbers)
-    return dataclasses.replace(algorithm, **functions)
 
 
 def make_models(
@@ -1042,54 +920,15 @@ def open_output(run: Run) -> Output:
 
 def parse_flags(arguments: list[str]) -> Config:
     """Return the flags of a run, checked, with their defaults. UserError for wrong ones."""
-    config = flags.parse(Config, __doc__, arguments, elsewhere=flags.ELSEWHERE)
+    config = parse(Config, __doc__, arguments, elsewhere=flags.ELSEWHERE)
     if config.resume:
         config = flags.with_saved(config, __doc__, arguments)
-    flags.refuse_flags_of_others(config, {algo: own_flags(row) for algo, row in gspo.ALGOS.items()})
-    fill_defaults(config)
-    readable = bool(TASKS[config.task].alphabet) or config.model not in BUILT_IN
-    flags.check_together(config, gspo.ALGOS[config.algo].reads == "teacher", readable)
-    return config
-
-
-def fill_defaults(config: Config) -> None:
-    """Replace each None by the default of the algorithm, the model or the task."""
+    flags.refuse_flags_of_others(config, NUMBERS, gspo.ALGOS)
     algorithm, task = gspo.ALGOS[config.algo], TASKS[config.task]
     built_in = config.model in BUILT_IN
-
-    def default(name, value):
-        if getattr(config, name) is None:
-            setattr(config, name, value)
-
-    if algorithm.reads == "teacher":  # a reward that is asked for counts
-        default("reward_coef", 1.0 if config.reward else 0.0)
-    if config.data and not built_in:
-        default("reward", "math")
-        default("max_new_tokens", 1024)
-    else:
-        default("tool", task.tool)
-    default("reward", task.verifier)
-    default("max_new_tokens", task.max_new_tokens)
-    default("dtype", "float32" if built_in else default_dtype(config.device))
-
-    lr = 2e-4 if built_in else 1e-5
-    if config.lora_rank:
-        lr *= 10
-        default("lora_alpha", 2.0 * config.lora_rank)
-    default("lr", lr)
-    default("warmup_steps", 0 if built_in else 3)
-
-    default("kl_coef", algorithm.kl_coef)
-    default("dynamic_sampling", algorithm.dynamic_sampling)
-    default("overlong_cache", config.max_new_tokens // 5 if algorithm.overlong_shaping else 0)
-    if algorithm.value_loss:
-        default("critic_lr", 10 * config.lr)
-    for name, number in NUMBERS_OF[config.algo].items():
-        default(name, number)
-
-    completions = config.prompts_per_step * config.group_size
-    updates = next(count for count in (4, 3, 2, 1) if completions % count == 0)
-    default("completions_per_update", completions // updates)
+    flags.fill_defaults(config, algorithm, NUMBERS[config.algo], task, built_in)
+    flags.check_together(config, algorithm, task, built_in)
+    return config
 
 
 def main(arguments: list[str] | None = None) -> int:

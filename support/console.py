@@ -187,6 +187,20 @@ class Log:
             self.warned.add(kind)
             say(f"warning: {printable(message)}")
 
+    def warn_of(self, config, batch, row: dict, quiet_steps: int) -> None:
+        """Warn of dead groups, faults of verifiers, and steps that teach nothing."""
+        kept = int((~batch.dead).sum())
+        if config.dynamic_sampling and kept < config.prompts_per_step:
+            drawn = f"{kept} of {len(batch.dead)} groups have different rewards"
+            self.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
+        if batch.faults:
+            self.warn("fault", f"a verifier failed and gave reward 0: {batch.faults[0]}")
+        if quiet_steps == 10:
+            why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
+            if row["truncated"] == 1:
+                why = "all completions are truncated (--max-new-tokens)"
+            self.warn("quiet", f"10 steps taught nothing: {why}")
+
     @contextlib.contextmanager
     def trying(self, name: str) -> Iterator[None]:
         """Let an error inside the block cost a warning, never the run."""
