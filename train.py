@@ -47,6 +47,7 @@ import gspo
 import rewards
 import rollout
 from support import console, data, folders
+from support import report as page
 from support.console import percent, say
 from support.data import printable
 from support.flags import ELSEWHERE, dashed, extra, flag, flags_of, keywords, parse
@@ -914,7 +915,7 @@ def say_goodbye(run: Run, row: dict) -> None:
     after = {name: value for name, value in row.items() if name in run.progress.before}
     took = console.duration(time.time() - run.began)
     say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {took}")
-    page = f", the report in {run.folder}/report.html" if run.write_page else ""
+    page = f", the report in {run.folder}/report.html"
     say(f"the model is in {checkpoint}{page}; try it:")
     say(console.command_to_try(checkpoint, config, run.held_out[0]["prompt"]))
 
@@ -1053,8 +1054,7 @@ def plug_in(run: Run, tool=None, sampler: Callable | None = None) -> None:
         checkpoint_layers(run.policy, contexts)
     if config.track:
         run.open_tracker = extra("trackers").open_tracker
-    if extra("report"):
-        run.write_page = extra("report").write_report
+    run.write_page = page.write_report
 
 
 def frozen_policies(config: Config, policy) -> dict:
@@ -1290,8 +1290,6 @@ def main(arguments: list[str] | None = None) -> int:
     config, ranks = None, Ranks()
     try:
         if arguments[:1] == ["--report"]:
-            page = extra("report")
-            need(page, "--report: needs support/extras/report.py, which is not here")
             return page.main(arguments[1:])
         with joined_ranks() as ranks:
             config = parse_flags(arguments)
