@@ -51,6 +51,7 @@ from support import report as page
 from support.console import percent, say
 from support.data import printable
 from support.flags import ELSEWHERE, dashed, extra, flag, flags_of, keywords, parse
+from support.health import warnings
 from support.models import checkpoint_layers, critic_of, frozen_copy, has_experts, refresh
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, built_in_policy, problems
@@ -783,7 +784,7 @@ def measure(run: Run, batch: Batch, made: list[dict]) -> dict:
     for meter in run.meters:
         row |= meter(run, batch.rollout)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
-    row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
+    row["memory_gb"] = run.ranks.peak_memory(run.config.device)
     row |= run.seconds
     row["tokens_per_second"] = lengths.sum() / run.seconds["seconds_step"]
     numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # as JSON
@@ -852,19 +853,10 @@ def write_rows(run: Run, batch: Batch, row: dict) -> None:
 
 def warn(run: Run, batch: Batch, row: dict) -> None:
     """Warn of dead groups, faults of verifiers, and steps that teach nothing."""
-    config, kept = run.config, int((~batch.dead).sum())
-    if config.dynamic_sampling and kept < config.prompts_per_step:
-        drawn = f"{kept} of {len(batch.dead)} groups have different rewards"
-        run.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
-    if batch.faults:
-        run.warn("fault", f"a verifier failed and gave reward 0: {batch.faults[0]}")
     seen = batch.advantages.view(len(batch.mask), -1).masked_select(batch.mask)
     run.quiet_steps = 0 if seen.any() else run.quiet_steps + 1
-    if run.quiet_steps == 10:
-        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
-        if row["truncated"] == 1:
-            why = "all completions are truncated (--max-new-tokens)"
-        run.warn("quiet", f"10 steps taught nothing: {why}")
+    for kind, sentence in warnings(row, run.config, batch.faults, run.quiet_steps).items():
+        run.warn(kind, sentence)
 
 
 def evaluate(run: Run, pass_k: int = 0) -> dict:
@@ -911,13 +903,10 @@ def keep_answers(run: Run, greedy: list[Sample], correct: Tensor | None) -> None
 
 
 def say_goodbye(run: Run, row: dict) -> None:
-    config, checkpoint = run.config, run.folder / f"checkpoints/step-{run.config.steps}"
-    after = {name: value for name, value in row.items() if name in run.progress.before}
-    took = console.duration(time.time() - run.began)
-    say(f"held out: {percent(run.progress.before)} -> {percent(after)}, in {took}")
-    page = f", the report in {run.folder}/report.html"
-    say(f"the model is in {checkpoint}{page}; try it:")
-    say(console.command_to_try(checkpoint, config, run.held_out[0]["prompt"]))
+    seconds, prompt = time.time() - run.began, run.held_out[0]["prompt"]
+    before, folder = run.progress.before, run.folder
+    for line in console.farewell(run.config, folder, before, row, seconds, prompt):
+        say(line)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

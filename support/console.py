@@ -1,11 +1,8 @@
 """The console of a run: its lines, the line of a step, the sentence of an error."""
 
 import os
-import re
 import shlex
 import sys
-
-import torch
 
 from support.data import messages_of
 from support.flags import dashed
@@ -55,22 +52,10 @@ def duration(seconds: float) -> str:
 
 
 def percent(found: dict) -> str:
-    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or reward 0.27."""
-    parts = []
-    for name, value in found.items():
-        form = ".2f" if name == "eval_reward" else ".1%"
-        parts.append(f"{name.removeprefix('eval_')} {value:{form}}")
-    return ", ".join(parts)
-
-
-def peak_memory(device: str) -> float:
-    """Return the peak since the start in GB, of the GPU or of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    import resource  # missing on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1000  # in bytes, or in kB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
+    if "eval_reward" in found:  # no verifier told right from wrong
+        return f"mean reward {found['eval_reward']:.2f}"
+    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in found.items())
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
@@ -79,8 +64,8 @@ def explain(error: BaseException) -> tuple[int, str] | None:
         return 130, "stopped"
     if isinstance(error, (UserError, OSError)):
         return 2, f"error: {error}"
-    full = re.search("out of memory|can't allocate memory", str(error))  # of a GPU, of a CPU
-    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
+    full = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
+    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):  # GPU, CPU
         less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
         return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
     return None
@@ -90,16 +75,14 @@ def quoted(word: str) -> str:
     """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
     if word.isprintable():
         return shlex.quote(word)
-    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
-    for c in set(word) - escaped.keys():
-        if not c.isprintable():
-            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
+    hidden = {c: c.encode(errors="replace") for c in word if not c.isprintable()}
+    escaped = {c: "".join(f"\\x{byte:02x}" for byte in code) for c, code in hidden.items()}
+    escaped |= {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
     return f"$'{word.translate(str.maketrans(escaped))}'"
 
 
 def command_to_resume(runs: str, name: str) -> str:
-    words = ["python", "train.py", "--resume", "--name", name, "--runs", runs]
-    return " ".join(map(quoted, words))
+    return f"python train.py --resume --name {quoted(name)} --runs {quoted(runs)}"
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
@@ -114,3 +97,14 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
     for text in config.stop or []:
         command += ["--stop", text]
     return " ".join(map(quoted, command))
+
+
+def farewell(config, folder, before: dict, after: dict, seconds: float, prompt) -> list[str]:
+    """Return the last lines of a run. `after` may be the whole row of its last step."""
+    checkpoint = folder / f"checkpoints/step-{config.steps}"
+    shown = percent({name: after[name] for name in before if name in after})
+    return [
+        f"held out: {percent(before)} -> {shown}, in {duration(seconds)}",
+        f"the model is in {checkpoint}, the report in {folder}/report.html; try it:",
+        command_to_try(checkpoint, config, prompt),
+    ]
