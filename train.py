@@ -31,6 +31,7 @@ import math
 import random
 import statistics
 import sys
+import time
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,19 +44,21 @@ import gspo
 import rewards
 import rollout
 from rollout import MicroBatch, Rollout
-from support import checkpoints, console, data, flags, folders
+from support import checkpoints, console, data, flags, folders, report
 from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
-from support.extras import report
-from support.models import checkpoint_layers, critic_of, find_model, frozen_copy, has_experts
-from support.models import refresh as refresh_copy
+from support.health import warnings
+from support.models import checkpoint_layers, critic_of, find_model, frozen_copy
+from support.models import free_memory, has_experts, refresh
+from support.process import StopSignal, end
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, problems_of
 from support.user import expecting, function_of, need
 
 # ---- flags ---------------------------------------------------------------------------------------
 
+BEGAN = time.time()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -141,7 +144,7 @@ def train(run: "Run", output: "Output") -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    stop = console.StopSignal()
+    stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
 
@@ -183,7 +186,10 @@ def train(run: "Run", output: "Output") -> None:
         report_step(run, output, done, row, stopping)
         if stopping and step < config.steps:
             raise KeyboardInterrupt
-    console.say_goodbye(config, output.folder, run.progress.before, row, run.held_out[0]["prompt"])
+    prompt, seconds = run.held_out[0]["prompt"], time.time() - BEGAN
+    before = run.progress.before
+    for line in console.farewell(config, output.folder, before, row, seconds, prompt):
+        say(line)
 
 
 # ---- data of a step ------------------------------------------------------------------------------
@@ -327,9 +333,9 @@ def refresh_models(models: Models, config: Config, step: int) -> None:
     """Refresh the sampler, where it is a copy, and pi_ref every --ref-every steps."""
     policy, done = models.policy.module, step - 1
     if models.old_policy is not policy and done % config.stale_steps == 0:
-        refresh_copy(models.old_policy, policy)
+        refresh(models.old_policy, policy)
     if config.ref_every and done > 0 and done % config.ref_every == 0:
-        refresh_copy(models.ref_policy.module, policy)
+        refresh(models.ref_policy.module, policy)
 
 
 # ---- 2. sample -----------------------------------------------------------------------------------
@@ -380,14 +386,14 @@ def complete(
     # of all prompts: a share gets the numbers that it has among all
     uniforms = torch.rand(len(rows), group_size, config.max_new_tokens, generator=generator)
     with run.log.timer("sample"):
-        console.free_memory(config.device)  # for the KV cache
+        free_memory(config.device)  # for the KV cache
         prompts = [row[data.IDS] for row in ranks.share(rows)]
         options = {"temperature": temperature, "cache_gb": config.cache_gb, **run.endings}
         completions = run.generate(model, prompts, ranks.share(uniforms), **options)
         if ranks.size > 1:
             everything = ranks.gather(completions.to("cpu"))
             completions = Rollout.cat(everything, run.endings["pad_id"]).to(config.device)
-        console.free_memory(config.device)
+        free_memory(config.device)
 
     texts, answered, lengths = [], [], completions.lengths.tolist()
     for i, ids in enumerate(completions.completions.tolist()):
@@ -677,7 +683,7 @@ def measure(run: Run, done: Step) -> dict:
     if run.config.tool:
         row |= run.generate.measure(completions, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
-    row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
+    row["memory_gb"] = run.ranks.peak_memory(run.config.device)
     row |= run.log.end_step()
     row["tokens_per_second"] = lengths.sum() / row["seconds_step"]
     numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # as JSON
@@ -710,7 +716,11 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
             row |= routing.measure_flips(run.models.policy, run.ranks)
     taught = bool(has_advantage(done.targets.advantages, done.batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
-    run.log.warn_of(config, done.batch, row, run.progress.quiet_steps)
+    quiet_steps = run.progress.quiet_steps
+    for kind, sentence in warnings(row, config, done.batch.faults, quiet_steps).items():
+        run.log.warn(kind, sentence)
+    if row.get("tool_faults"):
+        run.log.warn("tool", f"the tool failed and gave no reply: {run.generate.fault}")
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
         folders.append_rows(folder / "metrics.jsonl", [row])
@@ -760,7 +770,7 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     if run.config.stale_steps > 1:  # the policy is evaluated, and its sampler must stay stale
         sampler = policy
     elif sampler is not policy:
-        refresh_copy(sampler, policy)
+        refresh(sampler, policy)
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = complete(run, sampler, held_out, 1, 0.0, "eval")
@@ -948,7 +958,7 @@ def main(arguments: list[str] | None = None) -> int:
             train(run, open_output(run))
         return 0
     except BaseException as error:
-        return console.end(error, ranks, config)
+        return end(error, ranks, config)
 
 
 if __name__ == "__main__":

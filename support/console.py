@@ -1,23 +1,17 @@
-"""The console of a run: its lines, the line of a step, the sentence of an error."""
+"""The console of a run: its lines, the line of a step, warnings, the commands at its end."""
 
 import collections
 import contextlib
 import os
-import re
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-from support import folders
 from support.data import messages_of, printable
-from support.user import UserError, dashed, reason
-
-BEGAN = time.time()  # of this process
+from support.user import dashed, reason
 
 STEP = {  # metric -> its format in the line of a step
     "reward": "reward {:.2f}",
@@ -63,76 +57,24 @@ def duration(seconds: float) -> str:
 
 
 def percent(found: dict) -> str:
-    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or reward 0.27."""
-    parts = []
-    for name, value in found.items():
-        form = ".2f" if name == "eval_reward" else ".1%"
-        parts.append(f"{name.removeprefix('eval_')} {value:{form}}")
-    return ", ".join(parts)
-
-
-def peak_memory(device: str) -> float:
-    """Return the peak since the start in GB, of the GPU or of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    import resource  # missing on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1000  # in bytes, or in kB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def free_memory(device: str) -> None:
-    """Give unused memory back to a GPU. Its allocator keeps blocks of every size that it has seen,
-    and the optimiser's between those of KV caches leave too little in one piece."""
-    if device != "cpu":
-        torch.get_device_module(device).empty_cache()
-
-
-def explain(error: BaseException) -> tuple[int, str] | None:
-    """Return exit status and a sentence. None for a bug of the code, which keeps its traceback."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped"
-    if isinstance(error, (UserError, OSError)):
-        return 2, f"error: {error}"
-    full = re.search("out of memory|can't allocate memory", str(error))  # of a GPU, of a CPU
-    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
-        less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
-        return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
-    return None
-
-
-def end(error: BaseException, ranks, config) -> int:
-    """Print why the run ends, once for all processes, and return the exit status. A bug of the code
-    keeps its traceback."""
-    explained = explain(error)
-    if not ranks.fails_first():  # another process says why
-        os._exit(explained[0] if explained else 2)
-    if explained is None:
-        raise error
-    status, sentence = explained
-    asked = config and config.name and status != 2
-    if asked and folders.checkpoints(Path(config.runs, config.name)):
-        sentence += f"; to continue: {command_to_resume(config.runs, config.name)}"
-    print(printable(sentence), file=sys.stderr, flush=True)
-    if ranks.size > 1:
-        os._exit(status)  # at once: an orderly end would wait for the others
-    return status
+    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
+    if "eval_reward" in found:  # no verifier told right from wrong
+        return f"mean reward {found['eval_reward']:.2f}"
+    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in found.items())
 
 
 def quoted(word: str) -> str:
     """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
     if word.isprintable():
         return shlex.quote(word)
-    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
-    for c in set(word) - escaped.keys():
-        if not c.isprintable():
-            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
+    hidden = {c: c.encode(errors="replace") for c in word if not c.isprintable()}
+    escaped = {c: "".join(f"\\x{byte:02x}" for byte in code) for c, code in hidden.items()}
+    escaped |= {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
     return f"$'{word.translate(str.maketrans(escaped))}'"
 
 
 def command_to_resume(runs: str, name: str) -> str:
-    words = ["python", "train.py", "--resume", "--name", name, "--runs", runs]
-    return " ".join(map(quoted, words))
+    return f"python train.py --resume --name {quoted(name)} --runs {quoted(runs)}"
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
@@ -149,13 +91,15 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
     return " ".join(map(quoted, command))
 
 
-def say_goodbye(config, folder: Path, before: dict, row: dict, prompt: str | list[dict]) -> None:
-    """Say what the run has reached, and how to try its model. row: the metrics of the last step"""
-    after = {name: value for name, value in row.items() if name in before}
-    say(f"held out: {percent(before)} -> {percent(after)}, in {duration(time.time() - BEGAN)}")
+def farewell(config, folder, before: dict, after: dict, seconds: float, prompt) -> list[str]:
+    """Return the last lines of a run. `after` may be the whole row of its last step."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
-    say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
-    say(command_to_try(checkpoint, config, prompt))
+    shown = percent({name: after[name] for name in before if name in after})
+    return [
+        f"held out: {percent(before)} -> {shown}, in {duration(seconds)}",
+        f"the model is in {checkpoint}, the report in {folder}/report.html; try it:",
+        command_to_try(checkpoint, config, prompt),
+    ]
 
 
 class Log:
@@ -187,20 +131,6 @@ class Log:
             self.warned.add(kind)
             say(f"warning: {printable(message)}")
 
-    def warn_of(self, config, batch, row: dict, quiet_steps: int) -> None:
-        """Warn of dead groups, faults of verifiers, and steps that teach nothing."""
-        kept = int((~batch.dead).sum())
-        if config.dynamic_sampling and kept < config.prompts_per_step:
-            drawn = f"{kept} of {len(batch.dead)} groups have different rewards"
-            self.warn("refills", f"--dynamic-sampling: {drawn}, expected {config.prompts_per_step}")
-        if batch.faults:
-            self.warn("fault", f"a verifier failed and gave reward 0: {batch.faults[0]}")
-        if quiet_steps == 10:
-            why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
-            if row["truncated"] == 1:
-                why = "all completions are truncated (--max-new-tokens)"
-            self.warn("quiet", f"10 steps taught nothing: {why}")
-
     @contextlib.contextmanager
     def trying(self, name: str) -> Iterator[None]:
         """Let an error inside the block cost a warning, never the run."""
@@ -208,18 +138,3 @@ class Log:
             yield
         except Exception as error:
             self.warn(name, f"{name} was not written: {reason(error)}")
-
-
-class StopSignal:
-    """Asks the run to end after its step, with a checkpoint, at the first signal. The second ends
-    it at once."""
-
-    def __init__(self):
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
-
-    def ask(self, number, frame) -> None:
-        self.asked = True
-        signal.signal(number, signal.default_int_handler)
-        say("stopping after this step, with a checkpoint; once more: at once, without")

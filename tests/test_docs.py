@@ -14,7 +14,7 @@ import gspo
 import rewards
 import train
 from forks import fork, program
-from support.extras import report
+from support import report
 from tools import ROOT, good, metrics, strict, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}

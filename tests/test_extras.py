@@ -21,7 +21,6 @@ NEEDS = {  # extra -> flags that ask for it
     "fast_scoring": [],
     "fast_sampling": [],
     "programs": ["--reward code"],
-    "report": [],
     "sandbox": ["--reward code"],
     "tools": ["--tool calculator", "--task calculator"],
     "trackers": ["--track wandb"],

@@ -7,8 +7,8 @@ import pytest
 
 import bench_pictures as pictures
 import train
-from support.extras.report import Plot, Story
 from support.ranks import Ranks
+from support.report import Plot, Story
 from tools import ROOT, command_line
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from support.extras import report
+from support import report
 from support.user import UserError
 from tools import ROOT, write_rows
 

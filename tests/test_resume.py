@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import folders
-from support.extras import report
+from support import folders, report
 from tools import (
     BASE,
     command_line,

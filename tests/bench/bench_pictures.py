@@ -35,8 +35,8 @@ import torch  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from support import tasks  # noqa: E402
-from support.extras.report import Plot, Story, points_of, read_story  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.report import Plot, Story, points_of, read_story  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion. One of 8 operations has 50
