@@ -1004,7 +1004,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     reward.shaping.update(progress.shaping)
     if saved:
         path = saved / "trainer/state.safetensors"
-        folders.read_state(path, *trainer_state(run), config.device)
+        folders.read_state(path, *trainer_state(run))
     if saved and config.lora_rank:
         extra("lora").check_base(run.policy, saved)
 
@@ -1067,7 +1067,7 @@ def frozen_policies(config: Config, policy) -> dict:
     if config.kl_coef:
         ref_policy = frozen_copy(policy, dtype)
     if config.teacher:
-        teacher = frozen_copy(rollout.load_model(config.teacher, config.device), dtype)
+        teacher = rollout.load_model(config.teacher, config.device, dtype).requires_grad_(False)
     return {"old_policy": old_policy, "ref_policy": ref_policy, "teacher": teacher}
 
 
@@ -1293,8 +1293,8 @@ def main(arguments: list[str] | None = None) -> int:
             page = extra("report")
             need(page, "--report: needs support/extras/report.py, which is not here")
             return page.main(arguments[1:])
-        with joined_ranks() as ranks:
-            config = parse_flags(arguments)
+        config = parse_flags(arguments)
+        with joined_ranks(config.device) as ranks:
             if config.model in BUILT_IN:  # more threads only wait for each other at this size
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             train(start(config, ranks))

@@ -246,5 +246,5 @@ def test_an_environment_that_torchrun_did_not_make(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     for name, value, word in (("WORLD_SIZE", "2", "variable RANK"), ("RANK", "first", "first")):
         monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks():
+        with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks("cpu"):
             pass
