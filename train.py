@@ -49,9 +49,16 @@ from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
 from support.health import warnings
-from support.models import checkpoint_layers, critic_of, find_model, frozen_copy
-from support.models import free_memory, has_experts, refresh
-from support.process import StopSignal, end
+from support.models import (
+    checkpoint_layers,
+    critic_of,
+    find_model,
+    free_memory,
+    frozen_copy,
+    has_experts,
+    refresh,
+)
+from support.process import StopSignal, fail
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, problems_of
 from support.user import expecting, function_of, need
@@ -913,15 +920,17 @@ def open_output(run: Run) -> Output:
     if progress.step == 0:  # a resumed run has it in its checkpoint
         progress.before, answers = evaluate(run, pass_k=config.eval_samples)
     say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
-    folder, lock = folders.claim(config, run.ranks, progress.step, progress.before)
-    tracker = None
+    folder, lock, tracker = None, None, None
     if run.ranks.first:
+        folder, lock = folders.claim(config, progress.step, progress.before)
         folders.append_rows(folder / "evaluations.jsonl", answers)
         if config.track:
             from support.extras.trackers import open_tracker
 
             began, done = progress.began, progress.step
             tracker = open_tracker(config.track, folder, vars(config), began, done)
+    folder = run.ranks.from_first(folder)
+    config.name = folder.name
     return Output(folder, lock, tracker)
 
 
@@ -958,7 +967,7 @@ def main(arguments: list[str] | None = None) -> int:
             train(run, open_output(run))
         return 0
     except BaseException as error:
-        return end(error, ranks, config)
+        return fail(error, ranks, config)
 
 
 if __name__ == "__main__":

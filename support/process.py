@@ -26,7 +26,7 @@ class StopSignal:
         say("stopping after this step, with a checkpoint; once more: at once, without")
 
 
-def end(error: BaseException, ranks, config) -> int:
+def fail(error: BaseException, ranks, config) -> int:
     """Print why the run ends, once for all processes, and return the exit status. A bug of the code
     keeps its traceback."""
     explained = explain(error)
