@@ -1,7 +1,6 @@
 """Put the project's files on the path, as a user's script would find them. Add --slow, and
 fixtures that several test files share."""
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -63,15 +62,15 @@ def place(models, tmp_path, monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run and the batch of every step, as they come to the updates."""
-    kept = SimpleNamespace(run=None, batches=[])
-    improve = train.improve
+    """Keeps the run, and the `train.Step` of every step: its batch, updates, constants, targets and
+    result."""
+    kept = SimpleNamespace(run=None, steps=[])
+    measure = train.measure
 
-    @functools.wraps(improve)
-    def keep(run, batch):
+    def keep(run, done):
         kept.run = run
-        kept.batches.append(batch)
-        return improve(run, batch)
+        kept.steps.append(done)
+        return measure(run, done)
 
-    monkeypatch.setattr(train, "improve", keep)
+    monkeypatch.setattr(train, "measure", keep)
     return kept
