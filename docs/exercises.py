@@ -87,7 +87,8 @@ def weights_table() -> str:
         found, clipped = weights(getattr(gspo, f"{name}_loss"))
         numbers = [f"{weight:.3g}" for row in found for weight in row]
         lines.append([name, *numbers, f"{clipped:.0%}"])
-    return "\n".join(f"{name:11}" + "".join(f"{cell:>8}" for cell in row) for name, *row in lines)
+    laid_out = (f"{name:11}" + "".join(f"{cell:>8}" for cell in row) for name, *row in lines)
+    return "\n".join(line.rstrip() for line in laid_out)
 
 
 # ---- copies and tests ----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """docs/from-ppo-to-gspo.md: its diffs are those of gspo.py, its numbers are right, and GitHub shows
-its formulas.
+its formulas. docs/objectives.md has all algorithms.
 
 After a change of a loss: python tests/test_lesson.py
 """
@@ -7,9 +7,12 @@ After a change of a loss: python tests/test_lesson.py
 import ast
 import difflib
 import inspect
+import json
+import math
 import re
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -18,7 +21,12 @@ ROOT = Path(__file__).parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests/bench")]
+
+import exercises  # noqa: E402
+
 import gspo  # noqa: E402
+import lesson_pictures  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
 # a line that no reader sees, and the block behind it
@@ -56,12 +64,63 @@ def test_diffs_of_the_lesson_are_those_of_gspo():
     assert text == with_diffs(text), "a loss has changed: python tests/test_lesson.py"
 
 
-def test_bandit_prints_the_numbers_of_the_page(capsys):
+def test_programs_print_the_numbers_of_the_page(capsys):
     text = PAGE.read_text(encoding="utf-8")
-    blocks = re.search(r"```python\n(# bandit.*?)```\n\n```text\n(.*?)```", text, re.S)
-    with torch.random.fork_rng():
-        exec(blocks[1], {})
-    assert capsys.readouterr().out == blocks[2]
+    programs = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", text)
+    assert [source.split()[1] for source, _ in programs] == ["bandit.py", "means.py"]
+    for source, printed in programs:
+        with torch.random.fork_rng():
+            exec(source, {})
+        assert capsys.readouterr().out == printed
+
+
+def test_batch_worked_by_hand_is_that_of_the_losses():
+    """Its table and its picture come from the losses, and s is the root of the product."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"```text\n{exercises.weights_table()}\n```" in text
+    for name, ratios in zip("abcd", exercises.RATIOS, strict=True):
+        s = math.prod(ratios) ** (1 / len(ratios))
+        assert f"| {name} | {s:.4f} |" in text
+    for name, draw in lesson_pictures.PICTURES.items():
+        assert (lesson_pictures.FOLDER / name).read_text(encoding="utf-8") == draw()
+
+
+def test_clip_fraction_is_that_of_the_default_run():
+    """The page said "60% at first, 10% at the end" when the run said half and a fifth."""
+    rows = (ROOT / "docs/runs/gspo/metrics.jsonl").read_text().splitlines()
+    clipped = [json.loads(row)["clip_fraction"] for row in rows]
+    first, last = fmean(clipped[:10]), fmean(clipped[-10:])
+    assert f"{first:.0%} in the first ten steps" in PAGE.read_text(encoding="utf-8")
+    assert f"{last:.0%} in the last ten" in PAGE.read_text(encoding="utf-8")
+    assert first == pytest.approx(0.5, abs=0.05) and last == pytest.approx(0.2, abs=0.05)
+
+
+def test_pairs_of_runs_are_those_of_the_long_answers():
+    """gspo with 3e-3, and luspo, minus gspo at the same settings and seed."""
+    ends = {}
+    for line in (ROOT / "docs/runs/long/rows.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        if run.get("task", "chains") == "chains" and "16" in run["solved"]:
+            setting = tuple(run[key] for key in ("lr", "updates", "tokens", "more", "seed"))
+            ends[run["row"], setting] = 50 * (run["solved"]["12"] + run["solved"]["16"])
+    for row, above, points in (("gspo, 3e-3", 10, 9), ("luspo", 11, 14)):
+        gains = [end - ends["gspo", at] for (name, at), end in ends.items() if name == row]
+        assert (len(gains), sum(gain > 0 for gain in gains), round(fmean(gains))) == (
+            12,
+            above,
+            points,
+        )
+
+
+def test_objectives_are_those_of_algos():
+    """A row per algorithm: its function, its mean, and its numbers as the signatures have them."""
+    text = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| `([\w+-]+)` \| .* \| `(\w+)` \| (\w+) \| (.*) \|$", text)
+    assert [name for name, *_ in rows] == list(gspo.ALGOS)
+    for name, function, unit, paper in rows:
+        algorithm = gspo.ALGOS[name]
+        assert (function, unit) == (algorithm.loss.__name__, algorithm.unit + "s"), name
+        assert re.search(r"\]\(https://|Williams 1992", paper), name
 
 
 def test_numbers_of_the_text_are_right():
