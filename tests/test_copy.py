@@ -121,7 +121,7 @@ def test_loop_old_logprobs_are_those_before_the_updates(policy):
         loop = run_loop(policy, steps=1, lr=lr)
         with torch.no_grad():
             now = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
-        change = (now - loop.old)[loop.mask].abs().max()
+        change = (now - loop.old_logprobs)[loop.mask].abs().max()
         assert (change > 1e-3) == moved, change
 
 
