@@ -81,8 +81,7 @@ def test_batch_worked_by_hand_is_that_of_the_losses():
     for name, ratios in zip("abcd", exercises.RATIOS, strict=True):
         s = math.prod(ratios) ** (1 / len(ratios))
         assert f"| {name} | {s:.4f} |" in text
-    for name, draw in lesson_pictures.PICTURES.items():
-        assert (lesson_pictures.FOLDER / name).read_text(encoding="utf-8") == draw()
+    assert lesson_pictures.FILE.read_text(encoding="utf-8") == lesson_pictures.picture()
 
 
 def test_clip_fraction_is_that_of_the_default_run():
