@@ -18,10 +18,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-sys.path.insert(0, str(ROOT / "docs"))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 import exercises  # noqa: E402
 
