@@ -235,7 +235,7 @@ class Run:
     generate: Callable | None = None  # the signatures are those of rollout.py
     shares: bool = False  # scoring may use trees, see rollout.py
     experts: typing.Any = None  # records the routing of a mixture
-    meters: list[Callable] = dataclasses.field(default_factory=list)  # (run, rollout) -> metrics
+    meters: list[Callable] = dataclasses.field(default_factory=list)  # (rollout, ranks) -> metrics
     write_adapter: Callable | None = None
     open_tracker: Callable | None = None
     write_page: Callable | None = None
@@ -781,7 +781,9 @@ def measure(run: Run, batch: Batch, made: list[dict]) -> dict:
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     row["verifier_faults"] = len(batch.faults)
     for meter in run.meters:
-        row |= meter(run, batch.rollout)
+        row |= meter(batch.rollout, run.ranks)
+    if fault := getattr(run.generate, "fault", ""):
+        run.warn("tool", f"the tool failed and gave no reply: {fault}")
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = max(run.ranks.gather(console.peak_memory(run.config.device)))
     row |= run.seconds
