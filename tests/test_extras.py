@@ -18,8 +18,6 @@ NEEDS = {  # extra -> flags that ask for it
     "judge": ["--reward judge:models/judge"],
     "lenient": ["--reward math_lenient --data rows.jsonl --model models/tiny"],
     "lora": ["--lora-rank 4"],
-    "fast_scoring": [],
-    "fast_sampling": [],
     "programs": ["--reward code"],
     "sandbox": ["--reward code"],
     "tools": ["--tool calculator", "--task calculator"],

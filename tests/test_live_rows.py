@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from support.extras import fast_scoring
-from tools import BASE, Calls, fast, good, gradients, metrics, newest, rows_of, write_rows
+from tools import BASE, Calls, good, gradients, metrics, newest, rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -111,8 +110,8 @@ def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):
     """Each once. So are passes of the model, frozen and trained on."""
-    calls = Calls(fast_scoring.completion_logprobs)
-    monkeypatch.setattr(fast_scoring, "completion_logprobs", calls.stand_in)
+    calls = Calls(rollout.completion_logprobs)
+    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
     good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
     alive = 0
     for batch in seen.batches:
@@ -120,7 +119,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         assert sorted(every.tolist()) == list(range(24))
         for update in batch.updates:
             live = [row for row in update.rows.tolist() if batch.advantages[row] != 0]
-            learned = [row for rows, _ in update.parts for row in rows.tolist()]
+            learned = [row for rows, *_ in update.parts for row in rows.tolist()]
             assert sorted(learned) == sorted(live)
             alive += len(live)
     scored = {True: 0, False: 0}
@@ -141,7 +140,7 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
     policy = rollout.load_model("models/tiny", "cpu")
     samples = batch.rollout[batch.active]
-    _, entropy = fast.completion_logprobs(policy, samples, temperature=1.0)
+    _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0)
     expected = entropy.sum() / samples.lengths.sum()
     if algorithm == "gspo":
         expected = (entropy.sum(1) / samples.lengths).mean()

@@ -1,4 +1,4 @@
-"""--stop: a completion ends with the token that completes a text. In both samplers, with a tool,
+"""--stop: a completion ends with the token that completes a text. With a tool,
 and in a resumed run."""
 
 import pytest
@@ -7,9 +7,10 @@ import torch
 import transformers
 
 import rollout
+from support import data
 from support.user import UserError
 from test_rollout import tiny
-from tools import BASE, digests, fast, good, metrics, refused, strict, timeless
+from tools import BASE, digests, good, metrics, refused, strict, timeless
 
 # tokens of one to three characters. "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
 WORDS = ["<pad>", "<eos>", "a", "b", "<s", "t>", "x<st>y", "st", "<", ">", "ab", "\n", "\n\n", "Q:"]
@@ -29,8 +30,7 @@ def first_stop(words: list[str]) -> int | None:
     return None
 
 
-@pytest.mark.parametrize("generate", [rollout.generate, fast.generate], ids=["plain", "fast"])
-def test_completions_end_with_the_token_that_completes_a_text(generate, monkeypatch):
+def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
     """300 completions of random tokens, against a loop over strings: a text in two tokens, inside
     a longer one, two texts. The stop text stays, is trained on, and is no truncation."""
     inner = tokenizers.Tokenizer(
@@ -39,14 +39,14 @@ def test_completions_end_with_the_token_that_completes_a_text(generate, monkeypa
     inner.decoder = tokenizers.decoders.Fuse()
     ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    monkeypatch.setattr(rollout, "need", lambda *_: None)  # it does not merge, so it writes no text
+    monkeypatch.setattr(data, "need", lambda *_: None)  # it does not merge, so it writes no text
     stops = rollout.StopTexts(tokenizer, TEXTS)
     model = tiny(vocab_size=len(WORDS), eos_token_id=1)
     uniforms = torch.rand(10, 30, 12, generator=torch.Generator().manual_seed(1))
     prompts = [[2 + i % 3, *range(2, 2 + i % 5)] for i in range(10)]
     options = dict(eos_ids=[1], pad_id=0, cache_gb=1e-4)
-    free = generate(model, prompts, uniforms, **{**options, "eos_ids": []})
-    out = generate(model, prompts, uniforms, stops=stops, **options)
+    free = rollout.generate(model, prompts, uniforms, **{**options, "eos_ids": []})
+    out = rollout.generate(model, prompts, uniforms, stops=stops, **options)
     endings = set()
     for i, ids in enumerate(free.completions.tolist()):
         words = [WORDS[token] for token in ids]

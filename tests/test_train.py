@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 import gspo
 import rollout
 import train
-from support.extras import fast_scoring
 from tools import (
     BASE,
     Calls,
@@ -561,8 +560,8 @@ def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_pat
     def spoil(number, result):  # 4 in freeze, 4 in updates, a step
         return result * math.nan if number < 8 else result
 
-    calls = Calls(fast_scoring.completion_values, spoil)
-    monkeypatch.setattr(fast_scoring, "completion_values", calls.stand_in)
+    calls = Calls(rollout.completion_values, spoil)
+    monkeypatch.setattr(rollout, "completion_values", calls.stand_in)
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
     assert [row["bad_updates"] for row in rows] == [4, 0]
     assert ["advantage_abs" in row for row in rows] == [False, True]
