@@ -71,7 +71,8 @@ def test_memory_of_a_run_is_counted_phase_by_phase(monkeypatch):
     assert memory.refreshing == pytest.approx(fixed, rel=0.01)
     assert 0.008e9 < memory.sampling - fixed < 0.04e9
     assert memory.updating > less.updating > fixed + memory.gradients
-    assert lora.moments < memory.moments / 4 and lora.weights < memory.weights == lora.loading
+    assert lora.moments < memory.moments / 4 and lora.weights < memory.weights
+    assert lora.loading == pytest.approx(memory.loading, rel=0.05)  # the plain model comes first
     assert lora.peak == max(lora.refreshing, lora.sampling, lora.updating)
 
 
