@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from support import report
+from support.health import health
 from support.user import UserError
 from tools import ROOT, write_rows
 
@@ -171,7 +172,7 @@ def test_small_changes_look_small(tmp_path):
         assert abs(first - second) < 2  # of 124
     for number in ("0.0237", "51.0%", "6,880", "1.0000"):
         assert re.search(rf">step \d: {number}<", text)
-    assert "0.0237123" not in text and ">1.0020</text>" in text  # a line of the ratio's axis
+    assert "0.0237123" not in text and ">1.0030</text>" in text  # the end of the ratio's axis
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
     assert text.count("<circle") <= 7 * report.MOST_DOTS  # seven charts
     cards = page.of_class("card")
-    assert len(cards) <= report.MOST_EVALUATIONS
+    assert len(cards) <= report.MOST_CARDS
     assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
 
 
@@ -205,6 +206,42 @@ def test_cards_tell_right_from_wrong(tmp_path):
     looks, shown = zip(*page.of_class("card"))
     assert looks == ("card wrong", "card right", "card unjudged")
     assert shown[0] == "step 0: reward 1, wrong6"
+
+
+# log-ratios of two tokens, the advantage, how many the clip stops: for gspo by s, the geometric mean
+# of the ratios, 1.0005 against [0.9997, 1.0004], for grpo each token by its ratio and [0.8, 1.2]
+CLIPS = [
+    ("gspo", (3e-4, 4e-4), [0.2, -0.199], 1.0, "1.00050: 2 of 2"),
+    ("gspo", (3e-4, 4e-4), [0.2, -0.199], -1.0, "1.00050: 0 of 2"),
+    ("grpo", (0.2, 0.2), [0.2, -0.3], 1.0, "0.95123: 1 of 2"),
+    ("grpo", (0.2, 0.2), [0.2, -0.3], -1.0, "0.95123: 1 of 2"),
+    ("ppo", (0.2, 0.2), [0.2, -0.3], [1.0, -1.0], "0.95123: 2 of 2"),  # of tokens
+    ("gmpo", (0.4, 0.4), [0.39, 0.41], 1.0, "1.49182: 1 of 2"),  # bounds of the log-ratio
+    ("dppo", (0.2, 0.2), [0.2, -0.3], 1.0, "0.95123"),  # bounds of probabilities
+    ("reinforce", (None, None), [0.2, -0.3], 1.0, "0.95123"),
+]
+
+
+@pytest.mark.parametrize("algo, clip, moves, advantage, said", CLIPS)
+def test_a_group_shows_its_ratios_and_the_clip(algo, clip, moves, advantage, said, tmp_path):
+    """Of the last step that has them. Other rows of samples.jsonl have no tokens."""
+    low, high = clip
+    run = write_run(tmp_path / "run", [step_row(1)], algo=algo, clip_low=low, clip_high=high)
+    row = {"step": 1, "prompt": "2+2=", "answer": "4", "completion": "<b>4", "reward": 1.0}
+    more = {"group": 0, "tokens": ["<b>", "4"], "log_ratios": moves, "advantage": advantage}
+    write_rows(run / "samples.jsonl", [row, row | more, row | more | {"step": 2}, row])
+    with open(run / "samples.jsonl", "a") as file:
+        file.write('{"step": 3, "log_ratios": [')  # is being written
+    text, page = page_of(run)
+    assert_self_contained(text, page)
+    [(_, shown)] = page.of_class("card")
+    stopped = [word for word in said.split(": ")[1:]]
+    assert f"s {said}" in shown and shown.endswith("<b>4") and "step 2." in text
+    assert ("tokens stopped" in shown) == bool(stopped)
+    tokens = [each for each in page.root.iter("span") if each.get("title")]
+    assert sum("stopped" in each.get("class").split() for each in tokens) == int(
+        stopped[0][0] if stopped else 0
+    )
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
@@ -269,11 +306,11 @@ STEPS = [
 
 def test_health_names_what_is_wrong_and_that_alone():
     for row, flags, word in STEPS:
-        found = report.health([step_row(1, **row)], FLAGS | flags)
+        found = health([step_row(1, **row)], FLAGS | flags)
         assert len(found) == bool(word) and all(word in sentence for sentence in found), row
     unjudged = step_row(1)  # no verifier says which completions are right
     del unjudged["solved"], unjudged["dead_right"]
-    assert report.health([unjudged], FLAGS) == []
+    assert health([unjudged], FLAGS) == []
 
 
 def run_of(rewards, **more) -> list[dict]:
@@ -282,9 +319,9 @@ def run_of(rewards, **more) -> list[dict]:
 
 def test_health_sees_a_collapse_and_no_slow_beginning():
     rows = run_of([0.1] * 10 + [0.8] * 20 + [0.3] * 10)
-    [sentence] = report.health(rows, FLAGS)
+    [sentence] = health(rows, FLAGS)
     assert "fell from 0.80 to 0.30" in sentence
-    assert report.health(rows[:30], FLAGS) == []
+    assert health(rows[:30], FLAGS) == []
 
 
 def test_a_reward_that_does_not_rise_names_the_learning_rate():
@@ -292,14 +329,14 @@ def test_a_reward_that_does_not_rise_names_the_learning_rate():
     Few steps say nothing, and a task that is solved cannot rise."""
     noise = [0.1, -0.1] * 5
     flat = [0.3 + each for each in noise] * 2
-    [sentence] = report.health(run_of(flat), FLAGS | {"lr": 1e-6})
+    [sentence] = health(run_of(flat), FLAGS | {"lr": 1e-6})
     assert "0.30 in the first 10 steps, 0.30 in the last 10" in sentence
     assert "--lr 1e-06 is the usual cause" in sentence
     for rise, sentences in ((0.08, 1), (0.1, 0)):
         rows = run_of(flat[:10] + [each + rise for each in flat[10:]])
-        assert len(report.health(rows, FLAGS)) == sentences
-    assert report.health(run_of(flat[:9]), FLAGS) == []
-    assert report.health(run_of(flat, solved=0.95), FLAGS) == []
+        assert len(health(rows, FLAGS)) == sentences
+    assert health(run_of(flat[:9]), FLAGS) == []
+    assert health(run_of(flat, solved=0.95), FLAGS) == []
 
 
 def test_health_tells_format_from_ability():
@@ -307,6 +344,6 @@ def test_health_tells_format_from_ability():
     before = {"step": 0, "eval_solved": 0.03, "eval_solved_lenient": 0.40}
     for lenient, sentences in ((0.55, 1), (0.80, 0)):  # the second time both rise
         last = step_row(2, eval_solved=0.50, eval_solved_lenient=lenient)
-        found = report.health([step_row(1), last], FLAGS, before)
+        found = health([step_row(1), last], FLAGS, before)
         assert len(found) == sentences
         assert all("not ability" in each and "from 37% to 5%" in each for each in found)
