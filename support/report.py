@@ -3,8 +3,7 @@
     python train.py --report runs/a runs/b
     python train.py --report runs/a docs/runs/published/math-qwen2.5-math-1.5b.csv
 
-The page is one file without a script, and it loads nothing. A CSV file with the columns step and
-eval_solved has published points."""
+The page is one file without scripts that loads nothing. A CSV file has published points."""
 
 import csv
 import html
@@ -205,7 +204,7 @@ def inside_update(story: Story) -> str:
     said += f"orange ones less likely, up to {math.exp(darkest):.3g} times. Bars: the loss's ratios"
     if clips:
         said += f". Grey: the band, {band[0]:.5g} to {band[1]:.5g}. Red: stopped by the clip"
-    parts = [f"<h2>Inside an update of {visible(story.name)}</h2>", f'<p class="dim">{said}</p>']
+    parts = [f'<h2>Inside an update of {visible(story.name)}</h2><p class="dim">{said}.</p>']
     parts.append(f'<pre class="prompt">{visible(group[0]["prompt"])}</pre><div class="cards">')
     for row, loss in zip(group, losses):
         bars, spans = set(), []
@@ -215,8 +214,8 @@ def inside_update(story: Story) -> str:
             look += f" {'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
             look = f'class="{look}" title="{math.exp(move):.4f}"'
             spans.append(f"<span {look}>{visible(text)}</span>")
-        advantage, s = fmean(A for _, A, _ in loss), math.exp(fmean(row["log_ratios"]))
-        head = f"A {advantage:+.2f}, s {s:.5f}"
+        s = math.exp(fmean(row["log_ratios"]))
+        head = f"A {fmean(A for _, A, _ in loss):+.2f}, s {s:.5f}"
         if clips:
             head += f": {sum(stopped for *_, stopped in loss)} of {len(loss)} tokens stopped"
         picture = f'<svg viewBox="-152 0 304 16">{strip}{"".join(sorted(bars))}</svg>'
