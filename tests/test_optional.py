@@ -44,7 +44,7 @@ def test_a_schedule_of_the_learning_rate(schedule, expected, tmp_path):
     assert [row["lr"] / 1e-3 for row in rows] == pytest.approx(expected)
 
 
-def test_the_lenient_twin_judges_the_same_completions(seen, tmp_path):
+def test_the_lenient_twin_judges_the_same_completions(tmp_path):
     """math wants a mark, and finds none. math_lenient takes the last number."""
     rows = [{"prompt": f"{i}+1=", "answer": str(n)} for i in range(5) for n in range(10)]
     write_rows("rows.jsonl", rows)
@@ -53,13 +53,12 @@ def test_the_lenient_twin_judges_the_same_completions(seen, tmp_path):
     [row] = metrics(result.folder)
     assert row["eval_solved"] == 0 < row["eval_solved_lenient"] < 0.5
     assert "lenient" in result.out
-    assert seen.run.lenient.terms.keys() == {"math_lenient"}
 
 
 def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_path):
     """pay.py:steps rewards steps, too. dapo reads outcomes alone: equal ones make a dead group."""
     good(tmp_path, f"{BASE} --algo dapo --reward pay.py:steps")
-    for batch in seen.batches:
-        outcomes = torch.tensor([each.score.reward for each in batch.samples]).view(-1, 4)
+    for step in seen.steps:
+        outcomes = torch.tensor([each.score.reward for each in step.batch.samples]).view(-1, 4)
         assert (outcomes.amin(1) < outcomes.amax(1)).all()
-        assert batch.advantages.view(-1, 4).any(1).all()
+        assert step.targets.advantages.view(-1, 4).any(1).all()
