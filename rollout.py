@@ -6,11 +6,9 @@ Read `generate`, then `completion_logprobs`. Both call the model's own forward p
 its KV cache. `completion_logprobs` has two layouts: a row a text, or, where these save much, trees
 of texts with equal beginnings."""
 
-import bisect
 import dataclasses
 import inspect
 import itertools
-import math
 import os
 import sys
 import typing
@@ -25,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
 from support.command_line import flag, parse
-from support.data import IDS, PromptFormat, printable
+from support.data import IDS, PromptFormat, StopTexts, printable
 from support.models import (
     body_of,
     context_of,
@@ -36,6 +34,7 @@ from support.models import (
     load_model,
     logits_of,
 )
+from support.trees import Tree, Trees, best_width, grow, in_order, join
 from support.user import UserError, need
 
 
@@ -291,35 +290,6 @@ def free_gb(device: torch.device) -> float:
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / processes
 
 
-class StopTexts(transformers.StopStringCriteria):
-    """Tells which completions end with the token that completes one of some texts.
-
-    The search is transformers' own. It consists of tensor operations alone, so a CUDA graph can
-    hold it, and costs less than a percent of a decode step."""
-
-    def __init__(self, tokenizer, texts: list[str]):
-        for text in texts:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            written = text in tokenizer.decode(ids)
-            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
-        super().__init__(tokenizer, texts)
-        self.width = self.maximum_token_len  # no more tokens than the longest text has bytes
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
-        return super().__call__(tokens, None)
-
-    @staticmethod
-    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """The prefix must be one that the tokenizer writes: a character tokenizer may not know
-        these letters."""
-        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
-            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-            static_prefix = next(word for word in words if word.isalnum())
-        parent = transformers.StopStringCriteria
-        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)
-
-
 # ---- log-probabilities ---------------------------------------------------------------------------
 
 
@@ -327,7 +297,7 @@ def completion_logprobs(
     model,
     completions: Rollout,
     temperature: float,
-    trees: "Trees | None" = None,
+    trees: Trees | None = None,
     *,
     entropy_grad: bool | None = True,
 ) -> tuple[Tensor, Tensor]:
@@ -348,7 +318,7 @@ def completion_logprobs(
     return scattered(logprobs, mask), scattered(entropy, mask)
 
 
-def completion_values(critic, completions: Rollout, trees: "Trees | None" = None) -> Tensor:
+def completion_values(critic, completions: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
     if trees is None:
         hidden = row_states(critic, completions)
@@ -358,7 +328,7 @@ def completion_values(critic, completions: Rollout, trees: "Trees | None" = None
     return scattered(values, completions.completion_mask)
 
 
-def predicting(completions: Rollout, trees: "Trees | None" = None) -> Tensor:
+def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
     if trees is not None:
@@ -421,40 +391,15 @@ def state_values(critic, hidden: Tensor) -> Tensor:
 
 
 # ---- micro-batches: rows or trees ----------------------------------------------------------------
-#
-# Texts with equal beginnings share them: they are a tree in one row of the forward pass, where a
-# node sees its ancestors. Nodes are numbered in the order of the sorted texts: the descendants of
-# node j are j + 1 up to end[j] - 1, and i sees j where j <= i < end[j]. Below are the completions
-# "c d x" and "c e y" of prompt "a b". Last tokens are predicted, not read.
-#
-#     node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
-#     token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
-#     position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1, once
-#     end       5  5  5  4  5
 
-NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
-WORTHWHILE = 0.7  # trees of at most so many tokens, as a part of those of rows, are worth a mask
-# numbers of a mask that a saved token may cost. Without checkpointing the backward pass keeps more
-# than that for a token of a model of four layers of 64 numbers
+WORTHWHILE = 0.7  # trees of at most this part of the tokens of rows are worth a mask
+# elements of a mask that a saved token may cost: without checkpointing, a token of a model with
+# four layers of 64 keeps more numbers than that for the backward pass
 MASK_OF_A_TOKEN = 4096
 
 
-class Trees(typing.NamedTuple):
-    """The texts of a micro-batch as R rows of U nodes. Equal tokens after equal texts are predicted
-    once."""
-
-    ids: Tensor  # (R, U) tokens
-    positions: Tensor  # (R, U) depth in the tree
-    end: Tensor  # (R, U) the node of the row after the last descendant
-    before: Tensor  # (predictions,) the node that predicts, of all R * U
-    targets: Tensor  # (predictions,) the token
-    prediction: Tensor  # (tokens,) its number, for each token of the mask, row by row
-
-
 class MicroBatch(typing.NamedTuple):
-    """Completions of one forward pass."""
-
-    rows: Tensor  # (n,) on the CPU, indices into the rollout that was divided
+    rows: Tensor  # (n,) on the CPU: indices into the rollout that was divided
     completions: Rollout
     trees: Trees | None  # None: a row a text
 
@@ -462,27 +407,6 @@ class MicroBatch(typing.NamedTuple):
 def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatch]:
     """Divide the rows into parts whose forward pass has at most so many tokens, padding included,
     or one row. shares: trees may be used, and are where they save enough."""
-    parts, computed = in_rows(rollout, tokens)
-    width = None
-    if shares and parts:
-        parts_of_trees, nodes, width_of_trees = in_trees(rollout, tokens)
-        mask = nodes * width_of_trees
-        small = mask <= MASK_OF_A_TOKEN * (computed - nodes)
-        if width_of_trees <= tokens and nodes <= WORTHWHILE * computed and small:
-            parts, width = parts_of_trees, width_of_trees
-
-    batches = []
-    for part in parts:
-        rows = torch.tensor(sorted(part))
-        completions = rollout[rows]
-        trees = None if width is None else plant(completions, width)
-        batches.append(MicroBatch(rows, completions, trees))
-    return batches
-
-
-def in_rows(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int]:
-    """Return the texts of each micro-batch of rows, the longest ones together, and the number of
-    tokens that all of them compute."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
     parts, computed = [], 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -490,132 +414,48 @@ def in_rows(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int]:
             parts.append([])
         parts[-1].append(row)
         computed += lengths[parts[-1][0]]
-    return parts, computed
+    trees, width = [], 0
+    if shares and parts:
+        texts = in_order(rollout.sequences())
+        width = best_width(texts, tokens)
+        trees = grow(texts, width)
+    nodes = len(trees) * width
+    is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
+    if width == 0 or nodes > WORTHWHILE * computed or not is_small:
+        return [micro_batch(rollout, part) for part in parts]
+    at_once = tokens // width
+    several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
+    return [
+        micro_batch(rollout, [i for tree in some for i in tree.paths], some) for some in several
+    ]
 
 
-def in_trees(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int, int]:
-    """Return the texts of each micro-batch of trees, the number of nodes that all of them compute,
-    and the width of their rows. The rows are of about equal size: padding is computed, too."""
-    texts = sorted_texts(rollout)
-    longest = int(texts.lengths.max())
-    widest = max(longest, min(tokens, max(NODES_OF_A_ROW, 2 * longest)))
-    count = rows_of(texts, widest)[-1] + 1
-    narrower = range(longest, widest)
-    fits = lambda width: rows_of(texts, width)[-1] < count  # noqa: E731
-    width = longest + bisect.bisect_left(narrower, True, key=fits)
-    width = multiple_of_8(width)
-
-    at_once = max(1, tokens // width)
-    parts = [[] for _ in range(math.ceil(count / at_once))]
-    for text, row in zip(texts.order.tolist(), rows_of(texts, width)):
-        parts[row // at_once].append(text)
-    return parts, count * width, width
-
-
-class SortedTexts(typing.NamedTuple):
-    """Texts without their last tokens, which are predicted and not read."""
-
-    order: Tensor  # (N,) their numbers
-    ids: Tensor  # (N, longest)
-    lengths: Tensor  # (N,)
-    shared: Tensor  # (N,) tokens at the beginning that the text before has, too
-
-
-def sorted_texts(completions: Rollout) -> SortedTexts:
-    texts = [text[:-1] for text in completions.sequences()]
-    order = sorted(range(len(texts)), key=texts.__getitem__)
-    ids = padded([texts[i] for i in order], "cpu")
-    lengths = torch.tensor([len(texts[i]) for i in order])
-    shared = torch.zeros_like(lengths)
-    equal = (ids[1:] == ids[:-1]).long().cumprod(1).sum(1)
-    shared[1:] = torch.minimum(equal, torch.minimum(lengths[1:], lengths[:-1]))  # not padding
-    return SortedTexts(torch.tensor(order), ids, lengths, shared)
-
-
-def rows_of(texts: SortedTexts, width: int) -> list[int]:
-    """Return for each text the row that has its tree: the next row begins where a text no longer
-    fits."""
-    row, size, found = -1, width, []  # full: the first text begins a row
-    for length, shared in zip(texts.lengths.tolist(), texts.shared.tolist()):
-        size += length - shared
-        if size > width:
-            row, size = row + 1, length
-        found.append(row)
-    return found
-
-
-def multiple_of_8(width: int) -> int:
-    """Attention with a mask needs rows of such widths to be fast on a GPU."""
-    return math.ceil(width / 8) * 8
-
-
-def plant(completions: Rollout, width: int) -> Trees:
-    """Return completions as trees in rows of at most so many nodes."""
-    device, completions = completions.tokens.device, completions.to("cpu")
-    texts = sorted_texts(completions)
-    row = torch.tensor(rows_of(texts, width))
-    is_first = row.diff(prepend=torch.tensor([-1])) > 0  # of its row
-    shared = texts.shared.masked_fill(is_first, 0)
-
-    # the new nodes of a text follow those of the texts before it in the row
-    new = texts.lengths - shared
-    before = new.cumsum(0) - new
-    first_new = before - before[is_first][row]
-    width = multiple_of_8(int((first_new + new).max()))
-    first_new += row * width
-
-    # a token that is not new is that of the last text before where it was
-    steps = torch.arange(texts.ids.shape[1])
-    number = torch.arange(len(row))[:, None]
-    owner = torch.where(steps >= shared[:, None], number, 0).cummax(0).values
-    nodes = (first_new - shared)[owner] + steps  # (N, longest), among all R * U
-    last = nodes.gather(1, texts.lengths[:, None] - 1) % width
-
-    count = int(row[-1] + 1) * width
-    is_node = steps < texts.lengths[:, None]
-    there = nodes[is_node]
-    ids, positions = torch.zeros(2, count, dtype=torch.long)
-    ids[there] = texts.ids[is_node]
-    positions[there] = steps.expand_as(nodes)[is_node]
-    end = torch.arange(count) % width + 1  # a node on padding sees itself, or its softmax is NaN
-    end.scatter_reduce_(0, there, (last + 1).expand_as(nodes)[is_node], "amax")
-
-    nodes = nodes[texts.order.argsort()]
-    text, step = completions.completion_mask.nonzero(as_tuple=True)
-    predictor = nodes[text, completions.prompt_lengths[text] + step - 1]
-    targets = completions.completions[completions.completion_mask]
-    vocabulary = int(completions.tokens.max()) + 1
-    pairs, prediction = (predictor * vocabulary + targets).unique(return_inverse=True)
-    in_rows = [column.view(-1, width) for column in (ids, positions, end)]
-    found = (*in_rows, pairs // vocabulary, pairs % vocabulary, prediction)
-    return Trees(*[column.to(device) for column in found])
+def micro_batch(rollout: Rollout, rows: list[int], trees: list[Tree] | None = None) -> MicroBatch:
+    """Return some rows of a rollout, as trees if these are given."""
+    rows = torch.tensor(sorted(rows))
+    completions = rollout[rows]
+    if trees is None:
+        return MicroBatch(rows, completions, None)
+    row, step = completions.completion_mask.nonzero(as_tuple=True)
+    targets = completions.completions[row, step]
+    before = completions.prompt_lengths[row] + step - 1
+    return MicroBatch(rows, completions, join(trees, row, before, targets))
 
 
 def tree_states(model, trees: Trees) -> Tensor:
     """Return the hidden states (R * U, H) of all nodes."""
-    i = torch.arange(trees.ids.shape[1], device=trees.ids.device)[:, None]
-    j = i.T
-    sees = (j <= i) & (i < trees.end[:, None, :])  # (R, U, U)
-    distance = trees.positions[:, :, None] - trees.positions[:, None, :]
+    kind = trees.ids.device.type
+    # the dtype of the queries: attention would convert another one in every layer, and keep each
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     masks = {}
-    for kind, window in kinds_of_layers(model).items():
-        masks[kind] = sees if window is None else sees & (distance < window)
-    masks = {kind: additive(model, mask) for kind, mask in masks.items()}
+    for layers, window in kinds_of_layers(model).items():
+        hidden = ~trees.visible(window)[:, None]  # (R, 1, U, U)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        masks[layers] = mask.masked_fill_(hidden, -torch.inf)
     if len(masks) == 1:
         [masks] = masks.values()
-    options = {"position_ids": trees.positions, "attention_mask": masks}
-    return body_of(model)(trees.ids, use_cache=False, **options)[0].flatten(0, 1)
-
-
-def additive(model, sees: Tensor) -> Tensor:
-    """Return a mask (R, 1, U, U) in the dtype of the queries: attention would else convert it in
-    every layer, and keep each copy."""
-    device = sees.device
-    dtype = model.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    mask = torch.zeros(sees.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(~sees, -torch.inf)[:, None]
+    options = {"position_ids": trees.positions, "attention_mask": masks, "use_cache": False}
+    return body_of(model)(trees.ids, **options)[0].flatten(0, 1)
 
 
 def kinds_of_layers(model) -> dict[str, int | None]:
@@ -629,8 +469,9 @@ def shares_prefixes(model) -> bool:
     """Tell whether a model may get trees: it takes our positions, and our mask for each layer."""
     takes = "position_ids" in inspect.signature(body_of(model).forward).parameters
     sdpa = model.config._attn_implementation == "sdpa"
-    kinds = set(kinds_of_layers(model))
-    return takes and sdpa and kinds <= {"full_attention", "sliding_attention"}
+    return (
+        takes and sdpa and kinds_of_layers(model).keys() <= {"full_attention", "sliding_attention"}
+    )
 
 
 # ---- the check of a model ------------------------------------------------------------------------
@@ -665,9 +506,37 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
         )
     if not shares_prefixes(model):
         return False
-    trees = plant(samples, width=max(map(len, samples.sequences())))  # several rows
-    by_trees, _ = completion_logprobs(model, samples, 1.0, trees)
+    trees = grow(in_order(samples.sequences()), width=samples.tokens.shape[1] + 8)  # some rows
+    part = micro_batch(samples, list(range(len(own))), trees)
+    by_trees, _ = completion_logprobs(model, samples, 1.0, part.trees)
     return not differ(by_trees)
+
+
+def check_samples(samples, prompts: list[list[int]], uniforms: Tensor, model) -> None:
+    """UserError for a result of a user's sampler from which a run would learn wrong things."""
+
+    def expect(holds, expected: str) -> None:
+        need(bool(holds), f"--sampler: expected {expected}")
+
+    expect(isinstance(samples, Rollout), f"a rollout.Rollout, found {type(samples).__name__}")
+    _, group_size, limit = uniforms.shape
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    on, vocabulary = model.device.type, model.config.get_text_config().vocab_size
+    expect({column.device.type for column in samples} == {on}, f"all tensors on {on}")
+    expect({len(column) for column in samples} == {len(prompts)}, f"{len(prompts)} completions")
+    lengths, mask, logprobs = samples.lengths, samples.completion_mask, samples.sampler_logprobs
+    longest = min(limit, logprobs.shape[1])
+    expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
+    texts = zip(samples.sequences(), samples.prompt_lengths.tolist(), prompts)
+    in_order = all(text[:size] == prompt for text, size, prompt in texts)
+    expect(in_order, "group_size completions of each prompt, in the order of the prompts")
+    written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
+    is_mask = mask.dtype == torch.bool and mask.shape == written.shape
+    expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
+    ids = samples.completions[written]
+    expect((ids >= 0).all() and (ids < vocabulary).all(), f"token ids below {vocabulary}")
+    found = logprobs[mask]
+    expect(found.isfinite().all() and (found <= 0).all(), "finite log-probs of at most 0")
 
 
 def text_logprobs(model, text: list[int]) -> Tensor:

@@ -182,12 +182,12 @@ def train(run: "Run", output: "Output") -> None:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
         # 7. improve     for each update: accumulate micro-batches, clip, step
-        targets = Targets(batch.mask, advantages, returns)
-        result = improve(run, step, updates, constants, targets)
+        fixed = Fixed(batch.mask, advantages, returns, *constants)
+        result = improve(run, step, updates, fixed)
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
-        done = Step(batch, updates, constants, targets, result)
+        done = Step(batch, updates, fixed, result)
         row = measure(run, done)
         stopping = any(run.ranks.gather(stop.asked))
         report_step(run, output, done, row, stopping)
@@ -248,10 +248,16 @@ class Constants(typing.NamedTuple):
     values: Tensor  # of the critic
 
 
-class Targets(typing.NamedTuple):
-    mask: Tensor  # (N, T)
+class Fixed(typing.NamedTuple):
+    """Everything that the updates of a step read and do not change."""
+
+    mask: Tensor  # (N, T) tokens of the loss
     advantages: Tensor  # (N,) or (N, T)
     returns: Tensor  # (N, T) of the critic's values; 0 without a critic
+    old_logprobs: Tensor  # these and the rest as in Constants
+    ref_logprobs: Tensor
+    teacher_logprobs: Tensor
+    values: Tensor
 
 
 class Improvement(typing.NamedTuple):
@@ -264,8 +270,7 @@ class Improvement(typing.NamedTuple):
 class Step(typing.NamedTuple):
     batch: Batch
     updates: list[Update]
-    constants: Constants
-    targets: Targets
+    fixed: Fixed
     result: Improvement
 
 
@@ -538,17 +543,15 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 # ---- 7. improve ----------------------------------------------------------------------------------
 
 
-def improve(
-    run: Run, step: int, updates: list[Update], constants: Constants, targets: Targets
-) -> Improvement:
+def improve(run: Run, step: int, updates: list[Update], fixed: Fixed) -> Improvement:
     """Make the updates of a step, --epochs times."""
     config, progress, metrics, bad_updates = run.config, run.progress, [], 0
-    new_logprobs, first_logprobs = torch.zeros_like(constants.old_logprobs), None
+    new_logprobs, first_logprobs = torch.zeros_like(fixed.old_logprobs), None
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_factor(config, step)
     with run.log.timer("improve"):
         for update in updates * config.epochs:
-            found = accumulate_gradients(run, update, constants, targets, new_logprobs)
+            found = accumulate_gradients(run, update, fixed, new_logprobs)
             if first_logprobs is None:
                 first_logprobs = new_logprobs.clone()
             if wrong := [name for name, value in found.items() if not math.isfinite(value)]:
@@ -575,14 +578,14 @@ def lr_factor(config: Config, step: int) -> float:
 
 
 def accumulate_gradients(
-    run: Run, update: Update, constants: Constants, targets: Targets, new_logprobs: Tensor
+    run: Run, update: Update, fixed: Fixed, new_logprobs: Tensor
 ) -> dict[str, float]:
     """Sum the gradient of one update over micro-batches and processes. Return its metrics, and
     write its log-probs into their rows of new_logprobs (N, T)."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    units = targets.mask  # of the loss's mean: tokens, or completions that have some
+    units = fixed.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
-        units = targets.mask.any(1)
+        units = fixed.mask.any(1)
     # denom counts active rows only, so metrics are means over these. The loss is a mean over all
     # rows, and the others add 0, so it is multiplied by active / all.
     denom = units[update.active].sum()
@@ -590,15 +593,12 @@ def accumulate_gradients(
     totals = collections.Counter()
     run.optimizer.zero_grad()
     for part in update.parts:
-        old = Constants(*[tensor[part.rows] for tensor in constants])
-        aims = Targets(*[tensor[part.rows] for tensor in targets])
+        own = Fixed(*[tensor[part.rows] for tensor in fixed])
         logprobs, entropy = models.policy.logprobs(part, entropy_grad=config.entropy_coef > 0)
-        loss, metrics = policy_loss(algorithm, config, logprobs, entropy, old, aims, denom)
+        loss, metrics = policy_loss(algorithm, config, logprobs, entropy, own, denom)
         if models.critic:
-            values = models.critic.values(part)
-            critic_loss, of_critic = algorithm.value_loss(
-                values, old.values, aims.returns, aims.mask, denom
-            )
+            read = (models.critic.values(part), own.values, own.returns, own.mask, denom)
+            critic_loss, of_critic = algorithm.value_loss(*read)
             loss, metrics = loss + critic_loss, metrics | of_critic
         (share * loss).backward()
         new_logprobs[part.rows] = logprobs.detach()
@@ -612,20 +612,18 @@ def policy_loss(
     config: Config,
     logprobs: Tensor,
     entropy: Tensor,
-    constants: Constants,
-    targets: Targets,
+    fixed: Fixed,
     denom: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
-    entropy bonus and the KL penalty. All tensors are (n, T); denom counts the whole update."""
-    mask, advantages, _ = targets
-    loss, metrics = algorithm.loss(logprobs, constants.old_logprobs, advantages, mask, denom)
+    entropy bonus and the KL penalty. All tensors are of its rows; denom counts the whole update."""
+    mask, advantages, _, old_logprobs, ref_logprobs, *_ = fixed
+    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
     metrics["entropy"] = mean_entropy.detach()
     if config.kl_coef > 0:
-        ref = constants.ref_logprobs
-        kl, of_kl = gspo.kl_penalty(logprobs, ref, mask, denom, per=algorithm.unit)
+        kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
         if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
             loss = loss + config.kl_coef * kl
         metrics |= of_kl
@@ -650,7 +648,8 @@ def clip_gradients(run: Run) -> dict[str, float]:
 
 def measure(run: Run, done: Step) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line."""
-    batch, updates, constants, (mask, advantages, returns), result = done
+    batch, updates, fixed, result = done
+    mask, advantages, returns = fixed.mask, fixed.advantages, fixed.returns
     completions, dead, correct = batch.completions, batch.dead, batch.correct
     lengths = completions.completion_mask.sum(1).float()
     row = {}
@@ -675,16 +674,16 @@ def measure(run: Run, done: Step) -> dict:
         row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
     active, first = torch.cat([update.active for update in updates]), updates[0].active
-    moved = result.new_logprobs - constants.old_logprobs
+    moved = result.new_logprobs - fixed.old_logprobs
     apart = result.first_logprobs - completions.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
     row |= drift("sampler", apart[first], mask[first])
     if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
-        left = (returns - constants.values)[mask].var(correction=0)
+        left = (returns - fixed.values)[mask].var(correction=0)
         row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
     if run.models.teacher:
-        teacher = constants.teacher_logprobs[mask]
-        row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
+        teacher = fixed.teacher_logprobs[mask]
+        row["teacher_kl"] = (fixed.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     row["verifier_faults"] = len(batch.faults)
     if run.config.tool:
@@ -721,7 +720,7 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
         row |= found
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
-    taught = bool(has_advantage(done.targets.advantages, done.batch.mask).any())
+    taught = bool(has_advantage(done.fixed.advantages, done.fixed.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
     for kind, sentence in warnings(row, config, done.batch.faults, quiet_steps).items():
@@ -752,8 +751,8 @@ def readable_samples(run: Run, done: Step) -> list[dict]:
     token, the active completions of one group of the last update."""
     batch, size = done.batch, run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_PROMPTS]]
-    log_ratios = done.result.new_logprobs - done.constants.old_logprobs
-    advantages = done.targets.advantages.view(len(log_ratios), -1)
+    log_ratios = done.result.new_logprobs - done.fixed.old_logprobs
+    advantages = done.fixed.advantages.view(len(log_ratios), -1)
     active = done.updates[-1].active.tolist()
     for row in (row for row in active if row // size == active[0] // size):
         length = batch.completions.lengths[row]

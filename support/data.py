@@ -10,6 +10,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import transformers
+from torch import Tensor
+
 from support.user import UserError, expecting, need
 
 IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
@@ -190,3 +193,28 @@ def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
         return len(text.rstrip("\ufffd"))  # the first bytes of a character
 
     return bisect.bisect_left(range(len(ids) - 1), characters, key=count)
+
+
+class StopTexts(transformers.StopStringCriteria):
+    """Tells which completions end with the token that completes one of some texts."""
+
+    def __init__(self, tokenizer, texts: list[str]):
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            written = text in tokenizer.decode(ids)
+            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
+        super().__init__(tokenizer, texts)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
+        return super().__call__(tokens, None)
+
+    @staticmethod
+    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
+        """The prefix must be one that the tokenizer writes: a character tokenizer may not know
+        these letters."""
+        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
+            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+            static_prefix = next(word for word in words if word.isalnum())
+        parent = transformers.StopStringCriteria
+        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)

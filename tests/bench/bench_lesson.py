@@ -46,7 +46,7 @@ def rootless_loss(
     return loss, policy_metrics(log_ratio, stopped, advantages, mask, "completion", denom)
 
 
-def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, *, per="completion"):
+def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, per="completion"):
     """Compute k3 with pi / pi_ref, which is upside down."""
     x = torch.where(mask > 0, logprobs - ref_logprobs.detach(), 0.0)
     loss = masked_mean(x.exp() - x - 1, mask, per, denom)
