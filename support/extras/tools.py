@@ -133,13 +133,11 @@ class Turns:
             self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
             return []
 
-    def measure(self, run, samples: Rollout) -> dict[str, float | Tensor]:
+    def measure(self, completions: Rollout, ranks) -> dict[str, float | Tensor]:
         """Return replies per completion, the share of the tool's tokens, and new failures."""
-        if self.fault:
-            run.warn("tool", f"the tool failed and gave no reply: {self.fault}")
-        failed = run.ranks.sum_numbers({"tool_faults": self.faults})
+        failed = ranks.sum_numbers({"tool_faults": self.faults})
         self.faults = 0
-        own, lengths = samples.completion_mask, samples.lengths
+        own, lengths = completions.completion_mask, completions.lengths
         steps = torch.arange(own.shape[1], device=own.device)
         written = (steps < lengths[:, None]) & ~own
         begins = written[:, 1:] & ~written[:, :-1]  # the first token is always the policy's
