@@ -69,9 +69,9 @@ def test_a_critic_starts_with_the_value_0_and_explains_a_part_of_the_returns(see
     """explained_variance is 1 - var(return - value) / var(return) over the tokens."""
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo --critic-lr 0.01").folder)
     first, second = seen.steps
-    assert torch.equal(first.constants.values, torch.zeros_like(first.constants.values))
-    mask = second.targets.mask
-    values, returns = second.constants.values[mask].numpy(), second.targets.returns[mask].numpy()
+    assert torch.equal(first.fixed.values, torch.zeros_like(first.fixed.values))
+    mask = second.fixed.mask
+    values, returns = second.fixed.values[mask].numpy(), second.fixed.returns[mask].numpy()
     assert (values != 0).all()
     expected = 1 - (returns - values).var() / returns.var()
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)

@@ -117,7 +117,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         every = torch.cat([update.rows for update in step.updates])
         assert sorted(every.tolist()) == list(range(24))
         for update in step.updates:
-            live = [row for row in update.rows.tolist() if step.targets.advantages[row] != 0]
+            live = [row for row in update.rows.tolist() if step.fixed.advantages[row] != 0]
             assert (
                 sorted(rows_of(update).tolist()) == sorted(live) == sorted(update.active.tolist())
             )

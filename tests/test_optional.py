@@ -61,4 +61,4 @@ def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_p
     for step in seen.steps:
         outcomes = torch.tensor([each.score.reward for each in step.batch.samples]).view(-1, 4)
         assert (outcomes.amin(1) < outcomes.amax(1)).all()
-        assert step.targets.advantages.view(-1, 4).any(1).all()
+        assert step.fixed.advantages.view(-1, 4).any(1).all()

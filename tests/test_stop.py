@@ -7,6 +7,7 @@ import torch
 import transformers
 
 import rollout
+from support import data
 from support.user import UserError
 from tools import BASE, SHAPE, digests, good, metrics, refused, strict, timeless
 
@@ -37,8 +38,8 @@ def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
     inner.decoder = tokenizers.decoders.Fuse()
     ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    monkeypatch.setattr(rollout, "need", lambda *_: None)  # it does not merge, so it writes no text
-    stops = rollout.StopTexts(tokenizer, TEXTS)
+    monkeypatch.setattr(data, "need", lambda *_: None)  # it does not merge, so it writes no text
+    stops = data.StopTexts(tokenizer, TEXTS)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     model.resize_token_embeddings(len(WORDS))
     uniforms = torch.rand(10, 30, 12, generator=torch.Generator().manual_seed(1))
@@ -92,4 +93,4 @@ def test_a_stop_text_ends_a_completion_between_turns_of_a_tool(place, seen, tmp_
 def test_a_stop_text_of_a_tokenizer_in_bytes_is_found():
     with pytest.raises(UserError, match="no tokens of this tokenizer write it"):
         empty = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "?": 1}, [], unk_token="?"))
-        rollout.StopTexts(transformers.PreTrainedTokenizerFast(tokenizer_object=empty), ["b"])
+        data.StopTexts(transformers.PreTrainedTokenizerFast(tokenizer_object=empty), ["b"])

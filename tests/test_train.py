@@ -70,7 +70,7 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
     good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 {flags}")
     for step in seen.steps:
         rows = torch.cat([rows_of(update) for update in step.updates])
-        old = step.constants.old_logprobs
+        old = step.fixed.old_logprobs
         assert old[rows].any() and torch.equal(step.result.new_logprobs, old)
     parts = [part for step in seen.steps for update in step.updates for part in update.parts]
     assert len(parts) > 8  # several micro-batches an update
@@ -81,7 +81,7 @@ def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen
     """The sampler's log-probs are near the scorer's before the first update, and not after it."""
     good(tmp_path, f"{BASE} --old-logprobs sampler --steps 1 --epochs 2")
     [step] = seen.steps
-    first, old = step.updates[0].active, step.constants.old_logprobs
+    first, old = step.updates[0].active, step.fixed.old_logprobs
     before = (step.result.first_logprobs - old)[first].abs().max()
     after = (step.result.new_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
@@ -224,19 +224,19 @@ def test_the_loss_of_a_micro_batch_is_that_of_a_loop(algorithm):
     tensors = torch.rand(5, 2, 3, generator=torch.Generator().manual_seed(0))
     tensors[:, 1, 1:] = math.nan  # padding
     new, old, ref, entropy, _ = tensors
-    constants = train.Constants(old, ref, *tensors[3:])
-    targets = train.Targets(torch.tensor([[1, 1, 1], [1, 0, 0]]) > 0, torch.tensor([2, -1.0]), old)
+    mask, advantages = torch.tensor([[1, 1, 1], [1, 0, 0]]) > 0, torch.tensor([2, -1.0])
+    fixed = train.Fixed(mask, advantages, old, old, ref, *tensors[3:])
     config = SimpleNamespace(entropy_coef=0.1, kl_coef=0.3)
     new.requires_grad_()
-    loss, found = train.policy_loss(row, config, new, entropy, constants, targets, torch.tensor(n))
+    loss, found = train.policy_loss(row, config, new, entropy, fixed, torch.tensor(n))
     expected = dict(loss=0.0, kl=0.0, entropy=0.0)
     for i, (advantage, length) in enumerate([(2.0, 3), (-1.0, 1)]):
-        logs = [float(new[i, t] - old[i, t]) for t in range(length)]
+        logs = [(new[i, t] - old[i, t]).item() for t in range(length)]
         if algorithm == "gspo":
             logs = [statistics.fmean(logs)] * length
         for t, log_ratio in enumerate(logs):
             weight = 1 / n / (length if row.unit == "completion" else 1)
-            x = float(ref[i, t] - new[i, t])
+            x = (ref[i, t] - new[i, t]).item()
             kl, bonus = math.exp(x) - 1 - x, float(entropy[i, t])
             in_loss = 0.0 if algorithm == "reinforce++" else 0.3 * kl
             expected["loss"] += weight * (in_loss - math.exp(log_ratio) * advantage - 0.1 * bonus)
@@ -328,7 +328,7 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     of_all, of_whole = before.result.new_logprobs[whole], after.result.new_logprobs[whole]
     torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
     own = after.batch.completions.completion_mask
-    assert torch.equal(after.targets.mask, own & whole[:, None])
+    assert torch.equal(after.fixed.mask, own & whole[:, None])
 
 
 @pytest.mark.parametrize("flags", ["--algo grpo", "--algo ppo", "--algo dapo"])
@@ -382,13 +382,13 @@ def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
 def test_tis_weighs_the_advantages_by_the_mismatch(seen, tmp_path):
     """A sampler that is one step behind: weights min(pi_old / pi_sampler, 1.001) per token."""
     good(tmp_path, f"{BASE} --algo grpo --kl-coef 0 --stale-steps 2 --tis-cap 1.001")
-    batch, _, constants, targets, _ = seen.steps[1]
+    batch, _, fixed, _ = seen.steps[1]
     plain = by_group([each.score.reward for each in batch.samples], 4, z_scores)
-    apart, weights = (constants.old_logprobs - batch.completions.sampler_logprobs).tolist(), []
+    apart, weights = (fixed.old_logprobs - batch.completions.sampler_logprobs).tolist(), []
     for i, n in enumerate(batch.completions.lengths.tolist()):
         weights += [min(math.exp(x), 1.001) for x in apart[i][:n]]
         expected = [plain[i] * weight for weight in weights[-n:]]
-        assert targets.advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert fixed.advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
     assert min(weights) < 0.99 and 0.1 < statistics.fmean(x == 1.001 for x in weights) < 0.9
 
 
@@ -447,7 +447,7 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
     assert row["dead"] == row["dead_right"] + row["dead_wrong"]
     easy = [each.row["prompt"][0] == "1" for each in step.batch.samples]
-    assert step.targets.advantages[easy].any()
+    assert step.fixed.advantages[easy].any()
 
 
 # ---- the critic
@@ -468,13 +468,13 @@ def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
     row = metrics(good(tmp_path, flags).folder)[1]
     (_, _, _, bootstrap), _, _ = calls[1]  # the critic's value head starts at zero: the second step
-    batch, _, constants, targets, _ = seen.steps[1]
+    batch, _, fixed, _ = seen.steps[1]
     truncated = batch.completions.truncated
     assert 0 < int(truncated.sum()) < 16
-    last = constants.values.gather(1, batch.completions.lengths[:, None] - 1)[:, 0]
+    last = fixed.values.gather(1, batch.completions.lengths[:, None] - 1)[:, 0]
     assert last.all() and torch.equal(bootstrap, last * truncated)
     # the mean is over tokens, not over padding
-    size = float(targets.advantages[targets.mask].abs().mean())
+    size = float(fixed.advantages[fixed.mask].abs().mean())
     assert row["advantage_abs"] == pytest.approx(size)
 
 
@@ -484,8 +484,8 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     calls = spied(monkeypatch, algorithm, "advantages")
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
     (token_rewards, *_), _, _ = calls[1]
-    batch, _, constants, *_ = seen.steps[1]
-    kl, nonzero = constants.old_logprobs - constants.ref_logprobs, 0
+    batch, _, fixed, _ = seen.steps[1]
+    kl, nonzero = fixed.old_logprobs - fixed.ref_logprobs, 0
     for i, n in enumerate(batch.completions.lengths.tolist()):
         expected = (-0.2 * kl[i, :n]).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
@@ -503,10 +503,10 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
     flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    [(batch, _, _, targets, _)] = seen.steps
+    [(batch, _, fixed, _)] = seen.steps
     pays = [each.score.reward for each in batch.samples]
     advantages = by_group(pays, 4, z_scores)
-    assert targets.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
+    assert fixed.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
     expected = {
         "reward": sum(pays) / 16,
         "reward_std": math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15),
@@ -531,7 +531,8 @@ def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
     assert "tokens" not in first and len(shown) == 4
     for each in shown:
         assert each["group"] == 0 and len(each["tokens"]) == len(each["log_ratios"])
-        assert "".join(each["tokens"]).removesuffix("<eos>") == each["completion"]
+        read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>", "<unk>")]
+        assert "".join(read) == each["completion"]
     pays = [each["reward"] for each in shown]
     assert [each["advantage"] for each in shown] == pytest.approx(z_scores(pays), abs=1e-4)
     means = [statistics.fmean(each["log_ratios"]) for each in shown]
@@ -686,5 +687,5 @@ def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_p
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
     for row, step in zip(rows, seen.steps, strict=True):
-        unlikely = (step.constants.teacher_logprobs[step.targets.mask].exp() < 1e-3).float().mean()
+        unlikely = (step.fixed.teacher_logprobs[step.fixed.mask].exp() < 1e-3).float().mean()
         assert row["teacher_unlikely"] == pytest.approx(float(unlikely))
