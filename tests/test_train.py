@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -74,7 +73,7 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
         assert old[rows].any() and torch.equal(step.result.new_logprobs, old)
     parts = [part for step in seen.steps for update in step.updates for part in update.parts]
     assert len(parts) > 8  # several micro-batches an update
-    print("TREES", [part.trees is not None for part in parts])
+    assert len({part.trees is None for part in parts}) == 2 or "--max-new-tokens 40" in flags
 
 
 def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen, tmp_path):
@@ -111,6 +110,10 @@ def same_gradient(ours, theirs, tolerance=1e-4):
     assert scale > 0
     for one, other in zip(ours, theirs, strict=True):
         assert float((one - other).abs().max()) < tolerance * scale
+
+
+def pays_of(batch) -> list[float]:
+    return [each.score.reward for each in batch.samples]
 
 
 ONE_UPDATE = "--steps 1 --completions-per-update 16 --max-grad-norm 1e9 --max-new-tokens 20"
@@ -165,7 +168,7 @@ def test_first_gradient_is_reinforce_by_plain_forwards(
     assert len(set(lengths)) > 1  # ragged, or the units would be the same
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
     reference = seen.run.models.ref_policy.module
-    pays = by_group([each.score.reward for each in batch.samples], 4, advantages)
+    pays = by_group(pays_of(batch), 4, advantages)
     loss, kl = 0.0, 0.0
     for i, (advantage, n) in enumerate(zip(pays, lengths)):
         divisor = {"completion": 16 * n, "token": sum(lengths), "constant": 16 * 20}[unit]
@@ -268,6 +271,12 @@ def test_inputs_of_advantages_that_nobody_knows_are_refused():
         train.compute_advantages(row, SimpleNamespace(group_size=4), batch)
 
 
+@pytest.mark.parametrize("name", ["--prompts-per-step", "--group-size"])
+def test_a_batch_that_no_memory_holds_is_refused_before_it_is_made(name, tmp_path):
+    sentence = refused(tmp_path, f"{name} 9999999999999")
+    assert f"{name} 9999999999999: expected at most 1000000" in sentence
+
+
 def test_no_number_of_a_loss_is_named_like_a_flag_of_the_run():
     """It would get that flag's value. The length in Dr. GRPO's divisor is meant to."""
     own, taken = {field.name for field in dataclasses.fields(train.OwnFlags)}, {}
@@ -287,20 +296,26 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
     write_rows("mixed.jsonl", mixed)
     flags = "--seed 1 --data mixed.jsonl --reward pay.py:by_prompt --algo dapo --eval-prompts 2"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    decode = seen.run.tokenizer.decode
     for (batch, *_), row in zip(seen.steps, rows, strict=True):
-        assert len(batch.samples) == 16
-        ids, sizes = batch.completions.sequences(), batch.completions.prompt_lengths.tolist()
-        for each, sequence, size in zip(batch.samples, ids, sizes, strict=True):
-            assert decode(sequence[:size]) == each.row["prompt"]
+        for each, ids in zip(batch.samples, batch.completions.sequences(), strict=True):
             assert each.row["prompt"] in (f"{first}+{each.row['answer']}=" for first in "34")
-            assert decode(sequence[size:], skip_special_tokens=True) == each.text
-        groups = [batch.samples[i : i + 4] for i in range(0, 16, 4)]
-        for group in groups:
+            text = seen.run.tokenizer.decode(ids, skip_special_tokens=True)
+            assert text == each.row["prompt"] + each.text
+        for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.score.reward for each in group}) > 1
             assert len({each.row["prompt"] for each in group}) == 1
+        assert len(batch.samples) == 16
         assert row["prompts_drawn"] >= 8  # refilled, and dropped prompts are still counted
     assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
+
+
+def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_path):
+    """pay.py:steps rewards steps, too. dapo reads outcomes alone: equal ones make a dead group."""
+    good(tmp_path, f"{BASE} --algo dapo --reward pay.py:steps")
+    for step in seen.steps:
+        outcomes = torch.tensor([each.score.reward for each in step.batch.samples]).view(-1, 4)
+        assert (outcomes.amin(1) < outcomes.amax(1)).all()
+        assert step.fixed.advantages.view(-1, 4).any(1).all()
 
 
 def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
@@ -321,14 +336,12 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     good(tmp_path / "without", flags)
     good(tmp_path / "with", f"{flags} --overlong-filter")
     before, after = seen.steps
-    whole = ~after.batch.completions.truncated
-    [all_rows], [update] = before.updates, after.updates
-    assert 0 < int(whole.sum()) < 16 == len(all_rows.active)
-    assert sorted(update.active.tolist()) == whole.nonzero()[:, 0].tolist()
-    of_all, of_whole = before.result.new_logprobs[whole], after.result.new_logprobs[whole]
-    torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
-    own = after.batch.completions.completion_mask
+    own, whole = after.batch.completions.completion_mask, ~after.batch.completions.truncated
+    assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active)
+    assert sorted(after.updates[0].active.tolist()) == whole.nonzero()[:, 0].tolist()
     assert torch.equal(after.fixed.mask, own & whole[:, None])
+    of_all, of_whole = (step.result.new_logprobs[whole] for step in (before, after))
+    torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("flags", ["--algo grpo", "--algo ppo", "--algo dapo"])
@@ -349,8 +362,8 @@ def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     [(batch, *_)] = seen.steps
     lengths = batch.completions.lengths.tolist()
     assert min(lengths) <= 7 < max(lengths)
-    for reward, each, n in zip(batch.rewards.tolist(), batch.samples, lengths):
-        assert reward == pytest.approx(each.score.reward - max(0, n - 7) / 5, abs=1e-6)
+    expected = [pay - max(0, n - 7) / 5 for pay, n in zip(pays_of(batch), lengths)]
+    assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("every", [2, 0])
@@ -383,7 +396,7 @@ def test_tis_weighs_the_advantages_by_the_mismatch(seen, tmp_path):
     """A sampler that is one step behind: weights min(pi_old / pi_sampler, 1.001) per token."""
     good(tmp_path, f"{BASE} --algo grpo --kl-coef 0 --stale-steps 2 --tis-cap 1.001")
     batch, _, fixed, _ = seen.steps[1]
-    plain = by_group([each.score.reward for each in batch.samples], 4, z_scores)
+    plain = by_group(pays_of(batch), 4, z_scores)
     apart, weights = (fixed.old_logprobs - batch.completions.sampler_logprobs).tolist(), []
     for i, n in enumerate(batch.completions.lengths.tolist()):
         weights += [min(math.exp(x), 1.001) for x in apart[i][:n]]
@@ -398,6 +411,19 @@ def test_an_entropy_bonus_raises_the_entropy(tmp_path):
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["entropy"] > rows[0]["entropy"] + 1e-3
     assert rows[0]["loss"] == pytest.approx(-0.5 * rows[0]["entropy"], rel=1e-4)
+
+
+def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
+    """Two steps of warm-up, times the fraction of the four steps that is left as a step begins."""
+    cosine = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3)]
+    expected = dict(constant=[0.5, 1, 1, 1], linear=[0.5, 0.75, 0.5, 0.25], cosine=[0.5, *cosine])
+    for schedule, factors in expected.items():
+        config = SimpleNamespace(steps=4, warmup_steps=2, lr_schedule=schedule)
+        found = [train.lr_factor(config, step) for step in (1, 2, 3, 4)]
+        assert found == pytest.approx(factors)
+    flags = f"{BASE} --steps 4 --warmup-steps 2 --lr-schedule linear"
+    rows = metrics(good(tmp_path, flags).folder)
+    assert [row["lr"] / 1e-3 for row in rows] == pytest.approx(expected["linear"])
 
 
 # ---- rewards that are not 0 or 1
@@ -462,20 +488,25 @@ def test_the_critic_learns_a_constant_reward(tmp_path):
     assert first > 0.05 and last < 0.3 * first
 
 
-def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
-    """V after the end token is 0, after a cut it is the critic's."""
+def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tmp_path):
+    """V after the end token is 0, after a cut it is the critic's. explained_variance is 1 -
+    var(return - value) / var(return) over the tokens. So are the means: not over padding."""
     calls = spied(monkeypatch, "ppo", "advantages")
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
-    row = metrics(good(tmp_path, flags).folder)[1]
-    (_, _, _, bootstrap), _, _ = calls[1]  # the critic's value head starts at zero: the second step
+    rows = metrics(good(tmp_path, flags).folder)
+    assert not seen.steps[0].fixed.values.any()
+    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     batch, _, fixed, _ = seen.steps[1]
+    (_, _, _, bootstrap), _, _ = calls[1]
     truncated = batch.completions.truncated
     assert 0 < int(truncated.sum()) < 16
     last = fixed.values.gather(1, batch.completions.lengths[:, None] - 1)[:, 0]
     assert last.all() and torch.equal(bootstrap, last * truncated)
-    # the mean is over tokens, not over padding
     size = float(fixed.advantages[fixed.mask].abs().mean())
-    assert row["advantage_abs"] == pytest.approx(size)
+    assert rows[1]["advantage_abs"] == pytest.approx(size)
+    values, returns = fixed.values[fixed.mask].numpy(), fixed.returns[fixed.mask].numpy()
+    expected = 1 - (returns - values).var() / returns.var()
+    assert values.all() and rows[1]["explained_variance"] == pytest.approx(expected, abs=1e-4) != 0
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
@@ -504,7 +535,7 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     [(batch, _, fixed, _)] = seen.steps
-    pays = [each.score.reward for each in batch.samples]
+    pays = pays_of(batch)
     advantages = by_group(pays, 4, z_scores)
     assert fixed.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
     expected = {
@@ -593,6 +624,36 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
         assert all(torch.equal(uniforms, evaluated[0]) for uniforms in evaluated)
 
 
+SAMPLER = '''
+import rollout
+
+def sampler(model, prompts, uniforms, **options):
+    """Half of the uniforms: other samples than rollout.generate's."""
+    with open("calls", "a") as file:
+        file.write(f"{len(prompts)} {options['temperature']} ")
+    return rollout.generate(model, prompts, uniforms / 2, **options)
+'''
+
+
+def test_a_sampler_of_ones_own_samples_rollouts_and_evaluations(place, tmp_path):
+    (place / "mine.py").write_text(SAMPLER)
+    one = good(tmp_path / "one", f"{BASE} --steps 1 --sampler mine.py:sampler").folder
+    assert (place / "calls").read_text() == "8 0.0 4 1.0 8 0.0 "
+    other = good(tmp_path / "other", f"{BASE} --steps 1").folder
+    assert metrics(one)[0]["reward"] != metrics(other)[0]["reward"]
+
+
+def test_the_lenient_twin_judges_the_same_completions(tmp_path):
+    """math wants a mark, and finds none. math_lenient takes the last number."""
+    rows = [{"prompt": f"{i}+1=", "answer": str(n)} for i in range(5) for n in range(10)]
+    write_rows("rows.jsonl", rows)
+    flags = "--data rows.jsonl --eval-data rows.jsonl --reward math --eval-prompts 50 --steps 1"
+    result = good(tmp_path, f"{BASE} {flags}")
+    [row] = metrics(result.folder)
+    assert row["eval_solved"] == 0 < row["eval_solved_lenient"] < 0.5
+    assert "lenient" in result.out
+
+
 # ---- faults
 
 
@@ -632,6 +693,8 @@ def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
     spied(monkeypatch, "rloo", "loss", spoil)
     folder = good(tmp_path, f"{BASE} --algo rloo --entropy-coef 0.01").folder
     assert [row["bad_updates"] for row in metrics(folder)] == [3, 3]
+    sentence = refused(tmp_path, "--resume --name run", small=False)  # it is complete
+    assert f"for its report: python train.py --report {folder}" in sentence
     sentence = refused(tmp_path, "--resume --steps 4 --name run", small=False)
     assert "step 3: 6 updates in a row" in sentence
     weights = load_file(newest(folder) / "model.safetensors")
@@ -639,7 +702,7 @@ def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
 
 
 def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_path):
-    """Of the critic, before the updates: no advantage is a number, no update is made, the run goes on."""
+    """Of the critic: no advantage is a number, no update is made, and the run goes on."""
 
     def spoil(number, result):  # a step has 4 before the updates, and 4 in them
         return result * math.nan if number < 8 else result
