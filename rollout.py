@@ -512,6 +512,17 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
     return not differ(by_trees)
 
 
+def checked(sampler: Callable) -> Callable:
+    """Return a user's sampler, of which each result is checked."""
+
+    def generate(model, prompts, uniforms, **options):
+        samples = sampler(model, prompts, uniforms, **options)
+        check_samples(samples, prompts, uniforms, model)
+        return samples
+
+    return generate
+
+
 def check_samples(samples, prompts: list[list[int]], uniforms: Tensor, model) -> None:
     """UserError for a result of a user's sampler from which a run would learn wrong things."""
 

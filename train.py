@@ -818,7 +818,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     generate = rollout.generate
     if config.sampler:
         with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-            generate = function_of(config.sampler)
+            generate = rollout.checked(function_of(config.sampler))
     if config.tool:
         from support.extras.tools import Turns, parse_tool
 

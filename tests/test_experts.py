@@ -16,7 +16,7 @@ from support.extras.experts import Experts
 from support.models import has_experts
 from support.ranks import Ranks
 from test_rollout import watch
-from tools import EXPERTS, SHAPE, fast, good, metrics, newest, random_policy, refused
+from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
 
 MIXTURES = {
     "qwen3_moe": {},
@@ -43,18 +43,21 @@ def move(model, much=0.1):
 
 def completions(model):
     prompts, uniforms = [[3, 4], [5, 6, 7]], torch.rand(2, 3, 8)
-    return fast.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
+    return rollout.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
 
 
 def scored(model, samples, experts=None):
-    rows = torch.arange(len(samples.lengths))
-    with experts.over(rows) if experts else contextlib.nullcontext():
-        return fast.completion_logprobs(model, samples, temperature=1.0)[0]
+    """samples: a micro-batch, or completions for one without trees."""
+    part = samples
+    if isinstance(samples, rollout.Rollout):
+        part = rollout.MicroBatch(torch.arange(len(samples.lengths)), samples, None)
+    with experts.over(part) if experts else contextlib.nullcontext():
+        return rollout.completion_logprobs(model, part.completions, 1.0, part.trees)[0]
 
 
 def run_of(model):
     """Return the part of a run that `measure_flips` reads."""
-    return SimpleNamespace(policy=model, predicting=fast.predicting, logprobs=scored, ranks=Ranks())
+    return SimpleNamespace(policy=model, logprobs=scored, ranks=Ranks())
 
 
 def module_of(model, ending):
@@ -124,10 +127,10 @@ def test_flips_are_a_count_of_sets(kind):
             module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1].tolist()))
     scored(model, samples, experts)
     move(model)
-    found = experts.measure_flips(run_of(model), samples)["expert_flips"]
+    found = experts.measure_flips(run_of(model))["expert_flips"]
     changed = []
     for before, after in zip(taken[:2], taken[2:], strict=True):
-        for token in fast.predicting(samples).tolist():
+        for token in rollout.predicting(samples).tolist():
             changed.append(set(before[token]) != set(after[token]))
     assert 0 < found == sum(changed) / len(changed) < 1
     assert torch.equal(scored(model, samples, experts), scored(model, samples))
@@ -197,22 +200,21 @@ def test_where_no_router_is_recorded_nothing_is_measured_or_replayed(tmp_path):
         assert "--routing-replay" in sentence and words in sentence
 
 
-@pytest.mark.parametrize("way", [fast, rollout], ids=["fast", "plain"])
-def test_flips_are_those_of_each_completion_alone(way, monkeypatch):
+@pytest.mark.parametrize("shares", [True, False])
+def test_flips_are_those_of_each_completion_alone(shares):
     """A shared prefix is read once, or padding is read, too. A completion's tokens count as if it
     had been scored by itself."""
-    for name in ("completion_logprobs", "predicting"):
-        monkeypatch.setattr(fast, name, getattr(way, name))
     model = mixture()
     samples, together = completions(model), Experts(replays=False)
     alone = [Experts(replays=False) for _ in ROWS]
-    scored(model, samples, together)
+    [part] = rollout.micro_batches(samples, 1000, shares)
+    assert (part.trees is not None) == shares
+    scored(model, part, together)
     for row, experts in enumerate(alone):
-        with experts.over(torch.tensor([row])):
-            scored(model, samples[[row]])
+        scored(model, samples[[row]], experts)
     move(model)
     changed, lengths = 0, samples.lengths.tolist()
     for experts, length in zip(alone, lengths):
-        changed += length * experts.measure_flips(run_of(model), samples)["expert_flips"]
-    found = together.measure_flips(run_of(model), samples)["expert_flips"]
+        changed += length * experts.measure_flips(run_of(model))["expert_flips"]
+    found = together.measure_flips(run_of(model))["expert_flips"]
     assert found == pytest.approx(changed / sum(lengths)) and 0 < found < 1
