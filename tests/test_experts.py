@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from bench_architectures import build
+from bench_architectures import build, trees_of
 from support.extras.experts import Experts
 from support.models import has_experts
 from support.ranks import Ranks
@@ -157,7 +157,7 @@ def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
             taken.setdefault(rows_read[-1], []).append(experts.tolist())
 
     def note(run, model, samples):
-        rows_read.append(str(samples.tokens.tolist()))
+        rows_read.append(str(samples.completions.tokens.tolist()))
 
     watch(monkeypatch, module, "forward", keep)
     watch(monkeypatch, train.Run, "logprobs", note)
@@ -207,8 +207,8 @@ def test_flips_are_those_of_each_completion_alone(shares):
     model = mixture()
     samples, together = completions(model), Experts(replays=False)
     alone = [Experts(replays=False) for _ in ROWS]
-    [part] = rollout.micro_batches(samples, 1000, shares)
-    assert (part.trees is not None) == shares
+    trees = trees_of(samples, 64) if shares else None
+    part = rollout.MicroBatch(torch.arange(len(ROWS)), samples, trees)
     scored(model, part, together)
     for row, experts in enumerate(alone):
         scored(model, samples[[row]], experts)
