@@ -115,7 +115,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
     for (_, completions, *_), _, (logprobs, _) in calls:
         scored[logprobs.requires_grad] += len(completions.lengths)
     check = scored[False] - alive  # of the scorer, before the run
-    assert scored[True] == alive < 3 * 24 and 0 < check < 20
+    assert scored[True] == alive < 3 * 24 and 0 < check <= 8  # by rows and by trees
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo"])

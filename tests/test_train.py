@@ -245,7 +245,7 @@ def test_the_loss_of_a_micro_batch_is_that_of_a_loop(algorithm):
             expected["loss"] += weight * (in_loss - math.exp(log_ratio) * advantage - 0.1 * bonus)
             expected["kl"] += weight * kl
             expected["entropy"] += weight * bonus
-    found = {**found, "loss": loss}
+    found = {**found, "loss": loss.detach()}
     assert {name: float(found[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
@@ -643,7 +643,7 @@ def test_the_lenient_twin_judges_the_same_completions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "poison, where", [(math.nan, "loss"), (math.inf, "loss"), (math.inf, "gradient")]
+    "poison, where", [(math.nan, "loss"), (math.inf, "loss"), (math.inf, "grad_norm")]
 )
 def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_path):
     """Update 2 of 4 in step 1: weights stay finite, three updates are done, the row says one."""
@@ -658,7 +658,9 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
 
     spied(monkeypatch, "rloo", "loss", spoil)  # no clip that could hold the gradient back
     with gradients() as steps:
-        folder = good(tmp_path, f"{BASE} --algo rloo --max-grad-norm 1e9").folder
+        result = good(tmp_path, f"{BASE} --algo rloo --max-grad-norm 1e9")
+    folder, told = result.folder, f"step 1: an update is skipped, not finite: {where}"
+    assert result.out.count("is skipped") == 1 and told in result.out
     assert len(steps) == 7  # of 8
     norms = [math.sqrt(sum(float(each.square().sum()) for each in step)) for step in steps[3:]]
     assert metrics(folder)[1]["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-4)
