@@ -11,17 +11,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import gpu_report
-import gspo
 import train
 from forks import fork, program
 from support import data
-from support.flags import dashed, kinds_of
-from support.user import UserError
+from support.command_line import kinds_of
+from support.flags import ELSEWHERE
+from support.user import UserError, dashed
 from tools import (
     BASE,
     ROOT,
-    Calls,
     character_tokenizer,
     copied,
     good,
@@ -147,7 +145,7 @@ def test_resuming_needs_a_name(tmp_path):
 
 
 def test_flags_of_other_projects_are_answered_with_ours(tmp_path):
-    for theirs, ours in train.ELSEWHERE.items():
+    for theirs, ours in ELSEWHERE.items():
         assert set(re.findall("--[a-z-]+", ours)) <= {dashed(name) for name in FIELDS}
         for given in ([theirs, "1"], [f"--{theirs[2:].replace('-', '_')}=1"]):
             assert ours in refused(tmp_path, BASE, *given)
@@ -278,11 +276,7 @@ REACHED = [
 
 @pytest.mark.parametrize("algorithm, field, values", REACHED)
 def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_path):
-    if field == "value_loss":
-        calls = Calls(gspo.value_loss)
-        monkeypatch.setattr(gspo, "value_loss", calls.stand_in)
-    else:
-        calls = spied(monkeypatch, algorithm, field)
+    calls = spied(monkeypatch, algorithm, field)
     words = [f"{dashed(flag)}={value}" for flag, value in values.items()]
     good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
     assert calls and all(values.items() <= keyword.items() for _, keyword, _ in calls)
@@ -290,6 +284,8 @@ def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_
 
 def test_the_scripts_of_published_runs_are_accepted():
     """Their flags, the template that bash makes of them, and the points that they name."""
+    import gpu_report
+
     scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
     assert scripts
     stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"

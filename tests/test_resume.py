@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -57,16 +58,16 @@ def done(one_step, tmp_path):
 
 
 def interrupted(runs, flags, monkeypatch, at):
-    """Run until a signal comes in the report of step `at`."""
-    write_rows = train.write_rows
+    """Run until a signal comes in step `at`."""
+    measure = train.measure
 
-    def stopping(run, batch, row):
-        write_rows(run, batch, row)
-        if row["step"] == at:
+    def stopping(run, done):
+        if done.batch.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
+        return measure(run, done)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "write_rows", stopping)
+        patch.setattr(train, "measure", stopping)
         return launch(runs, flags)
 
 
@@ -114,14 +115,11 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
-    freeze = train.freeze
-
-    def impatient(run, batch):
+    def impatient(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        freeze(run, batch)
 
-    monkeypatch.setattr(train, "freeze", impatient)
+    monkeypatch.setattr(train, "compute_constants", impatient)
     stopped = launch(tmp_path, BASE)
     assert stopped.status == 130 and not newest(stopped.folder)
 
@@ -186,9 +184,13 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
         assert newest(tmp_path / "run")
         raise KeyError("date")
 
-    monkeypatch.setattr(train, "Run", functools.partial(train.Run, tracker=broken))
+    Path("trackio.py").write_text(
+        "def init(**settings):\n    pass\n\ndef log(row, step):\n    raise KeyError('date')\n"
+    )
+    monkeypatch.syspath_prepend(".")
     monkeypatch.setattr(report, "write_report", broken)
-    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1")
+    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1 --track trackio")
+    del sys.modules["trackio"]
     for name in ("report.html", "--track"):
         assert result.out.count(f"warning: {name} was not written: KeyError: 'date'\n") == 1
     assert newest(result.folder).name == "step-2"
@@ -208,7 +210,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     flags, folder = f"{BASE} --eval-every 1 --steps 1", tmp_path / "killed/run"
     whole = good(tmp_path / "whole", flags).folder
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(train, "save", None)
+        patch.setattr(train.checkpoints, "save", None)
         launch(tmp_path / "killed", flags)
     assert metrics(folder) and not newest(folder)
     resumed(tmp_path / "killed")
