@@ -133,11 +133,9 @@ class Turns:
             self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
             return []
 
-    def measure(self, run, samples: Rollout) -> dict[str, float | Tensor]:
+    def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
         """Return replies per completion, the share of the tool's tokens, and new failures."""
-        if self.fault:
-            run.warn("tool", f"the tool failed and gave no reply: {self.fault}")
-        failed = run.ranks.sum_numbers({"tool_faults": self.faults})
+        failed = ranks.sum_numbers({"tool_faults": self.faults})
         self.faults = 0
         own, lengths = samples.completion_mask, samples.lengths
         steps = torch.arange(own.shape[1], device=own.device)
