@@ -21,7 +21,10 @@ from tools import BASE, character_tokenizer, copied, good, metrics, strict, writ
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected an object in JSON"),
+        (
+            '[\n  {"prompt": "a",\n   "answer": "1"}\n]',
+            "line 1: .*found a JSON array; expected JSONL",
+        ),
         ('{"a":' * 100_000, "line 1: expected an object"),
         ("3", "line 1: expected an object"),
         ("\n\n", "empty"),

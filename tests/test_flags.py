@@ -92,11 +92,14 @@ BAD_INPUT = [
     ("--reward judge", "--reward .*judge:"),
     ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
     ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
+    ("--sampler value.py:V", "--sampler value.py:V: expected .*V is no function"),
+    ("--reward value.py:V", "--reward .*value.py: V is no function"),
     # data
     ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data bad.jsonl", "--data bad.jsonl: .*two prompts", ROW),
+    ("--data bad.jsonl", "--data bad.jsonl, line 1: .*found a JSON array", f"[\n{ROW}]"),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "context of 512 less --max-new-tokens", LONG),
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
@@ -114,6 +117,7 @@ BAD_INPUT = [
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
     ("--runs file", "^error: file: "),
+    ("--runs=", "--runs: expected the name of a folder"),
     ("--runs r\udcff", "--runs .*UTF-8"),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
@@ -126,6 +130,7 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     Path("bad.jsonl").write_text(content)
     Path("good.jsonl").write_text(ROW * 12)
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
+    Path("value.py").write_text("V = 1.0\n")
     Path("file").write_text("not a folder")
     Path("runs-with-one", "run").mkdir(parents=True)
     Path("runs-with-one/run/config.json").write_text("{}")

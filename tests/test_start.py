@@ -240,6 +240,22 @@ def test_threads_spin_briefly_before_torch_loads(given, found, tmp_path):
     assert ended.stderr.strip() == f"spins {found}"
 
 
+@pytest.mark.parametrize("script", ["train.py", "rollout.py"])
+def test_python_without_torch_is_one_sentence(script, tmp_path):
+    program = "import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_path(sys.argv[1])\n"
+    command = [sys.executable, "-c", program, str(ROOT / script)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert re.fullmatch("error: .*torch.*: pip install -r requirements.txt\n", ended.stderr)
+
+
+@pytest.mark.parametrize("cuda, said", [("13.0", 1), (None, 0)])
+def test_a_torch_for_cuda_that_finds_no_gpu_says_so(cuda, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    result = good(tmp_path, f"{BASE} --steps 1")
+    assert result.out.count("torch is built for CUDA 13.0, but finds no GPU\n") == said
+
+
 # ---- files of a run
 
 
