@@ -36,9 +36,12 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-import transformers
-from torch import Tensor
+try:
+    import torch
+    import transformers
+    from torch import Tensor
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 
 import gspo
 import rewards
@@ -829,6 +832,8 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
 
 def start(config: Config, ranks: Ranks) -> Run:
     """Return a run that can begin. Mistakes in the input are found before weights load."""
+    if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
+        say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = algorithm.reads in READS_STEPS

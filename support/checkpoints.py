@@ -78,7 +78,9 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
         modules["ref_policy"] = models.ref_policy.module
     if config.stale_steps > 1:
         modules["old_policy"] = models.old_policy
-    named = {}
+    names = {}  # of each parameter one, if modules share it
     for part, module in modules.items():
-        named |= {f"{part}.{name}": each for name, each in module.named_parameters()}
+        for name, each in module.named_parameters():
+            names.setdefault(each, f"{part}.{name}")
+    named = {name: each for each, name in names.items()}
     return named, {f"policy.{name}" for name in modules["policy"].state_dict()}

@@ -46,8 +46,10 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
 
 def read_row(line: bytes, text: str) -> dict:
     """Read one row. Raise UserError if it has no text or no answer."""
+    array = line.lstrip().startswith(b"[")
+    need(not array, "found a JSON array; expected JSONL, without brackets, an object a line")
     row = json.loads(line)
-    need(isinstance(row, dict), "found no object; a JSON array becomes JSONL, an object a line")
+    need(isinstance(row, dict), "found no object")
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({text, "answer"} <= row.keys(), f"found {', '.join(row)}")

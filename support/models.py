@@ -110,7 +110,7 @@ def load_model(source: str, device: str, dtype: torch.dtype = torch.float32):
 def default_dtype(device: str) -> str:
     """Return the default of --dtype. Older GPUs emulate bfloat16, slowly, and without attention
     that is fused."""
-    if device != "cuda":
+    if device != "cuda" or not torch.cuda.is_available():  # then --device is refused
         return "float32"
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return "bfloat16"

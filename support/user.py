@@ -46,13 +46,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def function_of(place: str, kind: str = "function") -> Callable:
-    """Import the function of `file.py:function`. UserError if the file has none of that name."""
+    """Import the function of `file.py:function`. UserError if the file has none."""
     path, _, name = place.rpartition(":")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours, now and when it runs
         sys.path.append(folder)
     table = runpy.run_path(path)
     need(name in table, f"{path} has no {kind} {name!r}{did_you_mean(name, table)}")
+    need(callable(table[name]), f"{path}: {name} is no function")
     return table[name]
 
 

@@ -112,6 +112,7 @@ def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, mo
     def supported(including_emulation=True):
         return native or including_emulation
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert default_dtype("cuda") == expected and default_dtype("cpu") == "float32"

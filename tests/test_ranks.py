@@ -41,16 +41,16 @@ def prompts(place):
 
 def one_rank(rank, arguments, trouble, troubled):
     """train.main. One rank comes into trouble in step 2: a signal, or an error."""
-    freeze = train.freeze
+    collect = train.collect
 
-    def freeze_in_trouble(run, batch):
-        freeze(run, batch)
-        if batch.step == 2 and rank == troubled:
+    def collect_in_trouble(run, step):
+        if step == 2 and rank == troubled:
             if isinstance(trouble, Exception):
                 raise trouble
             os.kill(os.getpid(), trouble)
+        return collect(run, step)
 
-    train.freeze = freeze_in_trouble
+    train.collect = collect_in_trouble
     return train.main(arguments)
 
 

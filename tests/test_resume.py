@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -57,16 +58,16 @@ def done(one_step, tmp_path):
 
 
 def interrupted(runs, flags, monkeypatch, at):
-    """Run until a signal comes in the report of step `at`."""
-    write_rows = train.write_rows
+    """Run until a signal comes in step `at`."""
+    measure = train.measure
 
-    def stopping(run, batch, row):
-        write_rows(run, batch, row)
-        if row["step"] == at:
+    def stopping(run, done):
+        if done.batch.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
+        return measure(run, done)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "write_rows", stopping)
+        patch.setattr(train, "measure", stopping)
         return launch(runs, flags)
 
 
@@ -114,21 +115,19 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
-    freeze = train.freeze
-
-    def impatient(run, batch):
+    def impatient(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        freeze(run, batch)
 
-    monkeypatch.setattr(train, "freeze", impatient)
+    monkeypatch.setattr(train, "compute_constants", impatient)
     stopped = launch(tmp_path, BASE)
     assert stopped.status == 130 and not newest(stopped.folder)
 
 
 def test_resuming_a_finished_run_says_so(done, tmp_path):
     before = digests(done), timeless(done)
-    assert re.search("--steps 1: .*step-1", not_resumed(tmp_path))
+    report = f"for its report: python train.py --report {done}"
+    assert re.search(f"--steps 1: .*step-1 .*{report}$", not_resumed(tmp_path))
     assert (digests(done), timeless(done)) == before
 
 
@@ -186,9 +185,13 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
         assert newest(tmp_path / "run")
         raise KeyError("date")
 
-    monkeypatch.setattr(train, "Run", functools.partial(train.Run, tracker=broken))
+    Path("trackio.py").write_text(
+        "def init(**settings):\n    pass\n\ndef log(row, step):\n    raise KeyError('date')\n"
+    )
+    monkeypatch.syspath_prepend(".")
     monkeypatch.setattr(report, "write_report", broken)
-    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1")
+    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1 --track trackio")
+    del sys.modules["trackio"]
     for name in ("report.html", "--track"):
         assert result.out.count(f"warning: {name} was not written: KeyError: 'date'\n") == 1
     assert newest(result.folder).name == "step-2"
@@ -208,7 +211,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     flags, folder = f"{BASE} --eval-every 1 --steps 1", tmp_path / "killed/run"
     whole = good(tmp_path / "whole", flags).folder
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(train, "save", None)
+        patch.setattr(train.checkpoints, "save", None)
         launch(tmp_path / "killed", flags)
     assert metrics(folder) and not newest(folder)
     resumed(tmp_path / "killed")
@@ -250,18 +253,21 @@ def test_a_config_that_was_edited_passes_the_checks_of_flags(text, word, done, t
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
     """A flag that an older run lacks gets its default. A flag that is gone is dropped. Flags that
-    come with the resume hold from then on, and others are kept, but for the place."""
+    come with the resume hold from then on, also those that are the default of a run, and others are
+    kept, but for the place."""
     path, progress = done / "config.json", newest(done) / "trainer/progress.json"
     config = json.loads(path.read_text()) | {"max_slots": 3, "temperature": 0.9}
+    config |= {"epochs": 2, "eval_every": 3}
     del config["entropy_coef"], config["old_logprobs"]
     path.write_text(json.dumps(config))
     progress.write_text(json.dumps(strict(progress.read_text()) | {"shaping": ["even"]}))
     Path("runs").symlink_to(tmp_path)  # as if the folder had been moved
-    flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny"
+    flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny --epochs 1"
     assert train.main(flags.split()) == 0
     completed = strict(path.read_text())
     assert completed["old_logprobs"] == "trainer" and "max_slots" not in completed
     assert [completed[name] for name in ("steps", "lr", "temperature")] == [2, 1e-4, 0.9]
+    assert [completed[name] for name in ("epochs", "eval_every")] == [1, 3]
     assert completed["runs"] == "runs" and metrics(done)[-1]["lr"] == pytest.approx(1e-4)
     assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
@@ -277,7 +283,7 @@ class Counting(torch.optim.Optimizer):
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["steps"] = state.get("steps", 0) + 1
-                state["size"] = state.get("size", 0.0) + float(parameter.grad.norm()) / 3
+                state["size"] = state.get("size", 1.0) + float(parameter.grad.norm()) / 3
                 state["nothing"] = None
                 change = group["lr"] / state["steps"] / state["size"]
                 parameter.data.sub_(change * parameter.grad)
@@ -294,42 +300,24 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_an_optimizer_continues_to_the_same_bits(kind, tmp_path):
-    """Whatever it keeps of a parameter, in groups of any order. Learning rates are not in the file,
-    and nor are weights that the policy's own files have."""
-    shapes = {"matrix": (8, 4), "vector": (4,), "frozen": (2,)}
+def test_another_optimizer_continues_to_the_same_bits(kind, tmp_path, monkeypatch):
+    """Whatever it keeps of a parameter. The policy's weights are in its own files alone."""
+    make_optimizer = train.make_optimizer
 
-    def random_numbers():
-        return {name: torch.randn(shape) for name, shape in shapes.items()}
+    def another(config, models):
+        names = ("params", "lr", "initial_lr", "norm")
+        groups = make_optimizer(config, models).param_groups
+        return OPTIMIZERS[kind]([{name: group[name] for name in names} for group in groups], lr=1.0)
 
-    torch.manual_seed(0)
-    first, gradients = random_numbers(), [random_numbers() for _ in range(4)]
-
-    def start(values):
-        parameters = {name: torch.nn.Parameter(each.clone()) for name, each in values.items()}
-        groups = [{"params": [parameters[name]], "lr": 0.1} for name in ("vector", "matrix")]
-        return parameters, OPTIMIZERS[kind](groups, lr=0.1)
-
-    def go(parameters, optimizer, some):
-        for step in some:
-            for name in ("matrix", "vector"):
-                parameters[name].grad = step[name]
-            optimizer.step()
-
-    whole, optimizer = start(first)
-    go(whole, optimizer, gradients[:2])
-    path = tmp_path / "state.safetensors"
-    folders.write_state(path, whole, {"matrix"}, optimizer)
-    resumed, its_optimizer = start(first | {"matrix": whole["matrix"].detach()})
-    its_optimizer.param_groups[0]["lr"] = 0.2
-    folders.read_state(path, resumed, {"matrix"}, its_optimizer)
-    assert [group["lr"] for group in its_optimizer.param_groups] == [0.2, 0.1]
-    assert "weights matrix" not in load_file(path) and "weights frozen" in load_file(path)
-    its_optimizer.param_groups[0]["lr"] = 0.1
-    for one, its in ((whole, optimizer), (resumed, its_optimizer)):
-        go(one, its, gradients[2:])
-    for name, parameter in whole.items():
-        assert torch.equal(parameter, resumed[name]), name
+    monkeypatch.setattr(train, "make_optimizer", another)
+    folder = good(tmp_path / "one", f"{BASE} --algo ppo --save-every 1").folder
+    state = load_file(newest(folder) / "trainer/state.safetensors")
+    kept = {name.split()[1].split(".")[0] for name in state if name.startswith("weights ")}
+    assert kept == {"critic"}
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    shutil.rmtree(newest(folder))
+    resumed(tmp_path / "one")
+    same_run(whole, folder)
 
 
 @pytest.mark.parametrize(
