@@ -58,7 +58,7 @@ def test_a_project_without_it_trains_and_says_so_where_it_is_needed(name, models
     Path(copy, "models").symlink_to(models)
     Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
     trains = [f"{TRAINS} --name gspo"]
-    if name in ("experts", "fast_scoring", "all"):
+    if name in ("experts", "all"):
         trains.append(f"{MIXTURE} --name moe")
     needs = [line for extra in gone for line in NEEDS[extra]]
 

@@ -32,7 +32,6 @@ import rollout  # noqa: E402
 import train  # noqa: E402
 from counting import Counting  # noqa: E402
 from support import data, tasks  # noqa: E402
-from support.extras import fast_sampling, fast_scoring  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 GB = 1e9
@@ -80,13 +79,9 @@ class Memory:
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Run as on a GPU, without CUDA graphs, which share the memory of a step. Each decode step has
-    all slots and attends to all positions."""
-    pace = fast_sampling.Pace(span=2**20, steps=1, rows=2**20)
+    """Run without a check of the scorer, and with the updates that are given."""
     with (
-        mock.patch.dict(fast_sampling.PACE, cpu=pace),
-        mock.patch.object(fast_scoring, "EXPAND_HEADS", {"cpu"}),
-        mock.patch.object(rollout, "check_scorer", lambda *_: None),
+        mock.patch.object(rollout, "check_scorer", lambda *_: True),
         mock.patch.object(train, "plan", lambda run, batch: batch.updates),
     ):
         yield
@@ -138,7 +133,6 @@ def new_run(config: train.Config, shape: dict) -> train.Run:
         **train.frozen_policies(config, policy),
     )
     train.plug_in(run)
-    run.generate = fast_sampling.generate  # as on a GPU
     run.optimizer = train.make_optimizer(run)
     return run
 
@@ -163,7 +157,10 @@ def one_update(run: train.Run) -> train.Batch:
         correct=None,
         faults=[],
     )
-    parts = [(part, batch.rollout[part]) for part in rows.split(size)]
+    parts = []
+    for part in rows.split(size):
+        [each] = rollout.micro_batches(samples[part], tokens.numel() + PROMPT * len(rows), True)
+        parts.append(each._replace(rows=part[each.rows]))
     batch.updates = [train.Update(rows, rows, parts)]
     batch.advantages = torch.zeros(len(rows))
     batch.old_logprobs = batch.ref_logprobs = batch.values = batch.returns = zeros
