@@ -1030,7 +1030,7 @@ def plug_in(run: Run, tool=None, sampler: Callable | None = None) -> None:
     # of two lengths: errors of padding show
     ids = run.held_out[0][data.IDS][-64:]
     prompts = [ids, ids[1:] or ids * 2]
-    run.shares = rollout.check_scorer(run.policy, prompts, run.pad_id)
+    run.shares = rollout.check_scorer(run.policy, prompts, run.pad_id, run.generate)
     if run.teacher is not None:
         run.shares = run.shares and rollout.shares_prefixes(run.teacher)
     if sampler:
