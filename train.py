@@ -773,16 +773,16 @@ def readable_samples(run: Run, done: Step) -> list[dict]:
     batch, size = done.batch, run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_PROMPTS]]
     log_ratios = done.result.new_logprobs - done.fixed.old_logprobs
-    advantages = done.fixed.advantages.view(len(log_ratios), -1)
+    advantages = done.fixed.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
     active = done.updates[-1].active.tolist()
     for row in (row for row in active if row // size == active[0] // size):
-        length = batch.completions.lengths[row]
-        ids = batch.completions.completions[row, :length].tolist()
+        own = batch.completions.completion_mask[row]  # without tokens of a tool
+        ids = batch.completions.completions[row, own].tolist()
         shown.append(batch.samples[row].readable(batch.step))
         shown[-1]["group"] = row // size
-        shown[-1]["advantage"] = float(advantages[row].mean())
         shown[-1]["tokens"] = [run.tokenizer.decode([token]) for token in ids]
-        shown[-1]["log_ratios"] = [round(x, 6) for x in log_ratios[row, :length].tolist()]
+        shown[-1]["advantage"] = [round(value, 6) for value in advantages[row, own].tolist()]
+        shown[-1]["log_ratios"] = [round(value, 6) for value in log_ratios[row, own].tolist()]
     return shown
 
 

@@ -108,8 +108,7 @@ def load_model(source: str, device: str, dtype: torch.dtype = torch.float32):
 
 
 def default_dtype(device: str) -> str:
-    """Return the default of --dtype. Older GPUs emulate bfloat16, slowly, and without attention
-    that is fused."""
+    """Return the default of --dtype. Older GPUs emulate bfloat16, without fused attention."""
     if device != "cuda" or not torch.cuda.is_available():  # then --device is refused
         return "float32"
     if torch.cuda.is_bf16_supported(including_emulation=False):
@@ -205,10 +204,9 @@ def body_of(model):
     return [part for part in parts if embedding in part.modules()][-1]
 
 
-# fields of configurations: by what logits are multiplied and divided, and the bound of a soft cap
+# fields of configurations: by what logits are multiplied, and by what they are divided
 FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere, Falcon H1
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")  # Gemma, Griffin
 
 
 def logits_of(model, hidden: Tensor) -> Tensor:
@@ -223,10 +221,9 @@ def logits_of(model, hidden: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         bias = None if head.bias is None else head.bias.float()
         logits = F.linear(hidden, head.weight.float(), bias)
-    for name in CAPS:
-        cap = getattr(config, name, None)
-        if cap:
-            logits = cap * torch.tanh(logits / cap)
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
     return logits
 
 

@@ -93,6 +93,7 @@ def test_the_table_says_what_fits(updating, less, fits, monkeypatch):
         return Memory(**memory | {peaks[rank % 3]: less if checkpointing else updating})
 
     monkeypatch.setattr(bench_memory, "count_deep", count)
+    monkeypatch.setattr(bench_memory, "count_memory", count)
     head, rule, *rows = memory_table(["tiny"]).splitlines()
     for row, trained in zip(rows, ("all", "LoRA"), strict=True):
         assert head.count("|") == rule.count("|") == row.count("|")

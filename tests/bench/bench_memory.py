@@ -1,6 +1,6 @@
 """Memory of training: counted for models of any size, and measured on the machine at hand.
 
-    python tests/bench/bench_memory.py                  # the table of docs/memory.md: 4 minutes
+    python tests/bench/bench_memory.py                  # the table of docs/memory.md: minutes
     python tests/bench/bench_memory.py --write          # the same, put into the page
     python tests/bench/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
 
@@ -115,12 +115,12 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
         )
 
 
-def count_deep(shape: dict, rank: int, checkpointing: bool = False) -> Memory:
+def count_deep(shape: dict, rank: int) -> Memory:
     """count_memory from two shallow models, in seconds: every layer adds the same. Of the 0.6B
-    model it is within 0.1 GB of the count of all layers."""
+    model it is within 0.1 GB of the count of all layers. Not so with gradient checkpointing, where
+    another moment is the peak of a deep model."""
     few, many = (
-        vars(count_memory(shape | {"num_hidden_layers": layers}, rank, checkpointing))
-        for layers in (4, 6)
+        vars(count_memory(shape | {"num_hidden_layers": layers}, rank)) for layers in (4, 6)
     )
     more = (shape["num_hidden_layers"] - 4) / 2
     return Memory(**{name: few[name] + more * (many[name] - few[name]) for name in few})
@@ -172,7 +172,7 @@ def memory_table(names: list[str]) -> str:
     for name in names:
         for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
             memory = count_deep(SHAPES[name], rank)
-            less = count_deep(SHAPES[name], rank, checkpointing=True)
+            less = count_memory(SHAPES[name], rank, checkpointing=True)
             numbers = [memory.weights, memory.moments, memory.gradients, memory.loading]
             numbers += [memory.refreshing, memory.sampling, memory.updating, less.updating]
             # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
