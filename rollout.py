@@ -172,16 +172,16 @@ def generate(
 
         # 2. sample one token for each active sample, until all have ended. Samples with equal
         #    tokens so far share a row of the batch and of the KV cache
-        for step in range(uniforms.shape[1]):
-            token, logprob = sample_token(logits[row_of], uniforms[active, step], temperature)
-            tokens[active, step], logprobs[active, step] = token, logprob
-            lengths[active] = step + 1
+        for t in range(uniforms.shape[1]):
+            token, logprob = sample_token(logits[row_of], uniforms[active, t], temperature)
+            tokens[active, t], logprobs[active, t] = token, logprob
+            lengths[active] = t + 1
             ends_here = torch.isin(token, ends)
             if stops is not None:
-                ends_here |= stops(tokens[active, : step + 1])
+                ends_here |= stops(tokens[active, : t + 1])
             ended[active] = ends_here
             active, row_of, token = active[~ends_here], row_of[~ends_here], token[~ends_here]
-            if step == uniforms.shape[1] - 1 or len(active) == 0:
+            if t == uniforms.shape[1] - 1 or len(active) == 0:
                 break
 
             # samples with different tokens get rows of their own; finished rows are dropped
@@ -314,7 +314,7 @@ def completion_logprobs(
     else:  # equal tokens after equal texts are predicted once
         hidden, targets = take(hidden, trees.before), trees.targets
         found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
-        found = take(found.T, trees.prediction).T
+        found = take(found.T, trees.index).T
     logprobs, entropy = found
     return scattered(logprobs, mask), scattered(entropy, mask)
 
@@ -342,16 +342,16 @@ def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
     if trees is not None:
-        return trees.before[trees.prediction]
-    row, step = completions.completion_mask.nonzero(as_tuple=True)
-    width = (completions.prompt_lengths + completions.lengths).max()
-    return row * width + completions.prompt_lengths[row] + step - 1
+        return trees.before[trees.index]
+    row, t = completions.completion_mask.nonzero(as_tuple=True)
+    width = (completions.prompt_lengths + completions.lengths).max()  # of `hidden_states`' rows
+    return row * width + completions.prompt_lengths[row] + t - 1
 
 
-def take(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return rows[numbers]. As an embedding: its backward pass adds in a fixed order on every
+def take(states: Tensor, index: Tensor) -> Tensor:
+    """Return states[index]. As an embedding: its backward pass adds in a fixed order on every
     device, and is many times faster than that of indexing."""
-    return F.embedding(numbers, rows)
+    return F.embedding(index, states)
 
 
 def scattered(values: Tensor, mask: Tensor) -> Tensor:
@@ -391,8 +391,8 @@ def token_logprobs(
 # ---- micro-batches: rows or trees ----------------------------------------------------------------
 
 WORTHWHILE = 0.7  # trees of at most this part of the tokens of rows are worth a mask
-# elements of a mask that a saved token may cost: without checkpointing, a token of a model with
-# four layers of 64 keeps more numbers than that for the backward pass
+# A mask may have so many elements for each token that trees save. Every token that is computed
+# costs more than that: a model with four layers of 64 keeps more numbers for its backward pass
 MASK_OF_A_TOKEN = 4096
 
 
@@ -429,9 +429,9 @@ def micro_batch(rollout: Rollout, rows: list[int], trees: list[Tree] | None = No
     rows = torch.tensor(sorted(rows))
     completions, joined = rollout[rows], None
     if trees:
-        row, step = completions.completion_mask.nonzero(as_tuple=True)
-        step_before = completions.prompt_lengths[row] + step - 1
-        joined = join(trees, row, step_before, completions.completions[row, step])
+        row, t = completions.completion_mask.nonzero(as_tuple=True)
+        before = completions.prompt_lengths[row] + t - 1
+        joined = join(trees, row, before, completions.completions[row, t])
     return MicroBatch(rows, completions, joined)
 
 

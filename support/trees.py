@@ -30,7 +30,7 @@ class Trees(NamedTuple):
     end: Tensor  # (R, U) the node of the row after the last descendant
     before: Tensor  # (predictions,) the node that predicts, of all R * U
     targets: Tensor  # (predictions,) the token
-    prediction: Tensor  # (tokens,) its number, for each token that is scored
+    index: Tensor  # (tokens,) of the prediction, for each token that is scored
 
     def visible(self, window: int | None = None) -> Tensor:
         """Return (R, U, U) whether node i sees node j, within a sliding window of positions."""
@@ -119,9 +119,9 @@ def grow(texts: list[Text], width: int) -> list[Tree]:
     return trees
 
 
-def join(trees: list[Tree], text: Tensor, step: Tensor, targets: Tensor) -> Trees:
-    """Return trees as tensors that score some targets (tokens,), each after the token at a step
-    (tokens,) of a text (tokens,), where texts count in the order of their numbers."""
+def join(trees: list[Tree], text: Tensor, position: Tensor, targets: Tensor) -> Trees:
+    """Return trees as tensors. Each of the targets (tokens,) is scored after the token at a position
+    (tokens,) of a text (tokens,): texts count in the order of their numbers."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
@@ -137,8 +137,10 @@ def join(trees: list[Tree], text: Tensor, step: Tensor, targets: Tensor) -> Tree
     paths = [paths[number] for number in sorted(paths)]
     nodes = torch.tensor([node for path in paths for node in path], device=device)
     sizes = torch.tensor([len(path) for path in paths], device=device)
-    before = nodes[(sizes.cumsum(0) - sizes)[text] + step]
+    begins = sizes.cumsum(0) - sizes  # of each text's path in nodes
+    node_before = nodes[begins[text] + position]
+
+    # pairs of a node and the token after it: each is predicted once
     vocabulary = int(targets.max()) + 1 if len(targets) else 1
-    pairs, prediction = (before * vocabulary + targets).unique(return_inverse=True)
-    before, targets = pairs // vocabulary, pairs % vocabulary
-    return Trees(ids, positions, end, before, targets, prediction)
+    pairs, index = (node_before * vocabulary + targets).unique(return_inverse=True)
+    return Trees(ids, positions, end, pairs // vocabulary, pairs % vocabulary, index)

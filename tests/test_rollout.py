@@ -487,7 +487,7 @@ def test_the_trees_of_the_worked_example():
     assert trees.end.tolist() == [[5, 5, 5, 4, 5, 7, 7, 8]]
     assert trees.before.tolist() == [1, 2, 2, 3, 4, 5, 6]
     assert trees.targets.tolist() == [c, d, e, x, y, g, z]
-    assert trees.prediction.tolist() == [0, 1, 3, 0, 2, 4, 5, 6]
+    assert trees.index.tolist() == [0, 1, 3, 0, 2, 4, 5, 6]
     assert R.predicting(out, trees).tolist() == [1, 2, 3, 1, 2, 4, 5, 6]
     trees = trees_of(out, 6)
     assert trees.ids.tolist() == [[a, b, c, d, e, 0, 0, 0], [f, g, 0, 0, 0, 0, 0, 0]]
