@@ -37,7 +37,7 @@ from support.models import (
     load_model,
     logits_of,
 )
-from support.trees import Tree, Trees, best_width, grow, in_order, join
+from support.trees import Tree, Trees, grow, grow_evenly, in_order, join
 from support.user import UserError, need
 
 
@@ -193,7 +193,10 @@ def generate(
                 mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
-    return check_finite(model, Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id))
+    samples = Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
+    finite = samples.sampler_logprobs.isfinite().all()
+    need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
+    return samples
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -277,12 +280,6 @@ def check_context(model, prompts: list[list[int]], uniforms: Tensor) -> None:
     need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
 
 
-def check_finite(model, samples: Rollout) -> Rollout:
-    finite = samples.sampler_logprobs.isfinite().all()
-    need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
-    return samples
-
-
 def free_gb(device: torch.device) -> float:
     """Return the memory for KV caches: most of a GPU's free memory, or half of the machine's."""
     if device.type == "cuda":
@@ -310,25 +307,35 @@ def completion_logprobs(
     trees: the layout of these completions, if not a row a text. Entropies with gradient cost time
     and memory: entropy_grad switches the gradient off. None leaves them out: they are 0."""
     mask = completions.completion_mask
+    hidden = hidden_states(model, completions, trees)
     if trees is None:
-        hidden = take(row_states(model, completions), predicting(completions))
-        targets = completions.completions[mask]
-        logprobs, entropy = token_logprobs(model, hidden, targets, temperature, entropy_grad)
-    else:
-        hidden = take(tree_states(model, trees), trees.before)
-        found = token_logprobs(model, hidden, trees.targets, temperature, entropy_grad)
-        logprobs, entropy = take(found.T, trees.prediction).T
+        hidden, targets = take(hidden, predicting(completions)), completions.completions[mask]
+        found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+    else:  # equal tokens after equal texts are predicted once
+        hidden, targets = take(hidden, trees.before), trees.targets
+        found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+        found = take(found.T, trees.prediction).T
+    logprobs, entropy = found
     return scattered(logprobs, mask), scattered(entropy, mask)
 
 
 def completion_values(critic, completions: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
-    if trees is None:
-        hidden = row_states(critic, completions)
-    else:
-        hidden = tree_states(critic, trees)
-    values = state_values(critic, take(hidden, predicting(completions, trees)))
+    hidden = hidden_states(critic, completions, trees)
+    hidden = take(hidden, predicting(completions, trees)).float()
+    values = (hidden * critic.value[:-1]).sum(-1) + critic.value[-1]
     return scattered(values, completions.completion_mask)
+
+
+def hidden_states(model, completions: Rollout, trees: Trees | None) -> Tensor:
+    """Return the hidden states (tokens, H) of all tokens of a forward pass, padding included."""
+    if trees is None:
+        # no token sees the padding on its right: without a mask flash attention can run
+        ids, options = padded(completions.sequences(), model.device), {}
+    else:
+        masks = masks_of(model, trees)
+        ids, options = trees.ids, {"position_ids": trees.positions, "attention_mask": masks}
+    return body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
 
 
 def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
@@ -339,13 +346,6 @@ def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
     row, step = completions.completion_mask.nonzero(as_tuple=True)
     width = (completions.prompt_lengths + completions.lengths).max()
     return row * width + completions.prompt_lengths[row] + step - 1
-
-
-def row_states(model, completions: Rollout) -> Tensor:
-    """Return the hidden states (tokens, H) of prompts and completions, a row a text. Padding is on
-    the right, where no token sees it, so there is no mask, and flash attention can run."""
-    ids = padded(completions.sequences(), model.device)
-    return body_of(model)(ids, use_cache=False)[0].flatten(0, 1)
 
 
 def take(rows: Tensor, numbers: Tensor) -> Tensor:
@@ -388,11 +388,6 @@ def token_logprobs(
     return torch.cat([*found, chunk(*last)], dim=1)
 
 
-def state_values(critic, hidden: Tensor) -> Tensor:
-    """Apply the critic's head, (tokens, H) -> (tokens,)."""
-    return (hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1]
-
-
 # ---- micro-batches: rows or trees ----------------------------------------------------------------
 
 WORTHWHILE = 0.7  # trees of at most this part of the tokens of rows are worth a mask
@@ -417,48 +412,40 @@ def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatc
             parts.append([])
         parts[-1].append(row)
         computed += lengths[parts[-1][0]]
-    trees, width = [], 0
-    if shares and parts:
-        texts = in_order(rollout.sequences())
-        width = best_width(texts, tokens)
-        trees = grow(texts, width)
+    trees, width = grow_evenly(rollout.sequences(), tokens) if shares and parts else ([], 0)
     nodes = len(trees) * width
     is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
-    if width == 0 or nodes > WORTHWHILE * computed or not is_small:
+    if not trees or nodes > WORTHWHILE * computed or not is_small:
         return [micro_batch(rollout, part) for part in parts]
     at_once = tokens // width
     several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
     return [
-        micro_batch(rollout, [i for tree in some for i in tree.paths], some) for some in several
+        micro_batch(rollout, [row for tree in some for row in tree.paths], some) for some in several
     ]
 
 
 def micro_batch(rollout: Rollout, rows: list[int], trees: list[Tree] | None = None) -> MicroBatch:
     """Return some rows of a rollout, as trees if these are given."""
     rows = torch.tensor(sorted(rows))
-    completions = rollout[rows]
-    if trees is None:
-        return MicroBatch(rows, completions, None)
-    row, step = completions.completion_mask.nonzero(as_tuple=True)
-    targets = completions.completions[row, step]
-    before = completions.prompt_lengths[row] + step - 1
-    return MicroBatch(rows, completions, join(trees, row, before, targets))
+    completions, joined = rollout[rows], None
+    if trees:
+        row, step = completions.completion_mask.nonzero(as_tuple=True)
+        step_before = completions.prompt_lengths[row] + step - 1
+        joined = join(trees, row, step_before, completions.completions[row, step])
+    return MicroBatch(rows, completions, joined)
 
 
-def tree_states(model, trees: Trees) -> Tensor:
-    """Return the hidden states (R * U, H) of all nodes."""
+def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
+    """Return the mask (R, 1, U, U) that is added to scores, or one for each kind of layer."""
     kind = trees.ids.device.type
     # the dtype of the queries: attention would convert another one in every layer, and keep each
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     masks = {}
     for layers, window in kinds_of_layers(model).items():
-        hidden = ~trees.visible(window)[:, None]  # (R, 1, U, U)
+        hidden = ~trees.visible(window)[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         masks[layers] = mask.masked_fill_(hidden, -torch.inf)
-    if len(masks) == 1:
-        [masks] = masks.values()
-    options = {"position_ids": trees.positions, "attention_mask": masks, "use_cache": False}
-    return body_of(model)(trees.ids, **options)[0].flatten(0, 1)
+    return masks if len(masks) > 1 else mask
 
 
 def kinds_of_layers(model) -> dict[str, int | None]:
@@ -472,9 +459,8 @@ def shares_prefixes(model) -> bool:
     """Tell whether a model may get trees: it takes our positions, and our mask for each layer."""
     takes = "position_ids" in inspect.signature(body_of(model).forward).parameters
     sdpa = model.config._attn_implementation == "sdpa"
-    return (
-        takes and sdpa and kinds_of_layers(model).keys() <= {"full_attention", "sliding_attention"}
-    )
+    kinds = set(kinds_of_layers(model))
+    return takes and sdpa and kinds <= {"full_attention", "sliding_attention"}
 
 
 # ---- the check of a model ------------------------------------------------------------------------
@@ -515,6 +501,17 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
     return not differ(by_trees)
 
 
+def checked(sampler: Callable) -> Callable:
+    """Return a user's sampler, of which each result is checked."""
+
+    def generate(model, prompts, uniforms, **options):
+        samples = sampler(model, prompts, uniforms, **options)
+        check_samples(samples, prompts, uniforms, model)
+        return samples
+
+    return generate
+
+
 def check_samples(samples, prompts: list[list[int]], uniforms: Tensor, model) -> None:
     """UserError for a result of a user's sampler from which a run would learn wrong things."""
 
@@ -531,15 +528,14 @@ def check_samples(samples, prompts: list[list[int]], uniforms: Tensor, model) ->
     longest = min(limit, logprobs.shape[1])
     expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
     texts = zip(samples.sequences(), samples.prompt_lengths.tolist(), prompts)
-    in_order = all(text[:size] == prompt for text, size, prompt in texts)
-    expect(in_order, "group_size completions of each prompt, in the order of the prompts")
+    are_asked = all(text[:size] == prompt for text, size, prompt in texts)
+    expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
     written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
     is_mask = mask.dtype == torch.bool and mask.shape == written.shape
     expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
-    ids = samples.completions[written]
-    expect((ids >= 0).all() and (ids < vocabulary).all(), f"token ids below {vocabulary}")
-    found = logprobs[mask]
-    expect(found.isfinite().all() and (found <= 0).all(), "finite log-probs of at most 0")
+    ids, logprobs = samples.completions[written], logprobs[mask]
+    expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
+    expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
 
 
 def text_logprobs(model, text: list[int]) -> Tensor:

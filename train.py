@@ -47,11 +47,10 @@ import gspo
 import rewards
 import rollout
 from rollout import MicroBatch, Rollout
-from support import checkpoints, console, data, flags, folders, report
+from support import checkpoints, console, data, flags, folders, health, report
 from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
-from support.health import warnings
 from support.models import (
     checkpoint_layers,
     critic_of,
@@ -98,7 +97,7 @@ class OwnFlags:
     stop: list[str] | None = flag(None, "text that ends a completion; may be given several times")
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     cache_gb: float | None = flag(None, "memory for KV caches; default: what is free", above=0)
-    old_logprobs: str = flag("trainer", "source of pi_old's", choices=("trainer", "sampler"))
+    old_logprobs: str = flag("trainer", "who computes pi_old's", choices=("trainer", "sampler"))
     stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
     tis_cap: float | None = flag(None, "bound of importance weights, sampler to pi_old", above=0)
 
@@ -137,8 +136,8 @@ class OwnFlags:
 
 # A keyword-only parameter of a loss or of advantages in gspo.py is a flag at once: clip_low of
 # gspo_loss is --clip-low and config.clip_low, and `flags.with_numbers` gives it to the loss
-NUMBERS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
-NUMBER_FLAGS = flags.flags_of(NUMBERS, gspo.NUMBERS)
+DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
+NUMBER_FLAGS = flags.flags_of(DEFAULTS, gspo.NUMBERS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 FROM_REWARDS = ("outcomes", "steps")  # inputs of advantages that need no log-probs
@@ -158,7 +157,8 @@ def train(run: "Run", output: "Output") -> None:
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
 
-        # 1. snapshot    pi_old <- pi_theta, and pi_ref <- pi_theta every --ref-every steps
+        # 1. snapshot    pi_old <- pi_theta, where the sampler is a copy of the policy, and
+        #                pi_ref <- pi_theta every --ref-every steps
         refresh_models(models, config, step)
 
         # 2. sample      G completions for each of P prompts, and their rewards. Dynamic sampling
@@ -185,12 +185,12 @@ def train(run: "Run", output: "Output") -> None:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
         # 7. improve     for each update: accumulate micro-batches, clip, step
-        targets = Targets(batch.mask, advantages, returns)
-        result = improve(run, step, updates, constants, targets)
+        fixed = Fixed(batch.mask, advantages, returns, **constants._asdict())
+        result = improve(run, step, updates, fixed)
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
-        done = Step(batch, updates, constants, targets, result)
+        done = Step(batch, updates, fixed, result)
         row = measure(run, done)
         stopping = any(run.ranks.gather(stop.asked))
         report_step(run, output, done, row, stopping)
@@ -243,7 +243,8 @@ class Update(typing.NamedTuple):
 
 
 class Constants(typing.NamedTuple):
-    """(N, T) each, without gradient. Those of models that the run does not have are 0."""
+    """(N, T) each, without gradient. 0 in rows that are not active, and for models that the run
+    does not have."""
 
     old_logprobs: Tensor
     ref_logprobs: Tensor
@@ -251,10 +252,16 @@ class Constants(typing.NamedTuple):
     values: Tensor  # of the critic
 
 
-class Targets(typing.NamedTuple):
-    mask: Tensor  # (N, T)
+class Fixed(typing.NamedTuple):
+    """Everything that the updates of a step read and do not change."""
+
+    mask: Tensor  # (N, T) tokens of the loss
     advantages: Tensor  # (N,) or (N, T)
     returns: Tensor  # (N, T) of the critic's values; 0 without a critic
+    old_logprobs: Tensor  # from here on as in Constants
+    ref_logprobs: Tensor
+    teacher_logprobs: Tensor
+    values: Tensor
 
 
 class Improvement(typing.NamedTuple):
@@ -267,8 +274,7 @@ class Improvement(typing.NamedTuple):
 class Step(typing.NamedTuple):
     batch: Batch
     updates: list[Update]
-    constants: Constants
-    targets: Targets
+    fixed: Fixed
     result: Improvement
 
 
@@ -287,9 +293,11 @@ class Scorer:
     def logprobs(self, part: MicroBatch, entropy_grad: bool | None = None):
         """Return log-probs and entropies, (n, T) each. entropy_grad None leaves entropies at 0."""
         routed = self.routing.over(part) if self.routing else contextlib.nullcontext()
+        options = {"temperature": self.temperature, "entropy_grad": entropy_grad}
         with self.autocast(), routed:
-            scored = (self.module, part.completions, self.temperature, part.trees)
-            return rollout.completion_logprobs(*scored, entropy_grad=entropy_grad)
+            return rollout.completion_logprobs(
+                self.module, part.completions, trees=part.trees, **options
+            )
 
     def values(self, part: MicroBatch) -> Tensor:
         """Return the values (n, T) of a critic."""
@@ -303,7 +311,7 @@ class Scorer:
 
 class Models(typing.NamedTuple):
     policy: Scorer  # pi_theta
-    old_policy: transformers.PreTrainedModel  # the sampler: pi_theta itself or a copy
+    old_policy: transformers.PreTrainedModel  # samples: pi_theta itself, or a copy (--stale-steps)
     ref_policy: Scorer | None  # with --kl-coef
     teacher: Scorer | None  # with --teacher
     critic: Scorer | None  # where advantages read its values
@@ -381,8 +389,19 @@ def collect(run: Run, step: int) -> Batch:
         outcomes[i] += rewards.soft_overlong_penalty(length, limit, cache)
     outcomes = torch.tensor(outcomes, device=config.device)
     steps = [sample.score.steps for sample in samples]
-    placed = place_rewards(run.tokenizer, completions, outcomes, steps)
-    return Batch(step, completions, samples, mask, outcomes, *placed, dead, correct, faults)
+    token_rewards, step_ends = place_rewards(run.tokenizer, completions, outcomes, steps)
+    return Batch(
+        step=step,
+        completions=completions,
+        samples=samples,
+        mask=mask,
+        rewards=outcomes,
+        token_rewards=token_rewards,
+        step_ends=step_ends,
+        dead=dead,
+        correct=correct,
+        faults=faults,
+    )
 
 
 def complete(
@@ -393,7 +412,7 @@ def complete(
     config, ranks = run.config, run.ranks
     number = random.Random(f"{config.seed} {seed}").getrandbits(60)
     generator = torch.Generator().manual_seed(number)
-    # of all prompts: a share gets the numbers that it has among all
+    # made for all prompts, then shared: a prompt has the same numbers in whichever process
     uniforms = torch.rand(len(rows), group_size, config.max_new_tokens, generator=generator)
     with run.log.timer("sample"):
         free_memory(config.device)  # for the KV cache
@@ -457,7 +476,7 @@ def compute_advantages(
     """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else 0."""
     compute, size = algorithm.advantages, config.group_size
     token_rewards, no_returns = batch.token_rewards, torch.zeros_like(batch.token_rewards)
-    if algorithm.kl_in == "reward":  # k1 per token
+    if algorithm.kl_in == "reward" and constants is not None:  # k1 per token
         kl = constants.old_logprobs - constants.ref_logprobs
         token_rewards = token_rewards - config.kl_coef * batch.mask * kl
     match algorithm.reads:
@@ -518,8 +537,8 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
     """Compute the log-probs of pi_old, pi_ref and a teacher, and the values of a critic, before the
     first update. The micro-batches are those of the updates, so that the first ratio is exactly 1.
     """
-    models, shape = run.models, batch.completions.sampler_logprobs
-    constants = Constants(*[torch.zeros_like(shape) for _ in Constants._fields])
+    models, sampled = run.models, batch.completions.sampler_logprobs
+    constants = Constants(*[torch.zeros_like(sampled) for _ in Constants._fields])
     with run.log.timer("freeze"):
         if models.policy.routing:
             models.policy.routing.forget()
@@ -541,24 +560,24 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 # ---- 7. improve ----------------------------------------------------------------------------------
 
 
-def improve(
-    run: Run, step: int, updates: list[Update], constants: Constants, targets: Targets
-) -> Improvement:
-    """Make the updates of a step, --epochs times."""
+def improve(run: Run, step: int, updates: list[Update], fixed: Fixed) -> Improvement:
+    """Make the updates of a step, --epochs times in the same order."""
     config, progress, metrics, bad_updates = run.config, run.progress, [], 0
-    new_logprobs, first_logprobs = torch.zeros_like(constants.old_logprobs), None
+    new_logprobs, first_logprobs = torch.zeros_like(fixed.old_logprobs), None
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_factor(config, step)
     with run.log.timer("improve"):
         for update in updates * config.epochs:
-            found = accumulate_gradients(run, update, constants, targets, new_logprobs)
+            found = accumulate_gradients(run, update, fixed, new_logprobs)
             if first_logprobs is None:
                 first_logprobs = new_logprobs.clone()
             if wrong := [name for name, value in found.items() if not math.isfinite(value)]:
                 bad_updates += 1  # skip the update
                 progress.bad_in_a_row += 1
-                bad = f"step {step}: {progress.bad_in_a_row} updates in a row were not finite"
-                need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"{bad}, in {', '.join(wrong)}")
+                in_a_row, names = progress.bad_in_a_row, ", ".join(wrong)
+                run.log.warn("bad", f"step {step}: an update is skipped, not finite: {names}")
+                bad = f"step {step}: {in_a_row} updates in a row were not finite, in {names}"
+                need(in_a_row <= MAX_BAD_UPDATES, bad)
                 continue
             run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
             if len(update.active) > 0:
@@ -578,14 +597,14 @@ def lr_factor(config: Config, step: int) -> float:
 
 
 def accumulate_gradients(
-    run: Run, update: Update, constants: Constants, targets: Targets, new_logprobs: Tensor
+    run: Run, update: Update, fixed: Fixed, new_logprobs: Tensor
 ) -> dict[str, float]:
     """Sum the gradient of one update over micro-batches and processes. Return its metrics, and
     write its log-probs into their rows of new_logprobs (N, T)."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    units = targets.mask  # of the loss's mean: tokens, or completions that have some
+    units = fixed.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
-        units = targets.mask.any(1)
+        units = fixed.mask.any(1)
     # denom counts active rows only, so metrics are means over these. The loss is a mean over all
     # rows, and the others add 0, so it is multiplied by active / all.
     denom = units[update.active].sum()
@@ -593,14 +612,13 @@ def accumulate_gradients(
     totals = collections.Counter()
     run.optimizer.zero_grad()
     for part in update.parts:
-        old = Constants(*[tensor[part.rows] for tensor in constants])
-        aims = Targets(*[tensor[part.rows] for tensor in targets])
+        own = Fixed(*[tensor[part.rows] for tensor in fixed])
         logprobs, entropy = models.policy.logprobs(part, entropy_grad=config.entropy_coef > 0)
-        loss, metrics = policy_loss(algorithm, config, logprobs, entropy, old, aims, denom)
+        loss, metrics = policy_loss(algorithm, config, logprobs, entropy, own, denom)
         if models.critic:
             values = models.critic.values(part)
             critic_loss, of_critic = algorithm.value_loss(
-                values, old.values, aims.returns, aims.mask, denom
+                values, own.values, own.returns, own.mask, denom
             )
             loss, metrics = loss + critic_loss, metrics | of_critic
         (share * loss).backward()
@@ -615,20 +633,19 @@ def policy_loss(
     config: Config,
     logprobs: Tensor,
     entropy: Tensor,
-    constants: Constants,
-    targets: Targets,
+    fixed: Fixed,
     denom: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
-    entropy bonus and the KL penalty. All tensors are (n, T); denom counts the whole update."""
-    mask, advantages, _ = targets
-    loss, metrics = algorithm.loss(logprobs, constants.old_logprobs, advantages, mask, denom)
+    entropy bonus and the KL penalty. All tensors are of its rows; denom counts the whole update."""
+    mask, old_logprobs = fixed.mask, fixed.old_logprobs
+    loss, metrics = algorithm.loss(logprobs, old_logprobs, fixed.advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
     metrics["entropy"] = mean_entropy.detach()
     if config.kl_coef > 0:
-        ref = constants.ref_logprobs
-        kl, of_kl = gspo.kl_penalty(logprobs, ref, mask, denom, per=algorithm.unit)
+        ref_logprobs, per = fixed.ref_logprobs, algorithm.unit
+        kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=per)
         if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
             loss = loss + config.kl_coef * kl
         metrics |= of_kl
@@ -653,7 +670,8 @@ def clip_gradients(run: Run) -> dict[str, float]:
 
 def measure(run: Run, done: Step) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line."""
-    batch, updates, constants, (mask, advantages, returns), result = done
+    batch, updates, fixed, result = done
+    mask, advantages, returns = fixed.mask, fixed.advantages, fixed.returns
     completions, dead, correct = batch.completions, batch.dead, batch.correct
     lengths = completions.completion_mask.sum(1).float()
     row = {}
@@ -678,16 +696,16 @@ def measure(run: Run, done: Step) -> dict:
         row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
     active, first = torch.cat([update.active for update in updates]), updates[0].active
-    moved = result.new_logprobs - constants.old_logprobs
+    moved = result.new_logprobs - fixed.old_logprobs
     apart = result.first_logprobs - completions.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
     row |= drift("sampler", apart[first], mask[first])
     if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
-        left = (returns - constants.values)[mask].var(correction=0)
+        left = (returns - fixed.values)[mask].var(correction=0)
         row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
     if run.models.teacher:
-        teacher = constants.teacher_logprobs[mask]
-        row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
+        teacher = fixed.teacher_logprobs[mask]
+        row["teacher_kl"] = (fixed.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     row["verifier_faults"] = len(batch.faults)
     if run.config.tool:
@@ -724,10 +742,10 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
         row |= found
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
-    taught = bool(has_advantage(done.targets.advantages, done.batch.mask).any())
+    taught = bool(has_advantage(done.fixed.advantages, done.fixed.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
-    for kind, sentence in warnings(row, config, done.batch.faults, quiet_steps).items():
+    for kind, sentence in health.warnings(row, config, done.batch.faults, quiet_steps).items():
         run.log.warn(kind, sentence)
     if row.get("tool_faults"):
         run.log.warn("tool", f"the tool failed and gave no reply: {run.generate.fault}")
@@ -739,8 +757,7 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
     if last or stopping or (config.save_every and step % config.save_every == 0):
         run.progress.shaping = sorted(run.reward.shaping)
         if run.ranks.first:
-            state = (run.models, run.tokenizer, run.optimizer, run.progress)
-            checkpoints.save(folder, config, *state)
+            checkpoints.save(folder, config, run.models, run.tokenizer, run.optimizer, run.progress)
         run.ranks.from_first(None)  # the others wait until it is written
     if output.tracker:
         with run.log.trying("--track"):
@@ -755,8 +772,8 @@ def readable_samples(run: Run, done: Step) -> list[dict]:
     token, the active completions of one group of the last update."""
     batch, size = done.batch, run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_PROMPTS]]
-    log_ratios = done.result.new_logprobs - done.constants.old_logprobs
-    advantages = done.targets.advantages.view(len(log_ratios), -1)
+    log_ratios = done.result.new_logprobs - done.fixed.old_logprobs
+    advantages = done.fixed.advantages.view(len(log_ratios), -1)
     active = done.updates[-1].active.tolist()
     for row in (row for row in active if row // size == active[0] // size):
         length = batch.completions.lengths[row]
@@ -824,7 +841,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     generate = rollout.generate
     if config.sampler:
         with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-            generate = function_of(config.sampler)
+            generate = rollout.checked(function_of(config.sampler))
     if config.tool:
         from support.extras.tools import Turns, parse_tool
 
@@ -859,6 +876,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         checkpoints.restore(saved, config, models, optimizer)
     trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
     size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
+    size += ", scored with shared prefixes" if models.share_prefixes else ", scored a text a row"
     say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
     return Run(
         config, algorithm, ranks, tokenizer, reward, prompts, held_out, generate, endings, models,
@@ -880,7 +898,8 @@ def make_models(
 
     score = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
     dtype = getattr(torch, config.dtype)
-    # nothing changes while the policy samples: in float32 on one step's weights it needs no copy
+    # copies come before adapters, whose layers they lack, and a critic after them, to have its own.
+    # Nothing changes while the policy samples: in float32 on one step's weights it needs no copy
     old_policy, ref_policy, teacher, critic, routing = policy, None, None, None, None
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
         old_policy = frozen_copy(policy, dtype)
@@ -947,10 +966,10 @@ def parse_flags(arguments: list[str]) -> Config:
     config = parse(Config, __doc__, arguments, elsewhere=flags.ELSEWHERE)
     if config.resume:
         config = flags.with_saved(config, __doc__, arguments)
-    flags.refuse_flags_of_others(config, NUMBERS, gspo.ALGOS)
+    flags.refuse_flags_of_others(config, DEFAULTS, gspo.ALGOS)
     algorithm, task = gspo.ALGOS[config.algo], TASKS[config.task]
     built_in = config.model in BUILT_IN
-    flags.fill_defaults(config, algorithm, NUMBERS[config.algo], task, built_in)
+    flags.fill_defaults(config, algorithm, DEFAULTS[config.algo], task, built_in)
     flags.check_together(config, algorithm, task, built_in)
     return config
 

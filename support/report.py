@@ -1,17 +1,18 @@
-"""Write the page of a run: curves, the same held-out prompts at every evaluation, all flags.
+"""Write the page of a run: curves, a group inside an update, answers to held-out prompts, flags.
 
     python train.py --report runs/a runs/b
     python train.py --report runs/a docs/runs/published/math-qwen2.5-math-1.5b.csv
 
-The page is one file without a script, and it loads nothing. Sentences name problems of the run and
-their usual remedies. A CSV file with the columns step and eval_solved has published points."""
+The page is one file without scripts that loads nothing. A CSV file has published points."""
 
 import csv
 import html
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from support.data import printable
@@ -19,9 +20,9 @@ from support.folders import replace_text
 from support.health import health
 from support.user import expecting, need
 
-MOST_POINTS = 200  # of a curve
-MOST_DOTS = 40
-MOST_EVALUATIONS = 12  # of a prompt
+MOST_POINTS, MOST_DOTS = 200, 40  # of a curve
+MOST_CARDS = 12  # evaluations of a prompt, completions of a group
+MOST_TOKENS = 400  # of a completion
 
 
 class Story(NamedTuple):
@@ -32,6 +33,7 @@ class Story(NamedTuple):
     starts: list[dict]  # starts.jsonl, a line a start
     rows: list[dict]  # metrics.jsonl, a line a step
     evaluations: list[dict]  # evaluations.jsonl, a line an answer
+    group: Sequence[dict] = ()  # samples.jsonl: the last completions that have their tokens
     source: str = ""  # of published points
 
 
@@ -45,7 +47,17 @@ def read_story(folder: Path) -> Story:
             lines = [text] if name == "config.json" else text.split("\n")[:-1]
             files.append([json.loads(line) for line in lines])
     [flags], *rest = files
-    return Story(folder.resolve().name, flags, *rest)
+    return Story(folder.resolve().name, flags, *rest, read_group(folder / "samples.jsonl"))
+
+
+def read_group(path: Path) -> list[dict]:
+    """Return the last group of completions that has its tokens. Older runs have none."""
+    if not path.exists():
+        return []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        whole = (line for line in file if '"log_ratios":' in line and line.endswith("\n"))
+        rows = [json.loads(line) for line in deque(whole, maxlen=MOST_CARDS)]
+    return [row for row in rows if row["step"] == rows[-1]["step"]]
 
 
 def read_points(path: Path) -> Story:
@@ -55,8 +67,7 @@ def read_points(path: Path) -> Story:
         comments = [line.strip("# ") for line in lines if line.startswith("#")]
         table = csv.DictReader(line for line in lines if not line.startswith("#"))
         points = sorted((float(row["step"]), float(row["eval_solved"])) for row in table)
-        shares = all(0 <= solved <= 1 for _, solved in points)
-        need(points and shares, "expected steps, and shares from 0 to 1")
+        need(points and all(0 <= share <= 1 for _, share in points), "expected shares from 0 to 1")
     rows = [{"step": step, "eval_solved": solved} for step, solved in points]
     return Story(path.stem, {}, [], rows, [], source=" ".join(comments))
 
@@ -67,7 +78,13 @@ def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
     return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
-# ---- HTML and SVG --------------------------------------------------------------------------------
+def at_most(most: int, items: list) -> list:
+    """Return some of them, evenly chosen, always the first and the last."""
+    size = max(1, math.ceil((len(items) - 1) / (most - 1)))
+    return items[:-1:size] + items[-1:]
+
+
+# ---- charts --------------------------------------------------------------------------------------
 
 
 def visible(value) -> str:
@@ -79,61 +96,6 @@ def visible(value) -> str:
 def elements(name: str, inside: Iterable[str]) -> str:
     """Return an element around each piece of HTML."""
     return "".join(f"<{name}>{each}</{name}>" for each in inside)
-
-
-class Plot(NamedTuple):
-    """A chart's axes, and the way from values to places."""
-
-    x_range: tuple[float, float]
-    y_range: tuple[float, float]
-    left: float = 50.0
-    right: float = 300.0
-    top: float = 6.0
-    bottom: float = 130.0
-
-    def x(self, value: float) -> float:
-        first, last = self.x_range
-        return self.left + (value - first) / (last - first) * (self.right - self.left)
-
-    def y(self, value: float) -> float:
-        """Return the place of a value. Values beyond the axis lie on its ends."""
-        low, high = self.y_range
-        share = min(max((value - low) / (high - low), 0), 1)
-        return self.bottom - share * (self.bottom - self.top)
-
-    def line(self, points: list[tuple[float, float]], look: str) -> str:
-        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
-        return f'<path class="{look}" d="M{"L".join(places)}"/>'
-
-    def dots(self, points: list[tuple[float, float]], look: str, form=",.3g", radius=2.5):
-        """Draw dots that show their numbers under the mouse."""
-        for x, y in points:
-            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
-            note = f"<title>step {x:g}: {y:{form}}</title>"
-            yield f'<circle class="{look}" {place}>{note}</circle>'
-
-    def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
-        """Draw lines across, each with its label."""
-        for value, label in labels.items():
-            y = self.y(value)
-            yield f'<path class="axis" d="M{self.left} {y:.1f}H{self.right}"/>'
-            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
-
-    def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
-        """Write the numbers of the steps below, after the axis's name."""
-        y = self.bottom + 15
-        yield f'<text x="{self.left - 6}" y="{y}" text-anchor="end">{name}</text>'
-        for value in values:
-            yield f'<text x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>'
-
-
-def round_ticks(low: float, high: float) -> list[float]:
-    """Return two to six round numbers between low and high."""
-    decade = 10.0 ** math.floor(math.log10(high - low))
-    steps = [factor * decade for factor in (0.2, 0.5, 1, 2)]
-    step = next(step for step in steps if high - low <= 5 * step)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [step * number for number in range(first, last + 1)]
 
 
 class Chart(NamedTuple):
@@ -148,7 +110,7 @@ CHARTS = {
     "eval_solved_lenient": Chart("the same answers in any format", 0, 1, ".1%"),
     "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".1%"),
     "reward": Chart("mean over the completions trained on. Rises", 0, 1, ".2f"),
-    "eval_reward": Chart("held-out prompts, greedy, without a verdict. Rises", 0, 1, ".2f"),
+    "eval_reward": Chart("mean reward of held-out prompts, greedy. Rises", 0, 1, ".2f"),
     "length_mean": Chart("tokens. No drift to --max-new-tokens", form=",.0f"),
     "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
     "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
@@ -165,12 +127,6 @@ CHARTS = {
 }
 
 
-def at_most(most: int, items: list) -> list:
-    """Return some of them, evenly chosen, always the first and the last."""
-    size = max(1, math.ceil((len(items) - 1) / (most - 1)))
-    return items[:-1:size] + items[-1:]
-
-
 def chart_figure(metric: str, stories: list[Story]) -> str:
     """Draw one metric of all runs. Return "" if no run has it."""
     chart = CHARTS[metric]
@@ -179,21 +135,93 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     if not points:
         return ""
     steps, values = zip(*points)
-    y_range = min(chart.low, *values), max(chart.high, *values)
-    plot = Plot((0, max(1, *steps)), y_range)
-    form = chart.form.replace(".1%", ".0%")
-    labels = {tick: f"{tick:{form}}" for tick in round_ticks(*y_range)}
-    drawn = [*plot.ticks_of_y(labels), *plot.ticks_of_x(round_ticks(*plot.x_range), "step")]
+    last, low, high = max(1, *steps), min(chart.low, *values), max(chart.high, *values)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return 50 + 250 * step / last, 130 - 124 * (value - low) / (high - low)
+
+    drawn = ['<text x="44" y="145" text-anchor="end">step</text><text x="50" y="145">0</text>']
+    drawn.append(f'<text x="300" y="145" text-anchor="end">{last:g}</text>')
+    for value in (low, (low + high) / 2, high):
+        _, y = place(0, value)
+        label = f"{value:{chart.form.replace('.1', '.0').replace('.3', '.2')}}"
+        drawn.append(f'<path class="axis" d="M50 {y:.1f}H300"/>')
+        drawn.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     title = f"<figcaption><b>{metric}</b> "
     for i, (story, curve) in enumerate(zip(stories, curves)):
-        if curve:
-            line, dot = ("curve", "dot") if story.flags else ("published", "hollow")
-            title += f'<span class="key color{i}">{curve[-1][1]:{chart.form}}</span>'
-            drawn.append(plot.line(curve, f"{line} color{i}"))
-            drawn += plot.dots(at_most(MOST_DOTS, curve), f"{dot} color{i}", chart.form)
+        if not curve:
+            continue
+        line, dot = ("curve", "dot") if story.flags else ("published", "hollow")
+        title += f'<span class="key color{i}">{curve[-1][1]:{chart.form}}</span>'
+        path = "L".join("{:.1f} {:.1f}".format(*place(*point)) for point in curve)
+        drawn.append(f'<path class="{line} color{i}" d="M{path}"/>')
+        for step, value in at_most(MOST_DOTS, curve):
+            where = 'cx="{:.1f}" cy="{:.1f}" r="2.5"'.format(*place(step, value))
+            note = f"<title>step {step:g}: {value:{chart.form}}</title>"
+            drawn.append(f'<circle class="{dot} color{i}" {where}>{note}</circle>')
     picture = f'<svg viewBox="0 0 320 150" role="img" aria-label="{metric}">{"".join(drawn)}</svg>'
-    healthy = f'<div class="dim">{visible(chart.healthy)}</div>'
-    return f"<figure>{title}</figcaption>{picture}{healthy}</figure>"
+    return f'<figure>{title}</figcaption>{picture}<div class="dim">{chart.healthy}</div></figure>'
+
+
+# ---- inside an update ----------------------------------------------------------------------------
+
+ONE_RATIO = ("gspo", "gspo-token", "luspo")  # s, of a completion. Others have one for each token
+
+
+def band_of(flags: dict) -> tuple[float, float]:
+    """Return the bounds of the ratio. There are none without a clip, and DPPO's bound pi itself."""
+    low, high = flags.get("clip_low"), flags.get("clip_high")
+    if low is None or flags["algo"] == "dppo":
+        return -math.inf, math.inf
+    if flags["algo"] == "gmpo":  # bounds of the log-ratio
+        return math.exp(-low), math.exp(high)
+    return 1 - low, 1 + high
+
+
+def in_loss(row: dict, flags: dict) -> list[tuple[float, float, bool]]:
+    """Return each token's ratio in the loss, its advantage, and whether the clip stopped it."""
+    low, high = band_of(flags)
+    moves, advantages = row["log_ratios"], row["advantage"]
+    if flags["algo"] in ONE_RATIO:
+        moves = [fmean(moves)] * len(moves)
+    if not isinstance(advantages, list):  # with a critic each token has its own
+        advantages = [advantages] * len(moves)
+    pairs = zip(map(math.exp, moves), advantages)
+    # as in the losses: clipped < unclipped
+    return [(ratio, A, min(max(ratio, low), high) * A < ratio * A) for ratio, A in pairs]
+
+
+def inside_update(story: Story) -> str:
+    """Show each completion's tokens, shaded by their ratio, below the ratios in the loss."""
+    group, band = story.group, band_of(story.flags)
+    losses, clips = [in_loss(row, story.flags) for row in group], math.isfinite(band[1])
+    darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
+    ratios = [ratio for loss in losses for ratio, _, _ in loss] + [*band] * clips
+    reach = max(abs(ratio - 1) for ratio in ratios) or 1.0
+    left, right = (150 * min(max((edge - 1) / reach, -1), 1) for edge in band)
+    strip = f'<rect class="band" x="{left:.1f}" width="{right - left:.1f}" height="16"/>'
+    said = f"The last update of step {group[0]['step']}. Blue tokens became likelier in the step, "
+    said += f"orange ones less likely, up to {math.exp(darkest):.3g} times. Bars: the loss's ratios"
+    if clips:
+        said += f". Grey: the band, {band[0]:.5g} to {band[1]:.5g}. Red: stopped by the clip"
+    parts = [f'<h2>Inside an update of {visible(story.name)}</h2><p class="dim">{said}.</p>']
+    parts.append(f'<pre class="prompt">{visible(group[0]["prompt"])}</pre><div class="cards">')
+    for row, loss in zip(group, losses):
+        bars, spans = set(), []
+        for text, move, (ratio, _, stopped) in zip(row["tokens"], row["log_ratios"], loss):
+            look = "stopped" if stopped else "kept"
+            bars.add(f'<path class="curve {look}" d="M{150 * (ratio - 1) / reach:.0f} 2V14"/>')
+            look += f" {'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
+            look = f'class="{look}" title="{math.exp(move):.4f}"'
+            spans.append(f"<span {look}>{visible(text)}</span>")
+        s = math.exp(fmean(row["log_ratios"]))
+        head = f"A {fmean(A for _, A, _ in loss):+.2f}, s {s:.5f}"
+        if clips:
+            head += f": {sum(stopped for *_, stopped in loss)} of {len(loss)} tokens stopped"
+        picture = f'<svg viewBox="-152 0 304 16">{strip}{"".join(sorted(bars))}</svg>'
+        parts.append(f'<div class="card"><span class="head">{head}</span>{picture}')
+        parts.append(f"<pre>{''.join(spans[:MOST_TOKENS])}</pre></div>")
+    return "".join([*parts, "</div>"])
 
 
 # ---- the page ------------------------------------------------------------------------------------
@@ -202,12 +230,13 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
 def headline(story: Story) -> str:
     """Say which model was trained, from where to where, when, and by which command."""
     flags = story.flags
-    data = flags["data"] or flags["task"]
-    parts = [f"{flags['algo']}, {flags['model']} on {data}"]
-    solved = points_of(story, "eval_solved")
-    if solved:
-        (first, before), (last, after) = solved[0], solved[-1]
-        parts.append(f"held out {before:.1%} (step {first}) → {after:.1%} (step {last})")
+    parts = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
+    for metric, said, form in (("eval_solved", "", ".1%"), ("eval_reward", "mean reward ", ".2f")):
+        points = points_of(story, metric)
+        if points:
+            (first, before), (last, after) = points[0], points[-1]
+            change = f"{before:{form}} (step {first}) → {after:{form}} (step {last})"
+            parts.append(f"held out {said}{change}")
     parts += [f"{start['date']}: {start['command']}" for start in story.starts]
     return elements("div", map(visible, parts))
 
@@ -221,8 +250,8 @@ def answers(story: Story) -> str:
     for prompt, rows in by_prompt.items():
         parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
         parts.append(f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>')
-        parts.append('<div class="cards" tabindex="0">')
-        for row in at_most(MOST_EVALUATIONS, rows):
+        parts.append('<div class="cards">')
+        for row in at_most(MOST_CARDS, rows):
             verdict = "unjudged"
             if row["correct"] is not None:
                 verdict = "right" if row["correct"] > 0.5 else "wrong"
@@ -241,34 +270,15 @@ def flag_table(stories: list[Story]) -> str:
         values = [visible(story.flags.get(name)) for story in stories]
         look = "same" if len(set(values)) == 1 else "differs"
         lines.append(f'<tr class="{look}">{elements("td", [visible(name), *values])}</tr>')
-    summary = "<summary>all resolved flags; coloured if the runs differ</summary>"
+    summary = "<summary>all flags; coloured if the runs differ</summary>"
     return f'<details>{summary}<div class="wide"><table>{"".join(lines)}</table></div></details>'
 
 
 # completions are hostile: if one gets past visible(), the page still loads and runs nothing
 HEAD = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
+<html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<style>
-:root { color-scheme: light dark; --c: #777 } * { box-sizing: border-box; overflow-wrap: anywhere }
-body { margin: 0 auto; padding: 16px; max-width: 1400px; font: 15px/1.45 system-ui, sans-serif }
-.grid { display: grid; gap: 24px; grid-template-columns: repeat(auto-fill, minmax(280px, 1fr)) }
-figure { margin: 0 } figcaption { margin-bottom: 2px } .dim { color: #777; font-size: 13px }
-text { fill: #777; font-size: 11px } svg { display: block; width: 100% } .axis { stroke: #8885 }
-.curve, .published, .hollow { stroke: var(--c); stroke-width: 1.6; fill: none }
-.published { stroke-dasharray: 3 4 } .dot { fill: var(--c) } path { stroke-linejoin: round }
-.color0 { --c: #1a7fc9 } .color1 { --c: #c9590f } .color2 { --c: #0f8a66 }
-.color3 { --c: #bf5595 } .color4 { --c: #8a7119 } .color5 { --c: #6f73d9 }
-.key { margin-right: 14px; white-space: nowrap } .key::before { content: "■ "; color: var(--c) }
-.wide { overflow-x: auto } .differs { font-weight: 600; color: #c9590f }
-td, th { padding: 3px 16px 3px 0; text-align: left; vertical-align: top; min-width: 120px }
-.cards { display: flex; gap: 10px; overflow-x: auto; margin: 6px 0 20px }
-.card { flex: 1 0 210px; max-width: 420px; padding: 8px 10px; background: #8882 }
-.head, .prompt { font-weight: 600 } .right .head { color: #0f8a66 } .wrong .head { color: #d4453b }
-pre { margin: 4px 0 0; white-space: pre-wrap; max-height: 320px; overflow-y: auto }
-</style>
 """
 
 
@@ -277,7 +287,8 @@ def write_report(paths: list[Path], path: Path) -> list[str]:
     stories = [read_points(each) if each.suffix == ".csv" else read_story(each) for each in paths]
     runs = [story for story in stories if story.flags]
     title = visible(f"Report of {', '.join(story.name for story in runs)}")
-    body, said = [HEAD, f"<title>{title}</title><h1>{title}</h1>"], []
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    body, said = [HEAD, f"<style>{style}</style><title>{title}</title><h1>{title}</h1>"], []
     for i, story in enumerate(stories):
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
         if not story.flags:
@@ -288,8 +299,8 @@ def write_report(paths: list[Path], path: Path) -> list[str]:
         body += [headline(story), f"<ul>{elements('li', map(visible, sentences))}</ul>"]
     figures = [chart_figure(metric, stories) for metric in CHARTS]
     body.append(f'<h2>Metrics</h2><div class="grid">{"".join(figures)}</div>')
-    body.append("<h2>The same held-out prompts at every evaluation</h2>")
-    body += map(answers, runs)
+    body += [inside_update(story) for story in runs if story.group]
+    body += ["<h2>The same held-out prompts at every evaluation</h2>", *map(answers, runs)]
     body.append(f"<h2>Flags</h2>{flag_table(runs)}</html>\n")
     replace_text(path, "\n".join(body))
     return said

@@ -71,17 +71,21 @@ def in_order(texts: list[list[int]]) -> list[Text]:
     return found
 
 
-def best_width(texts: list[Text], tokens: int) -> int:
-    """Return the smallest width that needs no more rows than the widest: padding is computed, too.
-    A multiple of 8, for fast attention on a GPU. 0 where the longest text has no room."""
+def grow_evenly(texts: list[list[int]], tokens: int) -> tuple[list[Tree], int]:
+    """Return trees in as few rows as possible, and the smallest width for that: padding is
+    computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a text has
+    more than so many tokens."""
+    texts = in_order(texts)
     longest = max(len(text.ids) for text in texts)
     widest = min(max(NODES_OF_A_ROW, 2 * longest), tokens)
     widths = range(multiple_of_8(longest), widest + 1, 8)
     if not widths:
-        return 0
+        return [], 0
     fewest = rows_needed(texts, widths[-1])
-    # narrower rows are more rows: search where their number, negative, first is that
-    return widths[bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(texts, width))]
+    # the narrower, the more rows. bisect wants numbers that rise
+    first = bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(texts, width))
+    width = widths[first]
+    return grow(texts, width), width
 
 
 def rows_needed(texts: list[Text], width: int) -> int:

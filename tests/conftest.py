@@ -62,8 +62,7 @@ def place(models, tmp_path, monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and the `train.Step` of every step: its batch, updates, constants, targets and
-    result."""
+    """Keeps the run, and the `train.Step` of every step."""
     kept = SimpleNamespace(run=None, steps=[])
     measure = train.measure
 

@@ -42,6 +42,7 @@ def test_the_head_scales_and_caps_as_the_model_does(kind):
 @pytest.mark.parametrize("kind", ["qwen3", "zamba", "glm4_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_copy_has_the_bits_and_ties_of_a_cast_model(kind, dtype):
+    """And stays in its place when it is refreshed."""
     model = build(kind, tie_word_embeddings=True)
     expected = copy.deepcopy(model)
     for parameter in expected.parameters():
@@ -56,6 +57,13 @@ def test_a_copy_has_the_bits_and_ties_of_a_cast_model(kind, dtype):
         for (name, value), (its_name, its_value) in pairs:
             assert name == its_name and torch.equal(value, its_value), name
             assert value.dtype == its_value.dtype, name
+    places = [parameter.data_ptr() for parameter in made.parameters()]
+    for parameter in model.parameters():
+        parameter.data += 1
+    refresh(made, model)
+    assert places == [parameter.data_ptr() for parameter in made.parameters()]
+    for copied, parameter in zip(made.parameters(), model.parameters(), strict=True):
+        assert torch.equal(copied, parameter.to(dtype))
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")

@@ -8,7 +8,7 @@ import pytest
 import bench_pictures as pictures
 import train
 from support.ranks import Ranks
-from support.report import Plot, Story
+from support.report import Story
 from tools import ROOT, command_line
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,7 +54,7 @@ def test_curve_begins_before_training_and_is_the_mean_of_seeds():
     for raised, y_range in ((0.0, (0, 1)), (0.2, (0.4, 1))):
         stories = [story_of(0.2 + raised, 0.5, 1.0), story_of(0.4 + raised, 0.7, 0.8)]
         root = drawn(pictures.curve_picture(stories))
-        plot = Plot((0, 10), y_range, left=58, right=368, top=62, bottom=262)
+        plot = pictures.Plot((0, 10), y_range, left=58, right=368, top=62, bottom=262)
         [curve] = of_class(root, "curve")
         points = ((0, 0.3 + raised), (5, 0.6), (10, 0.9))
         assert_near(places(curve), [(plot.x(step), plot.y(y)) for step, y in points])
@@ -76,7 +76,7 @@ def test_long_picture_is_mean_and_range_of_seeds():
     others = [{"row": "cispo", "lr": 1}, {"tokens": 40}, {"updates": 4}, {"more": "x"}]
     others.append({"task": "numbers"})
     root = drawn(pictures.long_picture(runs + [runs[0] | other for other in others]))
-    plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
+    plot = pictures.Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
     curves = of_class(root, "curve") + of_class(root, "edge")
     for curve, area in zip(curves, of_class(root, "area"), strict=True):
         assert_near(places(curve), [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))])
@@ -100,7 +100,7 @@ def test_length_picture_has_medians_of_each_length():
         spread = [k / 100 / length for k in range(11)]  # medians: 0.05 / length
         found += [pictures.Completion(["1"] * length, [value] * length) for value in spread]
     root = drawn(pictures.length_picture(pictures.by_length(found, 11)))
-    plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
+    plot = pictures.Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
         medians = [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)]
         assert_near(places(curve), medians)

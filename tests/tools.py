@@ -253,7 +253,7 @@ def gradients():
 def rows_of(update) -> torch.Tensor:
     """Indices into the batch of the completions that an update learns from, in the order of its
     micro-batches."""
-    return torch.cat([part.rows for part in update.parts])
+    return torch.cat([torch.tensor([], dtype=torch.long), *[part.rows for part in update.parts]])
 
 
 # ------------------------------------------------------------------------------ advantages by hand

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +37,7 @@ import rollout  # noqa: E402
 import train  # noqa: E402
 from support import tasks  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
-from support.report import Plot, Story, points_of, read_story  # noqa: E402
+from support.report import Story, points_of, read_story  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion. One of 8 operations has 50
@@ -102,6 +103,52 @@ def words(x: float, y: float, said: str, look: str = "", anchor: str = "start") 
 def box(look: str, x: float, y: float, width: float, height: float, rx: int = 5) -> str:
     size = {"width": float(width), "height": float(height), "rx": rx}
     return tag("rect", class_=look, x=float(x), y=float(y), **size)
+
+
+class Plot(NamedTuple):
+    """A chart's axes, and the way from values to places."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    left: float = 50.0
+    right: float = 300.0
+    top: float = 6.0
+    bottom: float = 130.0
+
+    def x(self, value: float) -> float:
+        first, last = self.x_range
+        return self.left + (value - first) / (last - first) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        """Return the place of a value. Values beyond the axis lie on its ends."""
+        low, high = self.y_range
+        share = min(max((value - low) / (high - low), 0), 1)
+        return self.bottom - share * (self.bottom - self.top)
+
+    def line(self, points: list[tuple[float, float]], look: str) -> str:
+        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
+        return f'<path class="{look}" d="M{"L".join(places)}"/>'
+
+    def dots(self, points: list[tuple[float, float]], look: str, form=",.3g", radius=2.5):
+        """Draw dots that show their numbers under the mouse."""
+        for x, y in points:
+            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
+            note = f"<title>step {x:g}: {y:{form}}</title>"
+            yield f'<circle class="{look}" {place}>{note}</circle>'
+
+    def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
+        """Draw lines across, each with its label."""
+        for value, label in labels.items():
+            y = self.y(value)
+            yield f'<path class="axis" d="M{self.left} {y:.1f}H{self.right}"/>'
+            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+
+    def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
+        """Write the numbers of the steps below, after the axis's name."""
+        y = self.bottom + 15
+        yield f'<text x="{self.left - 6}" y="{y}" text-anchor="end">{name}</text>'
+        for value in values:
+            yield f'<text x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>'
 
 
 def band(plot: Plot, low: float, high: float, look: str) -> str:
