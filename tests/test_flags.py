@@ -26,7 +26,6 @@ from tools import (
     launch,
     refused,
     spied,
-    strict,
 )
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -257,10 +256,9 @@ def test_help_has_every_flag_with_its_default(capsys):
     assert "samplingandinscoring;default1.0" in text  # temperature
 
 
-def test_a_negative_weight_is_a_value_and_no_flag(tmp_path):
-    flags = "--model models/tiny --steps 1 --reward -0.5*pay.py:even+pay.py:always"
-    folder = good(tmp_path, flags).folder
-    assert strict((folder / "config.json").read_text())["reward"].startswith("-0.5*")
+def test_a_negative_weight_is_a_value_and_no_flag():
+    assert given("reward", "-0.5*exact") == "-0.5*exact"
+    assert train.parse_flags(["--reward", "-0.5*exact"]).reward == "-0.5*exact"
 
 
 # ---- functions that flags reach
@@ -333,20 +331,15 @@ def test_flags_that_were_not_given_have_the_right_values(flags, expected):
     assert {name: config[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "algorithm, flag",
-    [
-        ("gspo", "--ratio-max 2"),
-        ("gspo", "--gamma 1"),
-        ("grpo", "--critic-lr 1e-3"),
-        ("grpo", "--value-clip 0.4"),
-        ("ppo", "--tau-pos 1"),
-        ("ppo", "--advantage-scale none"),
-        ("reinforce", "--clip-low 0"),
-        ("rloo", "--teacher models/moe"),
-    ],
+OF_OTHERS = (
+    "gspo --ratio-max 2, gspo --gamma 1, grpo --critic-lr 1e-3, grpo --value-clip 0.4, "
+    "ppo --tau-pos 1, ppo --advantage-scale none, reinforce --clip-low 0, rloo --teacher models/moe"
 )
-def test_a_flag_of_another_algorithm_is_refused(algorithm, flag):
+
+
+@pytest.mark.parametrize("words", OF_OTHERS.split(", "))
+def test_a_flag_of_another_algorithm_is_refused(words):
     """Where nothing would read it."""
-    with pytest.raises(UserError, match=f"{flag.split()[0]} .*: {algorithm} has none"):
-        train.parse_flags(f"--algo {algorithm} {flag}".split())
+    algorithm, flag, value = words.split()
+    with pytest.raises(UserError, match=f"{flag} .*: {algorithm} has none"):
+        train.parse_flags(["--algo", algorithm, flag, value])

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from bench_architectures import build
 from support.models import refresh
 from support.user import UserError
-from tools import BASE, SHAPE, digests, good, metrics, newest, random_policy, refused, timeless
+from tools import BASE, SHAPE, digests, good, metrics, newest, random_policy, refused
 
 lora = pytest.importorskip("support.extras.lora")
 LORA = f"{BASE} --lora-rank 4 --lr 1e-2"
@@ -179,25 +179,16 @@ def test_biases_and_bfloat16_outside_autocast(tmp_path):
     assert "eval_solved" in metrics(good(tmp_path, flags).folder)[-1]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--kl-coef 0.1 --ref-every 2 --stale-steps 2",
-        "--algo ppo",
-        pytest.param("--algo ppo --model zamba", marks=pytest.mark.slow),  # layers share adapters
-    ],
-)
-def test_resuming_changes_nothing(flags, place, tmp_path):
+@pytest.mark.slow
+def test_layers_that_share_adapters_are_resumed(place, tmp_path):
     """The frozen weights are those of the start, not the merged ones."""
-    if "zamba" in flags:
-        config = build("zamba", vocab_size=18, eos_token_id=1, bos_token_id=1).config
-        random_policy(place / "zamba", config)
-    flags = f"{LORA} --save-every 1 {flags}"
+    config = build("zamba", vocab_size=18, eos_token_id=1, bos_token_id=1).config
+    random_policy(place / "zamba", config)
+    flags = f"{LORA} --save-every 1 --algo ppo --model zamba"
     whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
     good(tmp_path / "parts", f"{flags} --steps 2")
     parts = good(tmp_path / "parts", "--resume --name run --steps 3", small=False).folder
     assert digests(whole) == digests(parts)
-    assert timeless(whole)[-1] == timeless(parts)[-1]  # the last of the parts was evaluated, too
 
 
 @pytest.mark.usefixtures("place")

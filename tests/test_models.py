@@ -11,7 +11,6 @@ import transformers
 from bench_architectures import build
 from bench_memory import SHAPES
 from counting import Counting
-from support.extras.lora import add_adapters
 from support.models import body_of, default_dtype, frozen_copy, load_model, logits_of, refresh
 
 SCALES = {
@@ -71,6 +70,8 @@ def test_a_copy_has_the_bits_and_ties_of_a_cast_model(kind, dtype):
 def test_no_float32_copy_is_ever_made():
     """Peaks, in bytes a parameter: 4 for the policy, 2 for a copy in bf16. Adapters free a layer in
     float32 before they cast the next, and a refresh merges one at a time."""
+    from support.extras.lora import add_adapters
+
     config = transformers.Qwen3Config(**SHAPES["tiny"] | {"num_hidden_layers": 12})
     lora = SimpleNamespace(seed=0, lora_rank=1, lora_alpha=2.0)
     with Counting() as counting:

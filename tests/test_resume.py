@@ -86,6 +86,7 @@ RESUMED = {  # flags, the step in which the signal comes
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
     "moe": ("--model models/moe --algo grpo --routing-replay", 1),
     "lora": ("--lora-rank 2 --kl-coef 0.1 --reward pay.py:even+-2*pay.py:steps", 2),
+    "lora-ppo": ("--lora-rank 2 --algo ppo --ref-every 2 --kl-coef 0.1 --stale-steps 2", 1),
 }
 
 
@@ -106,7 +107,7 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     assert (stopped.folder / "report.html").exists()
     progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
-    assert bool(progress["shaping"]) == (case == "lora")
+    assert bool(progress["shaping"]) == (case == "lora")  # of the negative term
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
     told = good(tmp_path, command, small=False).out
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
@@ -272,29 +273,23 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
     assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
 
-class Counting(torch.optim.Optimizer):
+class Counting(torch.optim.SGD):
     """The state of a parameter is an integer, a float and nothing."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
 
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                state["steps"] = state.get("steps", 0) + 1
-                state["size"] = state.get("size", 1.0) + float(parameter.grad.norm()) / 3
-                state["nothing"] = None
-                change = group["lr"] / state["steps"] / state["size"]
-                parameter.data.sub_(change * parameter.grad)
+                steps, size = state.get("steps", 0) + 1, state.get("size", 1.0) + 1 / 3
+                state |= {"steps": steps, "size": size, "nothing": None}
+                parameter.grad /= steps * size
+        super().step()
 
 
 OPTIMIZERS = {
-    "sgd": torch.optim.SGD,
     "sgd with momentum": functools.partial(torch.optim.SGD, momentum=0.9),
     "adamw": functools.partial(torch.optim.AdamW, fused=True, amsgrad=True),
     "adafactor": torch.optim.Adafactor,  # a row and a column for a matrix
-    "nadam": torch.optim.NAdam,
     "numbers": Counting,
 }
 
