@@ -215,106 +215,114 @@ def math(completion: str, answer: str | int | float) -> bool:
 math.lenient = "math_lenient"
 verifier(math)
 
-NUMBER = r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+"
-LAST_NUMBER = re.compile(
-    rf"""
-    (?P<part> (?: [\w)}}] [ ]? [-+*/^_(<>] | [*/^_<>(] | \\(?!frac)[a-z]+ ) [ ]? )?
-    (?P<value> -? (?: \\[dt]?frac\{{[0-9]+\}}\{{[0-9]+\}} | (?:{NUMBER}) (?: [ ]? / [ ]? [0-9]+ )? ) )
-    (?P<scale> [ ]? (?: \\?% | percent\b | million\b | billion\b | thousand\b | hundred\b ) )?
-    (?P<behind> [ ]? [-+*/^_<>=a-zA-Z\\] )?
-    """,
+NUMBER = re.compile(
+    r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
+    | [0-9][0-9,]*+ (?:\.[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i: percent
+    | hundred | thousand | million | billion | dozen | halves | thirds | tenths | squared )\b )?""",
     re.VERBOSE,
 )
+PART_BEFORE = re.compile(  # an operator, or a word for one
+    r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])>
+    | \w\( | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
+    | (?:half|root|power)[ ]of ) | n't ) [ ]? \Z | \d: \Z""",
+    re.VERBOSE,
+)
+PART_BEHIND = re.compile(r" ?(?:[×·÷^_<>≤≥≠±√+*/]|- ?[a-z]\b|[nxyz]{1,2}\b|\\(?!text|q?quad))")
 
 
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """As `math`. If nothing is marked, the last number of the text is the answer."""
+    """As `math`. If nothing is marked, the last number is the answer, if it stands alone."""
     text = after_thinking(completion)
     given = final_answer(completion, marked=True)
     if not re.search(r"<answer>|\\boxed|####", text):
-        given = last_number(text[-MAX_TEXT:])
+        text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
+        text = re.sub("[−–]", "-", text)
+        *_, last = NUMBER.finditer(text)
+        before, behind = text[: last.start()][-20:], text[last.end() :]
+        is_negative = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
+        if not is_negative and PART_BEFORE.search(before):
+            return False
+        if PART_BEHIND.match(behind) or DENIAL.search(behind[:100]):
+            return False
+        given = "-" * bool(is_negative) + last[0]
     return same_answer(given, gold_answer(answer))
-
-
-def last_number(text: str) -> str:
-    return text
 
 
 def same_answer(given: str, gold: str) -> bool:
     """Compare two answers. 25% is 1/4, and 25 if a percentage is asked, but 0.7% is not 0.7."""
     if max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold
-    given, gold = rewritten(given), rewritten(gold)
-    if same_meaning(given, gold):
-        return True
+    given, gold = in_our_signs(given), in_our_signs(gold)
     bare, bare_gold = given.removesuffix("%").strip(), gold.removesuffix("%").strip()
-    is_large = re.fullmatch(r"-?[1-9][0-9]*(\.[0-9]+)?", bare)
-    return bool(is_large) and same_meaning(bare, bare_gold)
-
-
-def same_meaning(given: str, gold: str) -> bool:
-    """Compare two rewritten answers as mathematics, or as text if one of them is none."""
+    is_percentage = (bare, bare_gold) != (given, gold) and re.match("-?[1-9][0-9.]*$", bare)
     try:
-        return alike(meaning_of(given), meaning_of(gold))
+        is_same = alike(meaning_of(given), meaning_of(gold))
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError, TypeError):
-        texts = [re.sub(r'["{}()\s]+', " ", text).strip().casefold() for text in (given, gold)]
-        return texts[0] == texts[1] != ""
+        blanks = r"\((\w+)\)|\"|(?<!\d) | (?!\d)"  # compared as text
+        texts = [re.sub(blanks, r"\1", text) for text in (given, gold)]
+        if "\\" not in given:  # \gamma is not \Gamma
+            texts = [text.casefold() for text in texts]
+        is_same = texts[0] == texts[1] != ""
+    return is_same or bool(is_percentage) and same_answer(bare, bare_gold)
+
+
+def table(rows: str) -> dict[str, str]:
+    """Return {"\\\\times": "*", "×": "*", ...} of the row `*←\\\\times,×`."""
+    pairs = [row.split("←") for row in rows.split()]
+    return {other: ours for ours, others in pairs for other in others.split(",")}
 
 
 MAX_EXPRESSION = 300  # characters of an answer that is read as mathematics
-SIGNS = {"×": "*", "·": "*", "⋅": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "\\div": "/"}
-SIGNS |= {"⁄": "/", "−": "-", "–": "-", "\\pm": "±", "π": "\\pi", "∞": "\\infty", "√": "\\sqrt"}
-SIGNS |= {"∪": "|", "\\cup": "|", "\\{": "⟨", "\\}": "⟩", "\\%": "%", "\\\\": "],[", "&": ","}
-SIGNS |= dict.fromkeys(("≈", "\\approx", "∈", "\\in"), "=")
-SIGNS |= dict.fromkeys(("≤", "\\le", "\\leq", "\\leqslant"), "<=")
-SIGNS |= dict.fromkeys(("≥", "\\ge", "\\geq", "\\geqslant"), ">=")
-SIGNS |= dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac")
-SIGNS |= dict.fromkeys(("\\,", "\\ ", "\\;", "\\:", "\\quad", "\\qquad", "~"), " ")
-SIGNS |= dict.fromkeys(("$", "\\$", "€", "£", "°", "\\degree", "\\(", "\\)", "\\[", "\\]"), "")
-SIGNS |= dict.fromkeys(("\\left", "\\right", "\\bigl", "\\bigr", "\\displaystyle", "\\!"), "")
-SIGN = re.compile(r"\\(?:[a-zA-Z]+|.)|[^\x00-\x7f]|[$~&]", re.DOTALL)
-
+SIGNS = table(r"""
+    *←×,·,⋅,\times,\cdot  /←÷,⁄,\div  -←−,–  ±←\pm  %←\%  |←∪,\cup  =←≈,\approx,∈,\in
+    <=←≤,\le,\leq,\leqslant  >=←≥,\ge,\geq,\geqslant  !=←≠,\ne,\neq  \pi←π  \infty←∞  \sqrt←√
+    \frac←\dfrac,\tfrac,\cfrac  ⟨←\{  ⟩←\}  ],[←\\
+    ←$,\$,€,£,°,\degree,\(,\),\[,\],\!,\left,\right,\displaystyle,\big,\Big,\bigl,\bigr
+""")  # our sign, and others for it
 TEXT = r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*"
-REWRITES = {  # LaTeX -> the syntax of Python, but for braces. The order counts
-    r"\s+": " ",
-    r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z": "",
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
+    r"\\[,;: ]|\\q?quad\b|~|\s+": " ",
+    r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
     rf"{TEXT}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}": r' "\1" ',
-    r"\A[^\w\\⟨]*([A-Z])\W*\Z": r"\1",  # "(A)"
-    r"\A\W*(?:the )?(?:final )?(?:[aA]nswer|value)(?: is|:)[\s:]*": "",
-    r"[.。] ?\Z": "",
-    r'"? ?\bper ?cent\b ?"?': "%",
-    r'"? ?\b(?:and|or)\b ?"?|;|\{,\}': ",",
+    r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
+    r"\A[^\w\\⟨]*([A-Z])[^\w+]*\Z": r"\1",  # (A)
+    r"(?i)\A\W*(?:the )?(?:final )?(?:answer|value)(?: is|:)[\s:]*": "",
+    r'(?i)"? ?\b(hundred|thousand|million|billion|dozen)\b ?"?': lambda word: (
+        f" *{SCALES[word[1].lower()]} "
+    ),
+    r'(?i)"? ?\bper ?cent\b ?"?': "%",
+    r'"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
     r", ?,": ",",
     r"\\begin ?\{[pb]matrix\}": "[[",
     r"(?:\],\[)? ?\\end ?\{[pb]matrix\}": "]]",
     r"\\frac ?([0-9]) ?([0-9{])": r"\\frac{\1}\2",  # \frac12
     r"\\frac\{([0-9])\}([0-9])": r"\\frac{\1}{\2}",
-    r"\\?sqrt ?\[(\w+)\] ?\{": r"sqrt{\1,",
-    r"\\sqrt ?([0-9a-zA-Z])": r"sqrt{\1}",
-    r"\\sqrt\b": "sqrt",
+    r"\\sqrt ?([0-9a-zA-Z])": r"\\sqrt{\1}",
+    r"\\?sqrt ?\[(\w+)\] ?\{": r" sqrt{\1,",
+    r"\\sqrt\b": " sqrt",
     r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
     r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
 }
-GROUPS_OF_DIGITS = r"(?<=[0-9])(?<![0-9]{4})(?<!\b0)[, ](?=[0-9]{3}(?![0-9]))"
 GROUP = r"\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 ITEM = r"((?:[^()[\]]|\((?:[^()]|\([^()]*\))*\))*)"  # without an open bracket
 
 
 def our_signs(text: str) -> str:
-    return SIGN.sub(lambda found: SIGNS.get(found[0], found[0]), text)
+    signs = r"\\(?:[a-zA-Z]+|.)|[^\x00-\x7f]|[$~&]"
+    return re.sub(signs, lambda found: SIGNS.get(found[0], found[0]), text)
 
 
-def rewritten(text: str) -> str:
+def in_our_signs(text: str) -> str:
     """Return an answer in LaTeX in the syntax of Python, but for its products and words."""
     text = re.sub("([⁰¹²³⁴-⁹]+)", r"^{\1}", re.sub("(?=[¼-¾⅐-⅞])", " ", text))  # x², 3½
-    text = unicodedata.normalize("NFKC", text)
-    text = our_signs(text)
+    text = our_signs(unicodedata.normalize("NFKC", text))
     for pattern, ours in REWRITES.items():
         text = re.sub(pattern, ours, text)
-    if not re.search(r"[(\[⟨]", text):  # (1,234) is a pair
-        text = re.sub(GROUPS_OF_DIGITS, "", text)
+    if not re.search(r"[(\[⟨]", text):  # 1,234 is a number, (1,234) is a pair
+        text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
     while (simpler := re.sub(rf"\\frac{GROUP}{GROUP}", r"((\1)/(\2))", text)) != text:
         text = simpler
     text = text.translate(str.maketrans("{}⟨⟩", "(){}"))
@@ -322,63 +330,59 @@ def rewritten(text: str) -> str:
     return re.sub(rf"\[{ITEM}\)", r"closed_open(\1)", text).strip()
 
 
-UNIT = r'(?:"[^"]*"|[a-zA-Z]{3,}|[A-Z]{2,}|(?:[ckm]m|[km]g|m[lL]|ft|lb|oz|of|in|no|is|to)\b)'
+GREEK = "pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
+UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]+|[a-zA-Z]{3,}|[A-Z]{2,}|(?:[ckm]m|[km]g|m[lL]|ft|lb|in|of|no)\b)'
 TOKEN = re.compile(
     rf"""
-      (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}(?![0-9]))? )
-    | (?P<function> (?: sqrt | open_closed | closed_open | [fghFGHNPT] ) [ ]? \( )
-    | (?P<words> {UNIT} (?: (?: \s* | [ ]?/[ ]? ) {UNIT} )* (?: [ ]? \^ \(? [23] \)? )? )
-    | (?P<letter> (?: \\ (?: pi | infty | alpha | beta | gamma | delta | epsilon | theta | lambda | mu
-        | sigma | phi | omega ) \b | pi\b | [a-zA-Z] ) (?: _\(?\w\)? )? )
-    | (?P<sign> \*\* | [<>]= | [-+*/^(),=<>[\]{{}}|%] )
+      (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
+    | (?P<call> (?: sqrt | open_closed | closed_open | [fghFGHNPT] ) [ ]? \( )
+    | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )* (?: [ ]? \^ \(? [23] \)? )? )
+    | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
+    | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
     | \S
     """,
     re.VERBOSE,
 )
-PYTHON = {"^": "**", "=": "==", "%": "/100"}
 NO_UNIT = re.compile(
-    r"(?<!\^)(?<!\^\()[0-9]|\b(?:hal(?:f|ves)|hundred|thousand|\w*illion|\w*ths?|dozen|not?|is)s?\b"
+    r"""(?<!\^)(?<!\^\()[0-9] | \b(?: hal(?:f|ves) | third | quarter | \w*illion | \w*illionth
+    | (?:fif|six|eigh|ten|hundred|thousand)th | squared | cubed | factorial | below | not? | is
+    )s?\b""",
+    re.VERBOSE | re.IGNORECASE,
 )
 
 
 def python_of(text: str) -> str:
-    """Return a rewritten answer with its products and units: `2x cm` is `(2) * x @ "cm"`."""
+    """Write the products and units of an answer as Python does: `(2) * x @ "cm"` for 2x cm."""
     code, last = "", ""
     for token in TOKEN.finditer(text):
         kind, piece = token.lastgroup, token[0]
-        follows = last in ("number", "letter", "words", ")", "]", "}", "%")
+        follows = last in ("number", "letter", "words", ")", "]", "}", "%")  # a value
         if kind is None or follows and (kind == "number" or last == "words" and piece == "("):
             raise ValueError(f"{piece} is no mathematics")
-        if kind == "words" and follows:
-            piece = f"@ {unit_of(piece)!r}"
-        elif kind == "words":
-            piece = repr(" ".join(re.findall(r'[^\s"]+', piece)).casefold())
-        elif kind == "number":
+        if kind == "number":
             piece = f"({Fraction(piece)})"
         elif kind == "letter":
-            piece = re.sub(r"\W", "", piece)  # \alpha_(1) is alpha_1
-        multiplies = follows and (kind in ("function", "letter") or piece == "(")
-        code += " * " * multiplies + PYTHON.get(piece, piece) + " "
+            piece = re.sub(r"\W", "", piece) + "_"  # lambda is a word of Python
+        elif kind == "words":
+            if follows and NO_UNIT.search(piece):
+                raise ValueError(f"{piece} changes the value")
+            words = " ".join(re.findall(r"[^\W_]+|/", piece))
+            if len(words) > 3 or not follows:  # units such as ms and MHz stay
+                words = words.casefold().removesuffix("s")
+            piece = "@ " * follows + repr(words)
+        multiplies = follows and (kind in ("call", "letter") or piece == "(")
+        code += " * " * multiplies + {"^": "**", "=": "==", "%": "/100"}.get(piece, piece) + " "
         last = piece if kind == "sign" else kind
     return code
 
 
-def unit_of(words: str) -> str:
-    """Return one way to write a unit. ValueError for words that change a value."""
-    if NO_UNIT.search(words):
-        raise ValueError(f"{words} is no unit")
-    names = re.findall(r"[a-zA-Z]+|/|[23]", words)
-    return " ".join(name.lower().removesuffix("s") if len(name) > 3 else name for name in names)
-
-
 def meaning_of(text: str) -> tuple:
-    """Return an answer as (kind, part, ...), a list of one item or more. Raise if it has none."""
+    """Return an answer as nested tuples of (kind, part, ...): a list of one item or more."""
     if "±" in text:
         text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
-    match ast.parse(f"_({python_of(text)})", mode="eval").body:
-        case ast.Call(ast.Name("_"), items, []):
-            return ("list", *map(part_of, items))
-    raise ValueError(f"{text} is no list")
+    tree = ast.parse(f"_({python_of(text)})", mode="eval").body
+    need(isinstance(tree, ast.Call) and not tree.keywords, "it has brackets that do not match")
+    return ("list", *map(part_of, tree.args))
 
 
 def part_of(node: ast.expr) -> tuple:
@@ -393,23 +397,21 @@ def part_of(node: ast.expr) -> tuple:
             return (type(node).__name__, *map(part_of, items))
         case ast.Call(ast.Name(function), items) if function != "sqrt":
             return (f"call {function}", *map(part_of, items))
-        case ast.Compare(
-            ast.Name() | ast.Call() | ast.Tuple() | ast.Constant(str()) as name, [ast.Eq()], [side]
-        ):
+        case ast.Compare(ast.Name() | ast.Call() | ast.Tuple() as name, [ast.Eq()], [side]):
             return (f"name {ast.unparse(name)}", part_of(side))
         case ast.Compare(left, signs, sides):
             kinds = " ".join(type(sign).__name__ for sign in signs)
             return (kinds, part_of(left), *map(part_of, sides))
-    return ("value", *(value_of(node, point) for point in POINTS))
+    return ("value", *(value_of(node, point) for point in "abc"))
 
 
 def alike(left: tuple, right: tuple) -> bool:
-    """Compare two parts of answers. Names and units may be missing on one side."""
+    """Compare two parts of answers. A name or a unit may be missing on one side."""
     for optional in ("name ", "unit "):
-        if left[0].startswith(optional) != right[0].startswith(optional):
-            left, right = [
-                part[1] if part[0].startswith(optional) else part for part in (left, right)
-            ]
+        if left[0].startswith(optional) and not right[0].startswith(optional):
+            left = left[1]
+        elif right[0].startswith(optional) and not left[0].startswith(optional):
+            right = right[1]
     (kind, *parts), (other_kind, *others) = left, right
     if kind != other_kind or len(parts) != len(others):
         return False
@@ -425,15 +427,10 @@ def alike(left: tuple, right: tuple) -> bool:
     return True
 
 
-POINTS = ("a", "b", "c")  # at each a letter has another value
-CONSTANTS = {"pi": cmath.pi, "e": cmath.e, "i": 1j}
-
-
 def near(left: Fraction | complex, right: Fraction | complex) -> bool:
-    """Return whether two values are equal: exactly if both are rational."""
-    if isinstance(left, Fraction) and isinstance(right, Fraction):
-        return left == right
-    return abs(complex(left) - complex(right)) <= 1e-12 * abs(complex(left))
+    """Compare rationals exactly, other numbers to 12 digits."""
+    are_exact = isinstance(left, Fraction) and isinstance(right, Fraction)
+    return left == right or not are_exact and abs(left - right) < 1e-12 * abs(left)
 
 
 # ---- verifiers of the built-in tasks -------------------------------------------------------------
@@ -503,6 +500,7 @@ def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | 
     return value
 
 
+CONSTANTS = {"pi_": cmath.pi, "e_": cmath.e, "i_": 1j, "infty_": cmath.inf}
 OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
 OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 OPERATORS[ast.Pow] = power
@@ -514,7 +512,8 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
         case ast.Constant(int(number)):
             return Fraction(number)
         case ast.Name(letter):
-            number = Fraction(random.Random(letter + point).randint(-(10**6), 10**6), 10**6 + 3)
+            number = Fraction(random.Random(letter + point).randint(1, 10**6), 10**6 + 3)
+            number -= point == "a"  # below 0 there, so that sqrt(x^2) is not x
             return CONSTANTS.get(letter, number)
         case ast.UnaryOp(sign, operand):
             return OPERATORS[type(sign)](value_of(operand, point))
