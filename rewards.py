@@ -331,12 +331,12 @@ def in_our_signs(text: str) -> str:
 
 
 GREEK = "pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
-UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]+|[a-zA-Z]{3,}|[A-Z]{2,}|(?:[ckm]m|[km]g|m[lL]|ft|lb|in|of|no)\b)'
+UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]++|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|m[lL]|ft|lb|in|of|no)\b)'
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
     | (?P<call> (?: sqrt | open_closed | closed_open | [fghFGHNPT] ) [ ]? \( )
-    | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )* (?: [ ]? \^ \(? [23] \)? )? )
+    | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
     | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
     | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
     | \S
