@@ -1,4 +1,4 @@
-"""`--reward math_symbolic`: do two answers mean the same? `same_answer(given, gold)` reads LaTeX and text.
+"""`--reward math_symbolic`: do two answers mean the same? `same_answer(given, gold)` reads LaTeX.
 
 Both answers become trees. Trees are compared by their values where they have values (letters get
 numbers, at several points), piece by piece where they are points, sets and the like, else as text.
@@ -103,7 +103,7 @@ def repeated(found: re.Match) -> str:
 REWRITES = (  # a pattern, and its replacement
     (re.compile('"'), " "),
     (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
-    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
+    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)(?! \w)", re.IGNORECASE), "ℝ"),
     (re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
     (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
     (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
@@ -891,24 +891,23 @@ def as_text(answer: str) -> str:
 
 def same_text(given: str, gold: str) -> bool:
     """Compare texts up to boxes, white space around punctuation, and case in plain words."""
-    words = text_words(given)
-    return words == text_words(gold) and words not in ([], ["nan"])
-
-
-def text_words(text: str) -> list[str]:
-    text = SYMBOL.sub(our_symbol, TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
-    is_plain = re.fullmatch(r"[a-zA-Z\s.,;:!?'()-]*", text)
-    text = re.sub(r"_\{(\w+)\}", r"_\1", " ".join(text.split()))  # 204_{5}
-    text = re.sub(r"\{(\w)\}", r" \1 ", text)  # \pmod{4} is \pmod 4
-    text = re.sub(r" *([^\w ]) *", r"\1", text).rstrip(".")
-    if is_plain:
-        text = ORDINARY.sub(lambda found: found[0].lower(), text)
-    return text.split()
+    words = []
+    for text in (given, gold):
+        text = SYMBOL.sub(our_symbol, TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
+        is_plain = re.fullmatch(r"[a-zA-Z\s.,;:!?'()-]*", text)
+        text = re.sub(r"_\{(\w+)\}", r"_\1", " ".join(text.split()))  # 204_{5}
+        text = re.sub(r"\{(\w)\}", r" \1 ", text)  # \pmod{4} is \pmod 4
+        text = re.sub(r" *([^\w ]) *", r"\1", text).rstrip(".")
+        if is_plain:
+            text = ORDINARY.sub(lambda found: found[0].lower(), text)
+        words.append(text.split())
+    return words[0] == words[1] and words[0] not in ([], ["nan"])
 
 
 def gold_allows(given: str, gold: str) -> bool:
-    """Return whether the gold answer is this one, written in another way: a choice and its value,
-    the name of the quantity, a percentage."""
+    """Return whether the gold answer is this one as a choice with its value, or as a percentage.
+
+    25% is 25 where a percentage is asked. 0.7% is not 0.7."""
     choice, gold_choice = CHOICE_WITH_VALUE.fullmatch(given), CHOICE_WITH_VALUE.fullmatch(gold)
     if gold_choice and not choice:  # D and 30 are (D) 30
         return any(same_meaning(given, part) for part in gold_choice.groups())
@@ -917,5 +916,6 @@ def gold_allows(given: str, gold: str) -> bool:
         is_denied = DENIAL.search(words) or re.search(r"\bor\b|\bnot\b", words)
         return not is_denied and any(same_meaning(part, gold) for part in choice.groups())
     bare, bare_gold = PERCENT.sub("", given), PERCENT.sub("", gold)
-    is_large = BARE_NUMBER.fullmatch(bare) is not None and abs(Fraction(bare)) >= 1
-    return (bare, bare_gold) != (given, gold) and is_large and same_meaning(bare, bare_gold)
+    if (bare, bare_gold) == (given, gold) or not all(map(BARE_NUMBER.fullmatch, (bare, bare_gold))):
+        return False
+    return Fraction(bare) == Fraction(bare_gold) and abs(Fraction(bare)) >= 1  # 25% is 25
