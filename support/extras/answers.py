@@ -126,7 +126,7 @@ REWRITES = (  # a pattern, and its replacement
     (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
     (re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3\frac12, 3 1/2
 )
-UNIT_WORD = re.compile(r"(?:/?[a-zA-Z]+(?:\^\{?-?[1-3]\}?)?)+|[/*]")
+UNIT_WORD = re.compile(r"(?:/?[a-zA-Z]++(?:\^\{?-?[1-3]\}?)?)++|[/*]")
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
     r"""
