@@ -278,7 +278,7 @@ SIGNS = table(r"""
     *←×,·,⋅,\times,\cdot  /←÷,⁄,\div  -←−,–  ±←\pm  %←\%  |←∪,\cup  =←≈,\approx,∈,\in
     <=←≤,\le,\leq,\leqslant  >=←≥,\ge,\geq,\geqslant  !=←≠,\ne,\neq  \pi←π  \infty←∞  \sqrt←√
     \frac←\dfrac,\tfrac,\cfrac  ⟨←\{  ⟩←\}  ],[←\\
-    ←$,\$,€,£,°,\degree,\(,\),\[,\],\!,\left,\right,\displaystyle,\big,\Big,\bigl,\bigr
+    ←$,\$,€,£,¥,°,\degree,\(,\),\[,\],\!,\left,\right,\displaystyle,\big,\Big,\bigl,\bigr
 """)  # our sign, and others for it
 TEXT = r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*"
 SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
@@ -288,8 +288,8 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
     rf"{TEXT}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}": r' "\1" ',
     r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
-    r"\A[^\w\\⟨]*([A-Z])[^\w+]*\Z": r"\1",  # (A)
-    r"(?i)\A\W*(?:the )?(?:final )?(?:answer|value)(?: is|:)[\s:]*": "",
+    r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
+    r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so |about )[\s:]*": "",
     r'(?i)"? ?\b(hundred|thousand|million|billion|dozen)\b ?"?': lambda word: (
         f" *{SCALES[word[1].lower()]} "
     ),
@@ -331,7 +331,7 @@ def in_our_signs(text: str) -> str:
 
 
 GREEK = "pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
-UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]++|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|m[lL]|ft|lb|in|of|no)\b)'
+UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]++|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]o)\b)'
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )

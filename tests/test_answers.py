@@ -226,7 +226,7 @@ PAIRS = r"""
     (A)\ 5\text{ is wrong} ↛ A    (A) 5, not 6 ↛ A    option (B) ↛ C    Option B ≢ 5
     C ↛ \textbf{(D) } 30    31 ↛ \textbf{(D) } 30    (C) 30 ↛ \textbf{(D) } 30
     # units and words behind a value: at most three words of a to z, and symbols with their case
-    5\text{ halves} ≡ 5    5 oder 6 ≢ 5    5 is impossible ≡ 5    5 of the 6 ≢ 5    5 Å ≢ 5    5 Ω ≢ 5
+    5\text{ halves} ≡ 5    5 oder 6 ≢ 5    5 is impossible ≡ 5    5 of the 6 ≢ 5    5 Å ≢ 5
     5 slices of pizza ≡ 5    5 big slices of pizza ≢ 5    5\text{ ms} ≢ 5\text{ m}    5 Feet ≡ 5 ft
     5\text{ MHz} ≢ 5\text{ mHz}    5\text{ hrs} ≡ 5\text{ hours}    5\text{ lbs} ≡ 5\text{ lb}
     # percent where one is asked, digits and brackets of other widths, zeros, names of equations

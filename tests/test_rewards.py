@@ -15,8 +15,9 @@ import pytest
 
 import patterns
 import rewards
+import support.extras.answers
+import support.extras.programs  # noqa: F401 - both register verifiers
 from support.data import read_rows
-from support.extras import answers, programs  # noqa: F401 - they register verifiers
 from support.user import UserError, need
 
 ROOT = Path(rewards.__file__).parent
@@ -68,8 +69,8 @@ LENIENT = r"""
     the answer is 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
     −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5 | the answer is - 5 => -5
     the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
-    \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5 | so 50% => 50
-    so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
+    \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
+    so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
     so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42 | so:⏎- 5 => 5
     6 or \boxed{7} => 7
 """
@@ -77,7 +78,8 @@ NOT_LENIENT = r"""
     6 apples, 7 pears | 10-5 => -5 | \boxed{7} then 6 | <think>it is 6. </think> none | <think>6
     no number | 6 #### \boxed{} | 6 #### | so \boxed{6 | 6 <answer></answer> | −5 => 5 | - 5 => 5
     10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10 | it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
-    10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4 | so 0.5% => 0.5 | 5 million => 5 | 7 tenths => 7
+    10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4 | so 0.5% => 0.5 | 5 million => 5
+    7 tenths => 7
 """
 NUMBERS = r"""
     5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | **5** | **5** apples
@@ -153,6 +155,39 @@ NOT_FORMED = """
     <answer>b</answer><think>a</think> | </think><answer>b</answer>
     <THINK>a</THINK><ANSWER>b</ANSWER>
 """
+EQUAL = r"""
+    18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | $18$ => 18
+    18 dollars => 18 | 540\,\text{m} => 540 | \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3
+    .5 => 1/2 | \frac12 => 0.5 | 2½ => 2.5 | 2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25
+    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.5 million => 1500000
+    3 dozen => 36 | 1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
+    60\text{ mph} => 60 | the answer is 21 => 21 | \text{Total} = 21 => 21 | n = 21 => 21
+    （２５） => 25 | Friday => friday | 2\sqrt 3 => \sqrt{12} | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
+    \sqrt[3]{27} => 3 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
+    xy => yx | x² => x \cdot x | 90^\circ => 90 | 9\pi\text{ cm}^2 => 9\pi
+    (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
+    (3,\infty) \cup (-\infty,3] => (-\infty,3]\cup(3,\infty) | x \in [1,2] => [1,2]
+    \{1, 2\} => \{2,1\} | 1, 2, and 3 => 3,2,1 | x=1 or x=2 => 2, 1
+    1 \pm \sqrt{2} => 1-\sqrt2, 1+\sqrt2 | 2x+1 => y=1+2x | f(x) = x^2 => x^2 | x_1 => x_{1}
+    4i+3 => 3+4i | e^{i\pi} => -1 | \lambda+1 => 1+\lambda
+    \begin{pmatrix}1 & 2\\3 & 4\\ \end{pmatrix} => \begin{bmatrix}1&2\\3&4.0\end{bmatrix}
+    \textbf{(A)} => A | \text{no solution} => No solution | x \ge 3 => x>=3 | 2516_8 => 2516_{8}
+"""
+DIFFERENT = r"""
+    180 => 18 | -18 => 18 | 18 or 19 => 18 | 18, 19 => 18 | \pm 18 => 18 | 18 million => 18
+    18k => 18 | 0.7% => 0.7 | 0.25 => 25 | 0.25% => 25 | 60\% => 6 | 1,08 => 108 | 0,05 => 0,5
+    0.33 => 1/3 | 2\frac12 => 1 | 18^2 => 18 | 18x => 18 | x+18 => 18 | x => 18 | 18 is wrong => 18
+    1 8 => 18 | 2 hours 30 minutes => 2 | 5 ft => 5 inches | 5\text{ cm}^2 => 5\text{ cm}
+    5 ms => 5 m | 18 halves => 18 | 7 tenths => 7 | 5 squared => 5 | twice 18 => 18 | 18 = 19 => 19
+    18/ => 18 | (1,2) => (2,1) | (1,2) => [1,2] | [1,2) => (1,2] | (1,2) => \{1,2\} | 1,1 => 1
+    (1,234) => 1234 | x>3 => x<3 | x\ge3 => x>3 | \pm 2 => 2 | 3+4i => 3-4i | y=2x+1 => 2x
+    x=5, y=6 => 5 | \begin{pmatrix}1&2\end{pmatrix} => \begin{pmatrix}1\\2\end{pmatrix}
+    f(2) => f(3) | n! => n | \sin x \cos y => \cos x \sin y | 11_2 => 11 | \sqrt{x^2} => x
+    |x| => x | \gamma => \Gamma | \infty => -\infty | \infty - \infty => 0 | 3.14159265 => \pi
+    e^{-1000} => 0 | 9^{9^9} => 9 | 7)(5 => 35 | 5)+(1 => 6 | *5 => 5 | 2**3 => 23 | 1_000 => 1000
+    5j => 5 | 0x5 => 5 | 5, x => 5 | 5 if 1 else 6 => 5 | lambda: 5 => 5 | AB => BA | no => on
+    C++ => C | A or B => A | (A)(B) => A
+"""
 TABLES = {  # verifier: texts that it rewards, and texts that it does not
     "math": (EXTRACTED, NOT_EXTRACTED),
     "math_lenient": (LENIENT, NOT_LENIENT),
@@ -170,6 +205,15 @@ def test_verifier_judges_as_written(name):
             completion, _, gold = cell.partition(" => ")
             verdict = VERIFY[name](completion, gold or GOLD.get(name, "6"))
             assert verdict == rewarded, cell
+
+
+@pytest.mark.parametrize("rewarded, table", [(1, EQUAL), (0, DIFFERENT)])
+def test_math_compares_answers(rewarded, table):
+    """Numbers, percent, units, algebra, points, intervals, sets, lists, matrices, text."""
+    for cell in cells(table):
+        given, gold = cell.split(" => ")
+        assert VERIFY["math"](boxed(given), gold) == rewarded, cell
+        assert VERIFY["math_lenient"](boxed(given), gold) == rewarded, cell
 
 
 @pytest.mark.parametrize("rewarded, table", [(0, PARTS_OF_EXPRESSIONS), (1, NUMBERS)])

@@ -829,7 +829,7 @@ CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5, but not (A) or (B)
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
     r"([^A-E\n}][^A-E\n]*)"
 )
-BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+BARE_NUMBER = re.compile(r"-?[1-9](?:[0-9]*|[0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:percent|\\?%)\s*\})\.?\Z")
 # words by their look: a vowel, one capital or all
 ORDINARY = re.compile(r"\b(?=\w*[aeiouyAEIOUY])(?:[A-Z]?[a-z]+|[A-Z]{3,})\b")
@@ -916,6 +916,5 @@ def gold_allows(given: str, gold: str) -> bool:
         is_denied = DENIAL.search(words) or re.search(r"\bor\b|\bnot\b", words)
         return not is_denied and any(same_meaning(part, gold) for part in choice.groups())
     bare, bare_gold = PERCENT.sub("", given), PERCENT.sub("", gold)
-    if (bare, bare_gold) == (given, gold) or not all(map(BARE_NUMBER.fullmatch, (bare, bare_gold))):
-        return False
-    return Fraction(bare) == Fraction(bare_gold) and abs(Fraction(bare)) >= 1  # 25% is 25
+    are_large = all(map(BARE_NUMBER.fullmatch, (bare, bare_gold)))
+    return (bare, bare_gold) != (given, gold) and are_large and same_meaning(bare, bare_gold)
