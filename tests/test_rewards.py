@@ -162,7 +162,7 @@ EQUAL = r"""
     25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.5 million => 1500000
     3 dozen => 36 | 1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
     60\text{ mph} => 60 | the answer is 21 => 21 | \text{Total} = 21 => 21 | n = 21 => 21
-    （２５） => 25 | Friday => friday | 2\sqrt 3 => \sqrt{12} | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
+    （２５） => 25 | Friday => friday | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
     \sqrt[3]{27} => 3 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
     xy => yx | x² => x \cdot x | 90^\circ => 90 | 9\pi\text{ cm}^2 => 9\pi
     (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)

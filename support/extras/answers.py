@@ -614,7 +614,7 @@ def power(base, exponent):
     """Return base^exponent, for a negative base and an odd root the real one."""
     degree = exponent.denominator if are_exact(exponent) else 0
     if degree == 1:
-        size = bits_of(base) if are_exact(base) else abs(MP.mag(base))
+        size = bits_of(base) if are_exact(base) else abs(MP.mag(base)) + 1
         if size * abs(exponent) > MAX_BITS:
             raise Unreadable("9^9^9")
         return bounded(base ** int(exponent))
