@@ -13,16 +13,11 @@ from tools import ROOT
 SMALL = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-prompts 4 --eval-samples 0"
 TRAINS = f"--algo gspo {SMALL}"
 NEEDS = {  # extra -> flags that ask for it
-    "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
     "experts": ["--routing-replay --model models/moe --reward arithmetic"],
-    "judge": ["--reward judge:models/judge"],
-    "lenient": ["--reward math_lenient --data rows.jsonl --model models/tiny"],
     "lora": ["--lora-rank 4"],
     "fast_scoring": [],
     "fast_sampling": [],
-    "programs": ["--reward code"],
     "report": [],
-    "sandbox": ["--reward code"],
     "tools": ["--tool calculator", "--task calculator"],
     "trackers": ["--track wandb"],
 }
