@@ -218,16 +218,16 @@ verifier(math)
 NUMBER = re.compile(
     r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
     | [0-9][0-9,]*+ (?:\.[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i: percent
-    | hundred | thousand | million | billion | dozen | halves | thirds | tenths | squared )\b )?""",
+    | hundred | thousand | [bm]illion | dozen | halves | thirds | tenths | squared )\b )?""",
     re.VERBOSE,
 )
-PART_BEFORE = re.compile(  # an operator, or a word for one
-    r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])>
-    | \w\( | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
-    | (?:half|root|power)[ ]of ) | n't ) [ ]? \Z | \d: \Z""",
+PART = re.compile(  # the number, written #, is a part of an expression
+    r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])> | \w\(
+    | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
+    | (?:half|root|power)[ ]of ) | n't ) [ ]? \# | \d:\#
+    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/] | -[ ]?[a-z]\b | [nxyz]{1,2}\b | \\(?!text|q?quad) )""",
     re.VERBOSE,
 )
-PART_BEHIND = re.compile(r" ?(?:[×·÷^_<>≤≥≠±√+*/]|- ?[a-z]\b|[nxyz]{1,2}\b|\\(?!text|q?quad))")
 
 
 @verifier
@@ -239,13 +239,11 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
         text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
         text = re.sub("[−–]", "-", text)
         *_, last = NUMBER.finditer(text)
-        before, behind = text[: last.start()][-20:], text[last.end() :]
-        is_negative = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
-        if not is_negative and PART_BEFORE.search(before):
+        before, behind = text[: last.start()][-20:], text[last.end() :][:100]
+        sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
+        if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
             return False
-        if PART_BEHIND.match(behind) or DENIAL.search(behind[:100]):
-            return False
-        given = "-" * bool(is_negative) + last[0]
+        given = "-" * bool(sign) + last[0]
     return same_answer(given, gold_answer(answer))
 
 

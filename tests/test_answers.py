@@ -17,25 +17,24 @@ from support.extras.answers import same_answer
 
 PAIRS = r"""
     # numbers and percent
-    −5 ≡ -5    \(5\) ≡ 5    \mathbf{5} ≡ 5    \displaystyle 5 ≡ 5    2π ≡ \pi*2    28\% ≡ 28 percent
-    \infty ≡ ∞    \underline{\underline{42}} ≡ 42    \fbox{42} ≡ 42    {\bf 42} ≡ 42    10⁻³ ≡ 0.001
+    −5 ≡ -5    \(5\) ≡ 5    \mathbf{5} ≡ 5    2π ≡ \pi*2    28\% ≡ 28 percent    \infty ≡ ∞
+    \underline{\underline{42}} ≡ 42    \fbox{42} ≡ 42    {\bf 42} ≡ 42    10⁻³ ≡ 0.001
     \large 42 ≡ 42    λ+1 ≡ 1+\lambda    Ω₀ ≡ \Omega_0    μ_0 ≡ \mu_0    \left. 5 \right. ≡ 5
-    (1 ≢ 1    1+ ≢ 1    \infty ≢ -\infty    \infty - \infty ≢ 0    0 \cdot \infty ≢ 0    \left( ≢ 1
-    \frac{\infty}{\infty} ≢ 1    5 \choose 2 ≢ 5    0.5 ↛ 0.5\%    \neg 5 ≢ 5    2 \mod 5 ≢ 2
+    (1 ≢ 1    1+ ≢ 1    \infty ≢ -\infty    \infty - \infty ≢ 0    0 \cdot \infty ≢ 0
+    5 \choose 2 ≢ 5    0.5 ↛ 0.5\%    \neg 5 ≢ 5    2 \mod 5 ≢ 2
     # fractions and roots
     \cfrac{3}{4} ≡ 6/8    50% ≡ 1/2    1\frac{3}{4}\text{ cups} ≡ 1.75    3√13 ≡ 3\sqrt{13}
     4 4/9\% ≡ \frac{40}{900}    0.\overline3 ≡ \frac13    \sqrt[3]{-8} ≡ -2
-    \sqrt[3]{8} ≢ \sqrt{8}    \frac{1}{0} ≢ \frac{2}{0}    0/0 ≢ 1    \frac{1} ≢ 1    \frac{}{} ≢ 1
+    \sqrt[3]{8} ≢ \sqrt{8}    \frac{1}{0} ≢ \frac{2}{0}    0/0 ≢ 1    \frac{1} ≢ 1
     5\frac{1}{2} ≢ \frac52    \sqrt[3]{-8} ≢ 2    \sqrt{} ≢ 0    {1\over2} ≢ \frac{1}{3}
-    \binom{5}{2} ≢ \frac52    \frac{1}{2004!} ≢ \frac{1}{2006!}    4 4/0 ≢ 4    2\frac{1}{2} ≢ 1
+    \binom{5}{2} ≢ \frac52    \frac{1}{2004!} ≢ \frac{1}{2006!}    4 4/0 ≢ 4
     -1\frac{1}{2} ≢ -\frac12    \binom{10}{3} ≢ \frac{10}{3}    0.\overline{12} ≢ 0.1\overline{2}
     0.\overline{3} ≢ 0.\overline{33}3    0.\overline{} ≢ 0
     # powers, factorials and many digits
     1.5 × 10^3 ≡ 1500    5! ≡ 120    5 \cdot 4! ≡ 120    2\binom{10}{3} ≡ 240    1\!234 ≡ 1234
     \sqrt[3]{60}+\sqrt{7}-\frac{1}{10^{20}} ≢ \sqrt[3]{60}+\sqrt{7}    5! ≢ 5    9^{9^9} ≢ 1
-    1000000! ≢ 1    200! ≢ 199!    e^{e^{e^{e^{e}}}} ≢ 1    e^{-2023} ≢ 0    \sin(10^{500}) ≢ 0
-    \sqrt{10^{200}+1}-10^{100} ≢ 0    e^{1000} ≢ e^{1001}    (5!)! ≢ 5!
-    \binom{10}{3} ≢ \binom{10}{4}
+    1000000! ≢ 1    200! ≢ 199!    e^{-2023} ≢ 0    \sin(10^{500}) ≢ 0    e^{1000} ≢ e^{1001}
+    (5!)! ≢ 5!    \binom{10}{3} ≢ \binom{10}{4}
     # units and money
     \textdollar 5 ≡ 5    15\mbox{ cm}^2 ≡ 15    125\textnormal{ miles} ≡ 125    5 m² ≡ 5
     17\text{ any thing} ≡ 17    \pi\text{ cm}^2 ≡ \pi    \pi \text{ square units} ≡ π    ₹450 ≡ 450
@@ -50,31 +49,20 @@ PAIRS = r"""
     17 (seventeen) ≢ 18    5/8 of the cake ≢ 8/5    20\% \text{ off} ≢ 20    increased by 20 ≢ 30
     \$28 ↛ 28\%    \$5 ≢ €5    £5 ≢ \$5    5¢ ≢ \$5    \text{Rs. }5 ≢ \$5
     5\text{ euros} ≢ 5\text{ dollars}    60^\circ ≢ 60\text{ radians}    60° ≢ 60 minutes
-    5\text{ mg} ≢ 5\text{ Mg}    \$5 million ≢ \$5    5\text{ lb} ≢ 5\text{ kg}    100°C ≢ 100°F
-    ¥500 ≢ \$500    500\text{ yen} ≢ 500\text{ won}    3\text{ ft} ≢ 3\text{ yd}
+    5\text{ mg} ≢ 5\text{ Mg}    5\text{ lb} ≢ 5\text{ kg}    100°C ≢ 100°F    ¥500 ≢ \$500
+    500\text{ yen} ≢ 500\text{ won}    3\text{ ft} ≢ 3\text{ yd}
     5\text{ dollars} ≢ 5\text{ dimes}    1\text{ kWh} ≢ 1\text{ kW}    1\text{ mV} ≢ 1\text{ MV}
     10-20 km ≢ 10-20 miles    5\text{ in}^2 ≢ 5\text{ inches}    5\text{ mL} ≢ 5\text{ liters}
     5 mL ≢ 5\text{ mg}    $5 ≢ 5 cents
     # words beside a number
     5 million ≡ 5 Million    {\color{blue} x+1} ≡ x+1    approximately 5 ≡ 5    5 months ≡ 5
-    \frac{\textcolor{red}{1}}{2} ≡ 1/2    5 slices of pizza ≡ 5    5\text{ widths} ≡ 5    3 tons ≡ 3
-    \text{The final answer is } 12 ≡ 12    5 teeth ≡ 5    5 oranges ≡ 5    5\text{ kids} ≡ 5
-    5 students in total ≡ 5    There are 5 ≡ 5    \text{Total} = 5 ≡ 5    5\text{ ways} ≡ 5
-    \text{Length} = 5\text{ cm} ≡ 5    5\text{ distinct values} ≡ 5    3 outer rings ≡ 3
-    3 ounces ≡ 3    3 freight trains ≡ 3    5 kilometers ≡ 5    5 megabytes ≡ 5    5 thousand ≢ 5
-    5 dozen ≢ 5    5 plus 3 ≢ 5    __import__ ≢ 1    None ≢ 0    20 millions ≢ 20
-    4\text{ lakh} ≢ 4    4 crore ≢ 4    1 and a half ≢ 1    5 over 3 ≢ 5    about 5 or 6 ≢ 5
-    5 point 3 ≢ 5    5\text{ base }7 ≢ 5    12 (twelve) ≢ 13    July 4 ≢ 4    \text{undefined} ≢ 0
-    \frac{2}{3}\text{ of a cup} ≢ \frac{3}{2}    5 ten-thousandths ≢ 5    10\sqrt{2} ≢ 5*(1+sqrt(2))
-    5 percentage points ≢ 0.05    5-fold ≢ 6    5\text{ isn't it} ≢ 5    5 (rejected) ≢ 5
-    5 remainder 2 ≢ 5    5\text{ mod }12 ≢ 5    never 5 ≢ 5    not equal to 5 ≢ 5
-    \text{minus }5 ≢ 5    negative 5 ≢ 5    anything but 5 ≢ 5    5\text{ squared meters} ≢ 25
-    5\text{ if }x>0 ≢ 5    5 (not 6) ≢ 6    5\text{ times larger} ≢ 6    \text{at most }5 ≢ 5
-    \text{The answer cannot be }5 ≢ 5    \text{It is false that it is }5 ≢ 5
-    5\text{ away from } 3 ≢ 5    5\text{?} ≢ 6    there are 5 ≢ 6    5\text{ choose }2 ≢ 5
-    \text{opposite of }5 ≢ 5    5\text{ hundred} ≢ 5    5\text{ (approx.)} ≢ 6    \text{DNE} ≢ 0
-    \text{area} + 5 ≢ 5    3 or four ≢ 3    3 ou quatre ≢ 3    3 o cuatro ≢ 3    3 vs four ≢ 3
-    3\text{ out of 4} ≢ 3    3 (or 4) ≢ 3    3 and perhaps four ≢ 3    3 et quatre ≢ 3
+    \frac{\textcolor{red}{1}}{2} ≡ 1/2    5 slices of pizza ≡ 5    3 tons ≡ 3
+    \text{The final answer is } 12 ≡ 12    There are 5 ≡ 5    3 outer rings ≡ 3    5 thousand ≢ 5
+    5 dozen ≢ 5    __import__ ≢ 1    None ≢ 0    20 millions ≢ 20    4\text{ lakh} ≢ 4
+    4 crore ≢ 4    1 and a half ≢ 1    12 (twelve) ≢ 13    July 4 ≢ 4    \text{undefined} ≢ 0
+    \frac{2}{3}\text{ of a cup} ≢ \frac{3}{2}    10\sqrt{2} ≢ 5*(1+sqrt(2))
+    5 percentage points ≢ 0.05    5-fold ≢ 6    5\text{ isn't it} ≢ 5
+    5\text{ squared meters} ≢ 25    5 (not 6) ≢ 6    3 or four ≢ 3    3 ou quatre ≢ 3
     5\text{ bil.} ≢ 5    50 per cent ≢ 50
     # algebra and letters
     3x^2y ≡ 3yx^2    ab ≡ ba    \color{red}{42} ≡ 42    \pi r^2h ≡ hr^2\pi    x⁴ ≡ x^4
@@ -84,7 +72,7 @@ PAIRS = r"""
     no ≢ on    x¹² ≢ x^1 \cdot 2    x ↛ 28\%    \hbar ≢ h    \mu_0 ≢ \mu
     \alpha_1\alpha_2 ≢ \alpha_1^2    \theta_1 - \theta_2 ≢ \theta_2-\theta_1    \sim p ≢ p
     A^c ≢ A    \vec{v} ≢ 5    \Re z ≢ \Im z    p \implies q ≢ q \implies p
-    \sqrt[3]{x} ≢ 3\sqrt{x}    \partial f ≢ f    \nabla f ≢ f    \dim V ≢ V    \deg f ≢ f
+    \sqrt[3]{x} ≢ 3\sqrt{x}    \partial f ≢ f    \nabla f ≢ f    \dim V ≢ V
     \triangle ABC ≢ \triangle DEF    \angle ABC ≢ \angle ACB    AC ≢ CA    FF_{16} ≢ 255_{8}
     H_2O ≢ HO_2    ABC ≢ CBA    x₁ ≢ x_2    n! ≢ (n+1)!    n! ≢ k!    \binom{n}{k}+1 ≢ \binom{n}{k}
     \binom{n}{k} ≢ \binom{n}{k+1}    (2n)! ≢ 2n!    2 to 3 ↛ 2    \binom{n}{k} ≢ \frac{n}{k}
@@ -170,8 +158,7 @@ PAIRS = r"""
     5 apples and 3 pears ≢ 5    \pm 5 ≢ 5    \{1,2\} ≢ \{1,3\}    \{1,1,2\} ≢ \{1,2,2\}
     1,1,2 ≢ 1,2,3    3 \pm 2\sqrt2 ≢ 3 + 2\sqrt2    1, 2, 3 ≢ 1, 2    1, 2, 3, ... ≢ 1, 2, 3
     1, 2, \ldots ≢ 1, 2    a=1,b=2 ≢ 2, 1    3\text{ red and }2\text{ blue} ≢ 3    2 to 3 ↛ (2,3)
-    7\text{ boys and 8 girls} ≢ 7    between 5 and 6 ≢ 5    \text{B, because } x=5 ≢ 5
-    \text{Friday, May 5} ≢ 5    1 and odd prime numbers ≢ 1 and even prime numbers
+    7\text{ boys and 8 girls} ≢ 7    1 and odd prime numbers ≢ 1 and even prime numbers
     x = 3, y = -2 ≢ (-2,3)    x=3 \text{ or } y=-2 ≢ (3,-2)    x = 3, x = -2 ≢ (3,-2)
     x = 3, y = -2 ≢ 3, -2    x = 1, y = 2 ≢ \{1,2\}    x=2, y=5 ≢ x=5, y=2    \{1,234\} ≢ \{1234\}
     a \equiv b \pmod 3 ≢ a \equiv b \pmod 5    x=1, x=2, x=3 ≢ x=1, x=2
@@ -223,18 +210,17 @@ PAIRS = r"""
     \lim_{n\to\infty} A_n ≢ \lim_{n\to\infty} a_n    {}_nC_r ≢ {}_Nc_r    \textbf{(A)}\ 5 ↛ B
     \textbf{(A)}\ 5 ↛ 6    \textbf{(A)}\ 5 ↛ \textbf{(B)}\ 5    \mathbf{B} ≢ C    \text{A} ≢ a
     HCl ≢ HCL    NaCl ≢ NACL    \text{pH} ≢ \text{PH}    AB ≢ ab    ABCD ≢ ACBD    (A) is wrong ↛ A
-    (A) 5 or 6 ↛ A    (A) 5 or 6 ↛ 5    (A) is not the answer ↛ A    \textbf{(A)}\ \text{or B} ↛ A
-    (A)\ 5\text{ is wrong} ↛ A    (A) 5, not 6 ↛ A    option (B) ↛ C    Option B ≢ 5
-    C ↛ \textbf{(D) } 30    31 ↛ \textbf{(D) } 30    (C) 30 ↛ \textbf{(D) } 30
+    (A) 5 or 6 ↛ A    (A) 5 or 6 ↛ 5    option (B) ↛ C    Option B ≢ 5    C ↛ \textbf{(D) } 30
+    31 ↛ \textbf{(D) } 30
     # units and words behind a value: at most three words of a to z, and symbols with their case
     5\text{ halves} ≡ 5    5 oder 6 ≢ 5    5 is impossible ≡ 5    5 of the 6 ≢ 5    5 Å ≢ 5
     5 slices of pizza ≡ 5    5 big slices of pizza ≢ 5    5\text{ ms} ≢ 5\text{ m}    5 Feet ≡ 5 ft
     5\text{ MHz} ≢ 5\text{ mHz}    5\text{ hrs} ≡ 5\text{ hours}    5\text{ lbs} ≡ 5\text{ lb}
     # percent where one is asked, digits and brackets of other widths, zeros, names of equations
-    25\% → 25    25 percent → 25    25%. → 25    25\text{ percent} → 25    0.7% ↛ 0.7    1\% → 1
-    25 → 25\%    0.25 → 25\%    60\% ↛ 60^\circ    ２５ ≡ 25    （1，2） ≡ (1,2)    ［0，1］ ≡ [0,1]
-    0,05 ≢ 0,5    0,05 ≢ 0.05    007 ≢ 7    \log x = 7 ≢ 7    \sin A = 1 ≢ 1    \frac{a}{b} = 2 ≢ 2
-    |x| = 3 ≢ 3    \text{speed of a car} = 3 ≡ 3
+    25\% → 25    25 percent → 25    0.7% ↛ 0.7    1\% → 1    25 → 25\%    0.25 → 25\%
+    60\% ↛ 60^\circ    ２５ ≡ 25    （1，2） ≡ (1,2)    ［0，1］ ≡ [0,1]    0,05 ≢ 0,5
+    0,05 ≢ 0.05    007 ≢ 7    \log x = 7 ≢ 7    \sin A = 1 ≢ 1    \frac{a}{b} = 2 ≢ 2    |x| = 3 ≢ 3
+    \text{speed of a car} = 3 ≡ 3
 """  # many were found by people who tried to be rewarded for a wrong answer
 
 
