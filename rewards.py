@@ -341,10 +341,10 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-NO_UNIT = re.compile(
+NO_UNIT = re.compile(  # words and digits that change a value, and a power of a unit does not
     r"""(?<!\^)(?<!\^\()[0-9] | \b(?: hal(?:f|ves) | third | quarter | \w*illion | \w*illionth
     | (?:fif|six|eigh|ten|hundred|thousand)th | squared | cubed | factorial | below | not? | is
-    )s?\b""",
+    | sqrt )s?\b""",
     re.VERBOSE | re.IGNORECASE,
 )
 
@@ -395,6 +395,8 @@ def part_of(node: ast.expr) -> tuple:
             return (type(node).__name__, *map(part_of, items))
         case ast.Call(ast.Name(function), items) if function != "sqrt":
             return (f"call {function}", *map(part_of, items))
+        case ast.Compare(ast.Call(ast.Name("sqrt"))):
+            raise ValueError("a root is no name, and this equation is compared as text")
         case ast.Compare(ast.Name() | ast.Call() | ast.Tuple() as name, [ast.Eq()], [side]):
             return (f"name {ast.unparse(name)}", part_of(side))
         case ast.Compare(left, signs, sides):

@@ -204,8 +204,9 @@ PAIRS = r"""
     5\text{ MHz} ≢ 5\text{ mHz}    5\text{ hrs} ≡ 5\text{ hours}    5\text{ lbs} ≡ 5\text{ lb}
     # percent where one is asked, digits and brackets of other widths, zeros, names of equations
     25\% → 25    25 percent → 25    0.7% ↛ 0.7    1\% → 1    25 → 25\%    0.25 → 25\%
-    60\% ↛ 60^\circ    ２５ ≡ 25    （1，2） ≡ (1,2)    ［0，1］ ≡ [0,1]    0,05 ≢ 0,5    0,05 ≢ 0.05
-    007 ≢ 7    \sin A = 1 ≢ 1    \frac{a}{b} = 2 ≢ 2    |x| = 3 ≢ 3    \text{speed of a car} = 3 ≡ 3
+    60\% ↛ 60^\circ    ２５ ≡ 25    （1，2） ≡ (1,2)    ［0，1］ ≡ [0,1]    0,05 ≢ 0,5
+    0,05 ≢ 0.05    007 ≢ 7    \sin A = 1 ≢ 1    \frac{a}{b} = 2 ≢ 2    |x| = 3 ≢ 3
+    \text{speed of a car} = 3 ≡ 3
 """  # many were found by people who tried to be rewarded for a wrong answer
 
 
