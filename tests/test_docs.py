@@ -54,7 +54,7 @@ def test_objectives_are_those_of_algos():
 
 
 def test_verifiers_are_those_of_rewards():
-    names = rewards.VERIFIERS.keys() | rewards.OPTIONAL.keys() - {"judge"}
+    names = rewards.VERIFIERS.keys() | set(rewards.EXTRAS)
     assert names <= first_cells("verifiers.md")
 
 
