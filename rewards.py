@@ -217,14 +217,14 @@ verifier(math)
 
 NUMBER = re.compile(
     r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
-    | [0-9][0-9,]*+ (?:\.[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i: percent
-    | hundred | thousand | [bm]illion | dozen | halves | thirds | tenths | squared )\b )?""",
+    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i:
+    percent | hundred | thousand | [bm]illion | dozen | halves | thirds | tenths | squared)\b)?""",
     re.VERBOSE,
 )
 PART = re.compile(  # the number, written #, is a part of an expression
     r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])> | \w\(
     | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
-    | (?:half|root|power)[ ]of ) | n't ) [ ]? \# | \d:\#
+    | (?:half|root|power)[ ]of ) | n't ) [ ]? \(? \# | \d:\#
     | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/] | -[ ]?[a-z]\b | [nxyz]{1,2}\b | \\(?!text|q?quad) )""",
     re.VERBOSE,
 )

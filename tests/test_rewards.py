@@ -89,7 +89,7 @@ NUMBERS = r"""
     for a total of 5 clips | 5 a day | it is 5 m long | - Total: 5 | 5 and that is it
 """
 PARTS_OF_EXPRESSIONS = r"""
-    5\pi | 5 \pi | 5π | 2^5 | 2^{5} | minus 5 | negative 5 | x_{5} | 5x
+    5\pi | 5 \pi | 5π | 2^5 | 2^{5} | 1e5 | 2*(5) | minus 5 | negative 5 | x_{5} | 5x
     5 x | 5k | 5M | 5 + x | x + 5 | x+5 | 3 * 5 | \sqrt{5} | \sqrt 5 | √5 | f(5)
     log 5 | 5² | x < 5 | x ≤ 5 | x != 5 | x >= 5 | ≠ 5 | divided by 5 | the root of 5 | half of 5
     to the power of 5 | 3 \cdot 5 | a/5 | 5/a | 5 / a | 5 - x | x - 5 | 3:5 | 5th
