@@ -120,8 +120,8 @@ def grow(texts: list[Text], width: int) -> list[Tree]:
 
 
 def join(trees: list[Tree], text: Tensor, position: Tensor, targets: Tensor) -> Trees:
-    """Return trees as tensors. Each of the targets (tokens,) is scored after the token at a position
-    (tokens,) of a text (tokens,): texts count in the order of their numbers."""
+    """Return trees as tensors. A target (tokens,) is scored after the token at its position
+    (tokens,) in its text (tokens,): texts count in the order of their numbers."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
