@@ -285,10 +285,11 @@ def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, see
     assert config["clip_low"] == 3e-4 and config["name"] == "run"
     samples = read("samples.jsonl")
     group = [row for row in samples if "tokens" in row]
-    assert all("".join(row["tokens"]).startswith(row["completion"]) for row in group)
+    for row in group:
+        assert re.sub("<.*?>", "", "".join(row["tokens"])) == row["completion"]
     assert all(len(row["tokens"]) == len(row["log_ratios"]) for row in group)
     assert {row["step"] for row in group} == {1, 2, 3, 4} and len(group) <= 16
-    assert all(row["log_ratios"] != [0] * len(row["tokens"]) for row in group)
+    assert any(any(row["log_ratios"]) for row in group)
     samples = [row for row in samples if "tokens" not in row]
     assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert all(row["prompt"].endswith("=") for row in samples)

@@ -284,12 +284,13 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
         knobs = "--teacher models/tiny --epochs 2"
     flags = f"{WITH} --algo {algorithm} {knobs} --seed 1"
     plain = good(tmp_path / "plain", flags)
-    for batch in seen.batches:
-        forced = batch.rollout.lengths.sum() - batch.rollout.completion_mask.sum()
-        assert forced > 0 and torch.equal(batch.mask, batch.rollout.completion_mask)
+    for batch in [step.batch for step in seen.steps]:
+        completions = batch.completions
+        forced = completions.lengths.sum() - completions.completion_mask.sum()
+        assert forced > 0 and torch.equal(batch.mask, completions.completion_mask)
         row = metrics(plain.folder)[batch.step - 1]
-        assert row["tool_tokens"] == pytest.approx(float(forced / batch.rollout.lengths.sum()))
-        rows = zip(batch.rollout.completion_mask.int().tolist(), batch.rollout.lengths.tolist())
+        assert row["tool_tokens"] == pytest.approx(float(forced / completions.lengths.sum()))
+        rows = zip(completions.completion_mask.int().tolist(), completions.lengths.tolist())
         calls = [re.findall("0+", "".join(map(str, own[:length]))) for own, length in rows]
         assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls))
         assert row["tool_faults"] == 0
