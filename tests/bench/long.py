@@ -7,24 +7,24 @@ A finished run is a line of --out, so the command can be stopped at any time and
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
+import train  # noqa: E402
 from support import tasks  # noqa: E402
 
 STEPS, EVERY, PROMPTS = 16, 4, 256  # rollout steps, between evaluations, held-out prompts
@@ -79,16 +79,6 @@ METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def child(tokens: int, warm: int, flags: list[str]) -> int:
-    """Run train.py with chains of a length, from a warm start."""
-    torch.set_num_threads(1)
-    tasks.TASKS["chains"] = tasks.chains(LENGTHS[tokens])
-    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
-    import train  # it reads the table of tasks as it is imported
-
-    return train.main(["--model", str(policy), *flags])
-
-
 def flags_of(experiment: Experiment, seed: int) -> list[str]:
     flags = f"{ROWS[experiment.row]} --lr {experiment.lr:g} {experiment.more} --seed {seed} "
     flags += f"--task chains --steps {STEPS} --completions-per-update {COMPLETIONS} "
@@ -96,17 +86,16 @@ def flags_of(experiment: Experiment, seed: int) -> list[str]:
     return [*flags.split(), "--warmup-steps", "0"]  # as for a policy that is named tiny
 
 
-def train(experiment: Experiment, seed: int) -> dict:
+def train_once(experiment: Experiment, seed: int) -> dict:
     """Run train.py to its end, and return the numbers that the tables need."""
     begun, warm = time.monotonic(), seed % WARM_STARTS
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
-        command = ["nice", "-n", "10", sys.executable, __file__]
-        command += ["--child", str(experiment.tokens), str(warm)]
-        command += [*flags_of(experiment, seed), "--runs", folder, "--name", "one"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, stdout=log, stderr=log, cwd=folder, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {Path(folder, 'log').read_text()[-2000:]}")
+    tasks.TASKS["chains"] = tasks.chains(LENGTHS[experiment.tokens])
+    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--model", str(policy), *flags_of(experiment, seed), "--runs", folder]
+        with open(Path(folder, "log"), "w") as log, contextlib.redirect_stdout(log):
+            status = train.main([*flags, "--name", "one"])
+        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
         metrics = read_rows(Path(folder, "one/metrics.jsonl"))
         before = read_rows(Path(folder, "one/starts.jsonl"))[0]["eval_solved"]
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
@@ -146,33 +135,36 @@ def missing(arguments: argparse.Namespace) -> list[tuple[Experiment, int]]:
     return left
 
 
+def work(given: tuple[Experiment, int]) -> tuple[dict | None, str]:
+    """Return the numbers of a run, or None, and a line about it."""
+    os.nice(10)
+    experiment, seed = given
+    try:
+        found = train_once(experiment, seed)
+    except Exception as error:  # the other runs go on
+        return None, f"{experiment}, seed {seed}: {error!r}"
+    said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
+    return found, f"{experiment}, seed {seed}: {said} ({found['seconds']} s)"
+
+
 def train_missing(arguments: argparse.Namespace) -> None:
     """Append a line to --out for each run that it does not hold."""
-
-    def work(experiment: Experiment, seed: int) -> bool:
-        try:
-            found = train(experiment, seed)
-        except RuntimeError as error:
-            print(error, flush=True)
-            return False
-        with open(arguments.out, "a") as file:
-            file.write(json.dumps(found) + "\n")
-        said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
-        print(f"{experiment}, seed {seed}: {said} ({found['seconds']} s)", flush=True)
-        return True
-
-    left = missing(arguments)
+    left, failed = missing(arguments), 0
     print(len(left), "runs are missing", flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(arguments.jobs) as pool:  # Ctrl-C also ends train.py, after its step
-        ended = list(pool.map(work, *zip(*left)))
-    if not all(ended):
-        sys.exit(f"{ended.count(False)} runs failed")
+    # a fork for each run: it has a fresh state, and need not import torch again
+    with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        for found, said in pool.imap_unordered(work, left):
+            print(said, flush=True)
+            failed += found is None
+            if found:
+                with open(arguments.out, "a") as file:
+                    file.write(json.dumps(found) + "\n")
+    if failed:
+        sys.exit(f"{failed} runs failed")
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        sys.exit(child(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
