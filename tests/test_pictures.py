@@ -65,23 +65,32 @@ def test_curve_begins_before_training_and_is_the_mean_of_seeds():
         assert f"gspo goes from {0.3 + raised:.1%} to 90.0% in 10 steps" in told
 
 
-def test_long_picture_is_mean_and_range_of_seeds():
-    """Two seeds end at 0.5 and 0.9: the line at 0.7, the shaded area from 0.5 to 0.9."""
-    same = {"lr": 4e-4, "updates": 16, "tokens": 80, "more": ""}
+def test_rates_picture_has_the_mean_of_seeds_its_interval_and_the_start():
+    """Two seeds end at 0.5 and 0.6: mean 0.55, standard error 0.05, and t is 12.7. So the shaded
+    area, 1.3 wide, leaves the axis above and below."""
     runs = [
-        same | {"row": row, "seed": seed, "solved": {"0": 0.4, "16": end}}
-        for row in pictures.LONG_ROWS
-        for seed, end in enumerate((0.5, 0.9))
+        {"row": row, "lr": lr, "seed": seed, "tokens": tokens, "more": ""}
+        | {"solved": {"0": 0.4, "12": end - 0.1, "16": end + 0.1}}
+        for row in pictures.RATES_ROWS
+        for lr in (1e-4, 4e-4)
+        for seed, end in enumerate((0.5, 0.6))
+        for tokens in (80, 170)
     ]
-    others = [{"row": "cispo", "lr": 1}, {"tokens": 40}, {"updates": 4}, {"more": "x"}]
-    others.append({"task": "numbers"})
-    root = drawn(pictures.long_picture(runs + [runs[0] | other for other in others]))
-    plot = Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
+    half_a_block = {"row": "gspo", "lr": 1e-4, "seed": 2, "tokens": 80, "more": ""}
+    root = drawn(pictures.rates_picture([*runs, half_a_block]))
+    plot = Plot((0, 1), (0, 1), left=58, right=356, top=66, bottom=306)
     curves = of_class(root, "curve") + of_class(root, "edge")
+    assert len(curves) == 5
     for curve, area in zip(curves, of_class(root, "area"), strict=True):
-        assert_near(places(curve), [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))])
-        assert_near([y for x, y in places(area) if x > 400], [plot.y(0.5), plot.y(0.9)])
-    assert "gspo at 4e-4 from 40% to 70%" in root.find(f"{SVG}desc").text
+        assert_near(places(curve), [(58, plot.y(0.55)), (356, plot.y(0.55))])
+        assert_near([y for _, y in places(area)], [306, 306, 66, 66])
+    assert_near(places(of_class(root, "null")[0]), [(58, plot.y(0.4)), (356, plot.y(0.4))])
+    told = root.find(f"{SVG}desc").text
+    assert "2 seeds, learning rates 0.0001 to 0.0004: gspo from 55% to 55%" in told
+
+
+def test_labels_of_close_lines_are_moved_apart():
+    assert pictures.apart([50.0, 10.0, 52.0], gap=18) == pytest.approx([42, 10, 60], abs=0.1)
 
 
 def test_a_token_beyond_the_axis_has_no_dot():
