@@ -2,13 +2,15 @@
 
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
-Read `generate`, then `completion_logprobs`. Both are plain: the model's own forward pass, its own
-KV cache, padded rows. `generate` reads equal beginnings once. support/extras has faster versions
-with the same signatures."""
+Read `generate`, then `completion_logprobs`. Both call the model's own forward pass. `generate` uses
+its KV cache. `completion_logprobs` has two layouts: a row a text, or, where these save much, trees
+of texts with equal beginnings."""
 
+import bisect
 import dataclasses
 import inspect
 import itertools
+import math
 import os
 import sys
 import typing
@@ -20,7 +22,7 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
 from support.data import IDS, PromptFormat, printable
 from support.flags import flag, parse
@@ -315,41 +317,61 @@ class StopTexts(transformers.StopStringCriteria):
 
 
 def completion_logprobs(
-    model, rollout: Rollout, temperature: float, *, entropy_grad: bool | None = True
+    model,
+    completions: Rollout,
+    temperature: float,
+    trees: "Trees | None" = None,
+    *,
+    entropy_grad: bool | None = True,
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of the completions, and entropies of the distributions, at a temperature.
 
     Both are (N, T), float32, 0 outside the mask, and the same bits with and without gradients.
-    Entropies with gradient cost time and memory: entropy_grad switches the gradient off. None
-    leaves them out: they are 0."""
-    mask = rollout.completion_mask
-    targets = rollout.completions[mask]
-    hidden = completion_states(model, rollout)
-    logprobs, entropy = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+    trees: the layout of these completions, if not a row a text. Entropies with gradient cost time
+    and memory: entropy_grad switches the gradient off. None leaves them out: they are 0."""
+    mask = completions.completion_mask
+    if trees is None:
+        hidden = take(row_states(model, completions), predicting(completions))
+        targets = completions.completions[mask]
+        logprobs, entropy = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+    else:
+        hidden = take(tree_states(model, trees), trees.before)
+        found = token_logprobs(model, hidden, trees.targets, temperature, entropy_grad)
+        logprobs, entropy = take(found.T, trees.prediction).T
     return scattered(logprobs, mask), scattered(entropy, mask)
 
 
-def completion_values(critic, rollout: Rollout) -> Tensor:
+def completion_values(critic, completions: Rollout, trees: "Trees | None" = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
-    values = state_values(critic, completion_states(critic, rollout))
-    return scattered(values, rollout.completion_mask)
+    if trees is None:
+        hidden = row_states(critic, completions)
+    else:
+        hidden = tree_states(critic, trees)
+    values = state_values(critic, take(hidden, predicting(completions, trees)))
+    return scattered(values, completions.completion_mask)
 
 
-def completion_states(model, rollout: Rollout) -> Tensor:
-    """Return the hidden states (tokens, H) that predict the completions' tokens, row by row, from
-    one forward pass over prompts and completions. Padding on the right: no token before it sees it.
-    """
-    ids = padded(rollout.sequences(), model.device)
-    hidden = body_of(model)(ids, attention_mask=torch.ones_like(ids), use_cache=False)[0]
-    return hidden.flatten(0, 1)[predicting(rollout)]
-
-
-def predicting(rollout: Rollout) -> Tensor:
+def predicting(completions: Rollout, trees: "Trees | None" = None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
-    row, step = rollout.completion_mask.nonzero(as_tuple=True)
-    width = (rollout.prompt_lengths + rollout.lengths).max()
-    return row * width + rollout.prompt_lengths[row] + step - 1
+    if trees is not None:
+        return trees.before[trees.prediction]
+    row, step = completions.completion_mask.nonzero(as_tuple=True)
+    width = (completions.prompt_lengths + completions.lengths).max()
+    return row * width + completions.prompt_lengths[row] + step - 1
+
+
+def row_states(model, completions: Rollout) -> Tensor:
+    """Return the hidden states (tokens, H) of prompts and completions, a row a text. Padding is on
+    the right, where no token sees it, so there is no mask, and flash attention can run."""
+    ids = padded(completions.sequences(), model.device)
+    return body_of(model)(ids, use_cache=False)[0].flatten(0, 1)
+
+
+def take(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Return rows[numbers]. As an embedding: its backward pass adds in a fixed order on every
+    device, and is many times faster than that of indexing."""
+    return F.embedding(numbers, rows)
 
 
 def scattered(values: Tensor, mask: Tensor) -> Tensor:
@@ -391,40 +413,254 @@ def state_values(critic, hidden: Tensor) -> Tensor:
     return (hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1]
 
 
-def micro_batches(rollout: Rollout, tokens: int) -> list[Tensor]:
+# ---- micro-batches: rows or trees ----------------------------------------------------------------
+#
+# Texts with equal beginnings share them: they are a tree in one row of the forward pass, where a
+# node sees its ancestors. Nodes are numbered in the order of the sorted texts: the descendants of
+# node j are j + 1 up to end[j] - 1, and i sees j where j <= i < end[j]. Below are the completions
+# "c d x" and "c e y" of prompt "a b". Last tokens are predicted, not read.
+#
+#     node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
+#     token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
+#     position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1, once
+#     end       5  5  5  4  5
+
+NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
+WORTHWHILE = 0.7  # trees of at most so many tokens, as a part of those of rows, are worth a mask
+# numbers of a mask that a saved token may cost. Without checkpointing the backward pass keeps more
+# than that for a token of a model of four layers of 64 numbers
+MASK_OF_A_TOKEN = 4096
+
+
+class Trees(typing.NamedTuple):
+    """The texts of a micro-batch as R rows of U nodes. Equal tokens after equal texts are predicted
+    once."""
+
+    ids: Tensor  # (R, U) tokens
+    positions: Tensor  # (R, U) depth in the tree
+    end: Tensor  # (R, U) the node of the row after the last descendant
+    before: Tensor  # (predictions,) the node that predicts, of all R * U
+    targets: Tensor  # (predictions,) the token
+    prediction: Tensor  # (tokens,) its number, for each token of the mask, row by row
+
+
+class MicroBatch(typing.NamedTuple):
+    """Completions of one forward pass."""
+
+    rows: Tensor  # (n,) on the CPU, indices into the rollout that was divided
+    completions: Rollout
+    trees: Trees | None  # None: a row a text
+
+
+def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatch]:
     """Divide the rows into parts whose forward pass has at most so many tokens, padding included,
-    or one row."""
+    or one row. shares: trees may be used, and are where they save enough."""
+    parts, computed = in_rows(rollout, tokens)
+    width = None
+    if shares and parts:
+        parts_of_trees, nodes, width_of_trees = in_trees(rollout, tokens)
+        mask = nodes * width_of_trees
+        small = mask <= MASK_OF_A_TOKEN * (computed - nodes)
+        if width_of_trees <= tokens and nodes <= WORTHWHILE * computed and small:
+            parts, width = parts_of_trees, width_of_trees
+
+    batches = []
+    for part in parts:
+        rows = torch.tensor(sorted(part))
+        completions = rollout[rows]
+        trees = None if width is None else plant(completions, width)
+        batches.append(MicroBatch(rows, completions, trees))
+    return batches
+
+
+def in_rows(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int]:
+    """Return the texts of each micro-batch of rows, the longest ones together, and the number of
+    tokens that all of them compute."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
-    longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    parts = [[]]
-    for row in longest_first:
-        rows = [*parts[-1], row]
-        if parts[-1] and len(rows) * lengths[rows[0]] > tokens:
+    parts, computed = [], 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > tokens:
             parts.append([])
         parts[-1].append(row)
-    return [torch.tensor(sorted(part)) for part in parts if part]
+        computed += lengths[parts[-1][0]]
+    return parts, computed
+
+
+def in_trees(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int, int]:
+    """Return the texts of each micro-batch of trees, the number of nodes that all of them compute,
+    and the width of their rows. The rows are of about equal size: padding is computed, too."""
+    texts = sorted_texts(rollout)
+    longest = int(texts.lengths.max())
+    widest = max(longest, min(tokens, max(NODES_OF_A_ROW, 2 * longest)))
+    count = rows_of(texts, widest)[-1] + 1
+    narrower = range(longest, widest)
+    fits = lambda width: rows_of(texts, width)[-1] < count  # noqa: E731
+    width = longest + bisect.bisect_left(narrower, True, key=fits)
+    width = multiple_of_8(width)
+
+    at_once = max(1, tokens // width)
+    parts = [[] for _ in range(math.ceil(count / at_once))]
+    for text, row in zip(texts.order.tolist(), rows_of(texts, width)):
+        parts[row // at_once].append(text)
+    return parts, count * width, width
+
+
+class SortedTexts(typing.NamedTuple):
+    """Texts without their last tokens, which are predicted and not read."""
+
+    order: Tensor  # (N,) their numbers
+    ids: Tensor  # (N, longest)
+    lengths: Tensor  # (N,)
+    shared: Tensor  # (N,) tokens at the beginning that the text before has, too
+
+
+def sorted_texts(completions: Rollout) -> SortedTexts:
+    texts = [text[:-1] for text in completions.sequences()]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    ids = padded([texts[i] for i in order], "cpu")
+    lengths = torch.tensor([len(texts[i]) for i in order])
+    shared = torch.zeros_like(lengths)
+    equal = (ids[1:] == ids[:-1]).long().cumprod(1).sum(1)
+    shared[1:] = torch.minimum(equal, torch.minimum(lengths[1:], lengths[:-1]))  # not padding
+    return SortedTexts(torch.tensor(order), ids, lengths, shared)
+
+
+def rows_of(texts: SortedTexts, width: int) -> list[int]:
+    """Return for each text the row that has its tree: the next row begins where a text no longer
+    fits."""
+    row, size, found = -1, width, []  # full: the first text begins a row
+    for length, shared in zip(texts.lengths.tolist(), texts.shared.tolist()):
+        size += length - shared
+        if size > width:
+            row, size = row + 1, length
+        found.append(row)
+    return found
+
+
+def multiple_of_8(width: int) -> int:
+    """Attention with a mask needs rows of such widths to be fast on a GPU."""
+    return math.ceil(width / 8) * 8
+
+
+def plant(completions: Rollout, width: int) -> Trees:
+    """Return completions as trees in rows of at most so many nodes."""
+    device, completions = completions.tokens.device, completions.to("cpu")
+    texts = sorted_texts(completions)
+    row = torch.tensor(rows_of(texts, width))
+    is_first = row.diff(prepend=torch.tensor([-1])) > 0  # of its row
+    shared = texts.shared.masked_fill(is_first, 0)
+
+    # the new nodes of a text follow those of the texts before it in the row
+    new = texts.lengths - shared
+    before = new.cumsum(0) - new
+    first_new = before - before[is_first][row]
+    width = multiple_of_8(int((first_new + new).max()))
+    first_new += row * width
+
+    # a token that is not new is that of the last text before where it was
+    steps = torch.arange(texts.ids.shape[1])
+    number = torch.arange(len(row))[:, None]
+    owner = torch.where(steps >= shared[:, None], number, 0).cummax(0).values
+    nodes = (first_new - shared)[owner] + steps  # (N, longest), among all R * U
+    last = nodes.gather(1, texts.lengths[:, None] - 1) % width
+
+    count = int(row[-1] + 1) * width
+    is_node = steps < texts.lengths[:, None]
+    there = nodes[is_node]
+    ids, positions = torch.zeros(2, count, dtype=torch.long)
+    ids[there] = texts.ids[is_node]
+    positions[there] = steps.expand_as(nodes)[is_node]
+    end = torch.arange(count) % width + 1  # a node on padding sees itself, or its softmax is NaN
+    end.scatter_reduce_(0, there, (last + 1).expand_as(nodes)[is_node], "amax")
+
+    nodes = nodes[texts.order.argsort()]
+    text, step = completions.completion_mask.nonzero(as_tuple=True)
+    predictor = nodes[text, completions.prompt_lengths[text] + step - 1]
+    targets = completions.completions[completions.completion_mask]
+    vocabulary = int(completions.tokens.max()) + 1
+    pairs, prediction = (predictor * vocabulary + targets).unique(return_inverse=True)
+    in_rows = [column.view(-1, width) for column in (ids, positions, end)]
+    found = (*in_rows, pairs // vocabulary, pairs % vocabulary, prediction)
+    return Trees(*[column.to(device) for column in found])
+
+
+def tree_states(model, trees: Trees) -> Tensor:
+    """Return the hidden states (R * U, H) of all nodes."""
+    i = torch.arange(trees.ids.shape[1], device=trees.ids.device)[:, None]
+    j = i.T
+    sees = (j <= i) & (i < trees.end[:, None, :])  # (R, U, U)
+    distance = trees.positions[:, :, None] - trees.positions[:, None, :]
+    masks = {}
+    for kind, window in kinds_of_layers(model).items():
+        masks[kind] = sees if window is None else sees & (distance < window)
+    masks = {kind: additive(model, mask) for kind, mask in masks.items()}
+    if len(masks) == 1:
+        [masks] = masks.values()
+    options = {"position_ids": trees.positions, "attention_mask": masks}
+    return body_of(model)(trees.ids, use_cache=False, **options)[0].flatten(0, 1)
+
+
+def additive(model, sees: Tensor) -> Tensor:
+    """Return a mask (R, 1, U, U) in the dtype of the queries: attention would else convert it in
+    every layer, and keep each copy."""
+    device = sees.device
+    dtype = model.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    mask = torch.zeros(sees.shape, dtype=dtype, device=device)
+    return mask.masked_fill_(~sees, -torch.inf)[:, None]
+
+
+def kinds_of_layers(model) -> dict[str, int | None]:
+    """Return the sliding window, or None, of each kind of layer."""
+    config = model.config.get_text_config(decoder=True)
+    kinds, options = get_layer_types_and_kwargs(config)
+    return {kind: option.get("sliding_window") for kind, option in zip(kinds, options)}
+
+
+def shares_prefixes(model) -> bool:
+    """Tell whether a model may get trees: it takes our positions, and our mask for each layer."""
+    takes = "position_ids" in inspect.signature(body_of(model).forward).parameters
+    sdpa = model.config._attn_implementation == "sdpa"
+    kinds = set(kinds_of_layers(model))
+    return takes and sdpa and kinds <= {"full_attention", "sliding_attention"}
+
+
+# ---- the check of a model ------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def check_scorer(model, prompts, pad_id: int, sampler=generate, scorer=completion_logprobs) -> None:
-    """UserError for a model whose log-probs by our sampler or scorer differ from those of its own
-    forward pass. Prompts of two lengths show errors of padding.
+def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
+    """Compare log-probs by the sampler, rows and trees with the model's own forward pass. Tell
+    whether trees may be used. UserError where the sampler or rows differ.
 
-    In a mixture of experts rounding decides between two experts with nearly equal scores, so there
-    one log-prob in ten may differ."""
+    Prompts of two lengths show errors of padding. Completions of a prompt begin alike. In a mixture
+    of experts rounding decides between two experts with nearly equal scores, so there one log-prob
+    in ten may differ."""
     name = model.config.model_type
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
+    uniforms[:, 1, :4] = uniforms[:, 0, :4]
     samples = sampler(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
-    scored, _ = scorer(model, samples, temperature=1.0)
     own = torch.stack([text_logprobs(model, text)[-8:] for text in samples.sequences()])
     allowed = 0.1 if has_experts(model.config) else 0.0
-    for who, found in (("sampler", samples.sampler_logprobs), ("scorer", scored)):
+
+    def differ(found: Tensor) -> bool:
         gap = (found - own).abs()
+        return bool((~(gap < 1e-3)).float().mean() > allowed)  # NaN, too. Rounding makes 1e-5
+
+    rows, _ = completion_logprobs(model, samples, temperature=1.0)
+    for who, found in (("sampler", samples.sampler_logprobs), ("scorer", rows)):
+        gap = float((found - own).abs().max())
         need(
-            (~(gap < 1e-3)).float().mean() <= allowed,  # NaN counts as far; rounding makes 1e-5
-            f"--model: log-probs of our {who} are up to {float(gap.max()):.1g} away from those of "
-            f"the {name}'s own forward pass: it cannot be trained here",
+            not differ(found),
+            f"--model: log-probs of our {who} are up to {gap:.1g} away from those of the {name}'s "
+            "own forward pass: it cannot be trained here",
         )
+    if not shares_prefixes(model):
+        return False
+    trees = plant(samples, width=max(map(len, samples.sequences())))  # several rows
+    by_trees, _ = completion_logprobs(model, samples, 1.0, trees)
+    return not differ(by_trees)
 
 
 def text_logprobs(model, text: list[int]) -> Tensor:

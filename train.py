@@ -233,10 +233,7 @@ class Run:
 
     # chosen in `plug_in`
     generate: Callable | None = None  # the signatures are those of rollout.py
-    completion_logprobs: Callable | None = None
-    completion_values: Callable | None = None
-    predicting: Callable | None = None
-    micro_batches: Callable | None = None
+    shares: bool = False  # scoring may use trees, see rollout.py
     experts: typing.Any = None  # records the routing of a mixture
     meters: list[Callable] = dataclasses.field(default_factory=list)  # (run, rollout) -> metrics
     write_adapter: Callable | None = None
@@ -260,23 +257,27 @@ class Run:
         enabled = self.config.dtype == "bfloat16"
         return torch.autocast(self.config.device, torch.bfloat16, enabled=enabled)
 
-    def logprobs(self, model, part: rollout.Rollout) -> tuple[Tensor, Tensor]:
+    def logprobs(self, model, part: rollout.MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies (n, T) of a micro-batch, by any of the models. Only passes
         with gradients need entropies: the others get 0."""
         entropy_grad = self.config.entropy_coef > 0 if torch.is_grad_enabled() else None
         with self.autocast():
-            return self.completion_logprobs(
-                model, part, self.config.temperature, entropy_grad=entropy_grad
+            return rollout.completion_logprobs(
+                model,
+                part.completions,
+                self.config.temperature,
+                part.trees,
+                entropy_grad=entropy_grad,
             )
 
-    def values(self, part: rollout.Rollout) -> Tensor:
+    def values(self, part: rollout.MicroBatch) -> Tensor:
         """Return the critic's values (n, T) of a micro-batch."""
         with self.autocast():
-            return self.completion_values(self.critic, part)
+            return rollout.completion_values(self.critic, part.completions, part.trees)
 
-    def routing(self, rows: Tensor):
-        """Return the context of a pass of the policy over some rows of the batch."""
-        return self.experts.over(rows) if self.experts else contextlib.nullcontext()
+    def routing(self, part: rollout.MicroBatch):
+        """Return the context of a pass of the policy over a micro-batch."""
+        return self.experts.over(part) if self.experts else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -318,8 +319,7 @@ class Update:
 
     rows: Tensor  # (n,) indices into the batch
     active: Tensor  # those that need a forward pass
-    # those of this process, and their completions, by micro-batch
-    parts: list[tuple[Tensor, rollout.Rollout]]
+    parts: list[rollout.MicroBatch]  # of this process, with rows of the batch
 
 
 @dataclasses.dataclass
@@ -539,11 +539,12 @@ def freeze(run: Run, batch: Batch) -> None:
         batch.values = torch.zeros_like(batch.old_logprobs)
         if run.experts:
             run.experts.forget()
-        for rows, part in itertools.chain.from_iterable(each.parts for each in batch.updates):
+        for part in itertools.chain.from_iterable(each.parts for each in batch.updates):
+            rows = part.rows
             if run.config.old_logprobs == "sampler":
-                batch.old_logprobs[rows] = part.sampler_logprobs
+                batch.old_logprobs[rows] = part.completions.sampler_logprobs
             else:
-                with run.routing(rows):
+                with run.routing(part):
                     batch.old_logprobs[rows], _ = run.logprobs(run.policy, part)
             if run.ref_policy is not None:
                 batch.ref_logprobs[rows], _ = run.logprobs(run.ref_policy, part)
@@ -566,9 +567,8 @@ def plan(run: Run, batch: Batch) -> list[Update]:
     for rows in groups[order].flatten().split(config.completions_per_update):
         needed = rows[active[rows]]
         own = run.ranks.share(needed)
-        parts = []
-        for chosen in run.micro_batches(batch.rollout[own], config.micro_batch_tokens):
-            parts.append((own[chosen], batch.rollout[own[chosen]]))
+        parts = rollout.micro_batches(batch.rollout[own], config.micro_batch_tokens, run.shares)
+        parts = [part._replace(rows=own[part.rows]) for part in parts]
         updates.append(Update(rows, needed, parts))
     return updates
 
@@ -680,22 +680,23 @@ def accumulate_gradients(run: Run, batch: Batch, update: Update) -> dict[str, fl
     share = denom / units[update.rows].sum()
     totals = collections.Counter()
     run.optimizer.zero_grad()
-    for rows, part in update.parts:
-        loss, logprobs, metrics = losses(run, batch, rows, part, denom)
+    for part in update.parts:
+        loss, logprobs, metrics = losses(run, batch, part, denom)
         (share * loss).backward()
-        batch.new_logprobs[rows] = logprobs
+        batch.new_logprobs[part.rows] = logprobs
         metrics["loss"] = share * loss.detach()
         totals.update({name: float(value) for name, value in metrics.items()})  # adds
     return run.ranks.sum_numbers(totals) | clip_gradients(run)
 
 
 def losses(
-    run: Run, batch: Batch, rows: Tensor, part: rollout.Rollout, denom: Tensor
+    run: Run, batch: Batch, part: rollout.MicroBatch, denom: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the loss, its log-probs (n, T), and its share of metrics."""
     config, algorithm, unit = run.config, run.algorithm, run.algorithm.unit
+    rows = part.rows
     mask = batch.mask[rows]
-    with run.routing(rows):
+    with run.routing(part):
         logprobs, entropy = run.logprobs(run.policy, part)
     old_logprobs, advantages = batch.old_logprobs[rows], batch.advantages[rows]
     loss, metrics = algorithm.loss(
@@ -812,7 +813,7 @@ def report(run: Run, batch: Batch, row: dict) -> None:
     if evaluates:
         row |= evaluate(run, pass_k=config.eval_samples * last)
         if run.experts:
-            row |= run.experts.measure_flips(run, batch.rollout)
+            row |= run.experts.measure_flips(run)
     warn(run, batch, row)
     write_rows(run, batch, row)
     stopping = any(run.ranks.gather(run.signalled))
@@ -1023,21 +1024,13 @@ def plug_in(run: Run, tool=None, sampler: Callable | None = None) -> None:
 
     tool: of --tool; sampler: of --sampler."""
     config, contexts = run.config, []
-    run.generate, scoring = rollout.generate, rollout
-    models = [model for model in (run.policy, run.teacher) if model is not None]
-    if extra("fast_scoring") and all(map(extra("fast_scoring").fits, models)):
-        scoring = extra("fast_scoring")
-        contexts.append(scoring.attention_now)
-        if config.device == "cuda" and extra("fast_sampling"):
-            run.generate = extra("fast_sampling").generate
-    run.completion_logprobs = scoring.completion_logprobs
-    run.completion_values = scoring.completion_values
-    run.predicting = scoring.predicting
-    run.micro_batches = scoring.micro_batches
+    run.generate = rollout.generate
     # of two lengths: errors of padding show
     ids = run.held_out[0][data.IDS][-64:]
     prompts = [ids, ids[1:] or ids * 2]
-    rollout.check_scorer(run.policy, prompts, run.pad_id, run.generate, run.completion_logprobs)
+    run.shares = rollout.check_scorer(run.policy, prompts, run.pad_id)
+    if run.teacher is not None:
+        run.shares = run.shares and rollout.shares_prefixes(run.teacher)
     if sampler:
         run.generate = sampler
     if tool:

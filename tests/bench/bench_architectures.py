@@ -5,17 +5,17 @@
     python tests/bench/bench_architectures.py --markdown docs/architectures.md
 
 Each row compares, in float32, log-probs of completions that we sampled: by the sampler, by the
-scorer, and by a forward pass of the whole model over each text alone. Right: all agree to 1e-3, and
-gradient checkpointing changes no bit. Refused: one sentence instead. Texts have up to 21 tokens,
-more than every window, chunk, floor and original context of the tiny configurations. An encoder
-that has a causal head is built as a decoder."""
+scorer with each layout, and by a forward pass of the whole model over each text alone. Right: all
+agree to 1e-3, gradient checkpointing changes no bit, and gradients of trees are those of rows.
+Refused: one sentence instead. Texts have up to 21 tokens, more than every window, chunk, floor and
+original context of the tiny configurations. An encoder that has a causal head is built as a
+decoder. Attention is that which transformers takes by itself: sdpa, where a model has it."""
 
 import argparse
 import contextlib
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -25,7 +25,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rollout as R  # noqa: E402
-from support.extras import fast_sampling, fast_scoring  # noqa: E402
 from support.models import checkpoint_layers  # noqa: E402
 
 # fields of configurations, where they are there, and a small value for each
@@ -161,7 +160,7 @@ def small_fields(config) -> dict:
     return fields
 
 
-def build(kind: str, seed: int = 0, attention: str = "eager", **options):
+def build(kind: str, seed: int = 0, attention: str | None = None, **options):
     """Return a tiny random model of a type, or of one of VARIANTS. options go into its config."""
     kind, fields = kind.split(" + ")[0], VARIANTS.get(kind, {})
     fields = small_fields(AutoConfig.for_model(kind)) | EXTRA.get(kind, {}) | fields | options
@@ -175,73 +174,84 @@ def build(kind: str, seed: int = 0, attention: str = "eager", **options):
     return model
 
 
-FAST = SimpleNamespace(**vars(fast_scoring) | vars(fast_sampling))  # both files, as one
-
-
 def examine(kind: str) -> tuple[str, str]:
     """Return (verdict, detail): right, WRONG, refused with a sentence, not built, or an error."""
     try:
         model = build(kind)
     except Exception as error:
         return "not built", first_line(error)
-    ways = {"plain": R, "fast": FAST} if fast_scoring.fits(model) else {"plain": R}
-    found = {name: compare(model, way) for name, way in ways.items()}
-    right = [name for name in ways if found[name][0] == "right"]
-    wrong = [f"{name}: {' '.join(found[name])}" for name in ways if name not in right]
-    if "plain" not in right:
-        return found["plain"]
-    how = " and ".join(right)
-    if R.context_of(model.config) - max(map(len, PROMPTS)) < NEW_TOKENS:
+    try:
+        shares = R.check_scorer(model, PROMPTS[:2], 0)
+        room = R.context_of(model.config) - max(map(len, PROMPTS))
+        wrong, how = compare(model, min(room, NEW_TOKENS), shares)
+        if wrong:
+            return "WRONG", wrong
+    except R.UserError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "error", first_line(error)
+    if room < NEW_TOKENS:
         how += ", up to the original context"
         with contextlib.suppress(R.UserError):
-            sampled(model, R, NEW_TOKENS)
+            sampled(model, NEW_TOKENS)
             return "WRONG", "samples texts that are longer than its context"
-    details = [how, with_checkpointing(model, ways[right[-1]]), *wrong]
-    return "WRONG" if wrong else "right", "; ".join(details)
+    return "right", f"{how}; {with_checkpointing(model, shares)}"
 
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:150]
 
 
-def compare(model, way) -> tuple[str, str]:
-    """Return (verdict, detail) of one way beside the model's own forward pass."""
-    try:
-        R.check_scorer(model, PROMPTS[:2], 0, way.generate, way.completion_logprobs)
-        room = R.context_of(model.config) - max(map(len, PROMPTS))
-        out = sampled(model, way, min(room, NEW_TOKENS))
+def compare(model, new_tokens: int, shares: bool) -> tuple[str, str]:
+    """Return the differences from the model's own forward pass, and the layouts."""
+    out = sampled(model, new_tokens)
+    own = torch.zeros_like(out.sampler_logprobs)
+    for row, length, text in zip(own, out.lengths, out.sequences()):
         with torch.no_grad():
-            scored, _ = way.completion_logprobs(model, out, temperature=1.0)
-            own = torch.zeros_like(scored)
-            for row, length, text in zip(own, out.lengths, out.sequences()):
-                row[:length] = R.text_logprobs(model, text)[-length:]
-        sampler_gap = float((out.sampler_logprobs - own).abs().max())
-        scorer_gap = float((scored - own).abs().max())
-        if max(sampler_gap, scorer_gap) > 1e-3:
-            return "WRONG", f"sampler {sampler_gap:.1e}, scorer {scorer_gap:.1e}"
-        return "right", ""
-    except R.UserError as error:
-        return "refused", str(error)
-    except Exception as error:
-        return "error", first_line(error)
+            row[:length] = R.text_logprobs(model, text)[-length:]
+    rows, by_rows = scored(model, out)
+    gaps = {"sampler": out.sampler_logprobs - own, "rows": rows - own}
+    if shares:
+        trees, by_trees = scored(model, out, R.plant(out, 24))
+        scale = max(float(gradient.abs().max()) for gradient in by_rows)
+        far = max(float((a - b).abs().max()) for a, b in zip(by_rows, by_trees, strict=True))
+        gaps |= {"trees": trees - own, "gradients of trees": torch.tensor(far / scale)}
+    gaps = {name: float(gap.detach().abs().max()) for name, gap in gaps.items()}
+    wrong = [f"{name} {gap:.1e}" for name, gap in gaps.items() if not gap < 1e-3]
+    if shares:
+        how = "rows and trees"
+    else:
+        how = "rows, and trees differ" if R.shares_prefixes(model) else "rows"
+    return ", ".join(wrong), how
 
 
-def sampled(model, way, new_tokens: int):
+def sampled(model, new_tokens: int):
+    """Three groups of three. Two completions of each begin alike."""
     uniforms = torch.rand(len(PROMPTS), 3, new_tokens, generator=torch.Generator().manual_seed(0))
-    return way.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
+    uniforms[:, 1, : new_tokens // 2] = uniforms[:, 0, : new_tokens // 2]
+    return R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
 
 
-def with_checkpointing(model, way) -> str:
-    out = sampled(model, way, 8)
-    before, _ = way.completion_logprobs(model, out, temperature=1.0)
+def scored(model, out, trees=None):
+    """Return log-probs and the gradients of a sum."""
+    logprobs, entropy = R.completion_logprobs(model, out, 1.0, trees)
+    (logprobs.sum() + entropy.sum()).backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return logprobs, gradients
+
+
+def with_checkpointing(model, shares: bool) -> str:
+    out = sampled(model, 8)
+    trees = R.plant(out, 24) if shares else None
+    before, _ = R.completion_logprobs(model, out, 1.0, trees)
     try:
-        checkpoint_layers(model, [fast_scoring.attention_now])
+        checkpoint_layers(model, [])
     except R.UserError:
         return "no gradient checkpointing"
-    after, entropy = way.completion_logprobs(model, out, temperature=1.0)
+    after, _ = scored(model, out, trees)
     if not torch.equal(before, after):
         return f"FIRST RATIO {(after - before).abs().max():.1e}"
-    (after.sum() + entropy.sum()).backward()
     return "checkpointed"
 
 
