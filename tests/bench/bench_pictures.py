@@ -200,13 +200,8 @@ def curve_picture(stories: list[Story]) -> str:
     curves = [dict(points_of(story, "eval_solved")) for story in stories]
     solved = {step: [curve[step] for curve in curves] for step in curves[0]}
     steps = list(solved)
-    every = [value for those in solved.values() for value in those]
-    low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
-    if not 0 < high - low < 0.7:  # they are not close together
-        low, high = 0.0, 1.0
-    plot = Plot((0, steps[-1]), (low, high), left=58, right=368, top=62, bottom=262)
-    ticks = [low + (high - low) * i / 4 for i in range(5)]
-    drawn = [*plot.ticks_of_y({tick: f"{tick:.0%}" for tick in ticks})]
+    plot = Plot((0, steps[-1]), (0, 1), left=58, right=368, top=62, bottom=262)
+    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
     drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
     drawn.append(words(368, 294, "training step", "dim", "end"))
     model = Path(flags["model"]).name.removesuffix("-Instruct")
