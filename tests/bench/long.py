@@ -2,7 +2,7 @@
 
     python tests/bench/long.py                     # every missing run
     python tests/bench/long.py --parts rates norm  # of these parts alone
-    python tests/bench/long.py --table             # the tables, and no run
+    python tests/bench/long.py --table --write     # the tables, and no run
 
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
@@ -407,19 +407,27 @@ def tables(rows: list[dict]) -> str:
     plain = runs_of(rows, tokens=80, more="")
     runs = whole_blocks({row: by_rate for row, by_rate in plain.items() if row in MAIN})
     seeds = runs["gspo"][RATES[0]]
-    starts = [f"{start(run):.0f}" for run in seeds.values()]
-    said = [f"Seeds {', '.join(map(str, seeds))}; start {', '.join(starts)}"]
-    said += ["Outcome", cells(runs), numbers(runs)]
-    said += ["Comparisons", comparisons(runs), by_rate_comparisons(runs)]
-    said += ["Runs that end below their start", cells(runs, gain, below)]
-    said += ["Step 4", cells(runs, at_step_4), "Clipped", cells(runs, clipped, share)]
-    norm = runs_of(rows, tokens=80, more="--max-grad-norm 0.03")
-    longer = runs_of(rows, tokens=170, more="")
-    others = {row: by_rate for row, by_rate in plain.items() if row in OTHERS}
-    for name, some in (("norm", norm), ("longer", longer), ("others", others)):
+    starts = ", ".join(f"{start(run):.0f}" for run in seeds.values())
+    said = f"{len(seeds)} seeds from {min(seeds)} on, which start at {starts}%."
+    found = {
+        "Outcome, mean and 95% interval.": cells(runs) + "\n\n" + said,
+        "Numbers of a row.": numbers(runs),
+        "Comparisons, paired by seed.": comparisons(runs),
+        "The same by rate: points, pairs above, p.": by_rate_comparisons(runs),
+        "Runs that end below their start.": cells(runs, gain, below),
+        "Held-out percent at step 4.": cells(runs, at_step_4),
+        "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, share),
+    }
+    further = {
+        "With `--max-grad-norm 0.03`.": runs_of(rows, tokens=80, more="--max-grad-norm 0.03"),
+        "Answers of 170 tokens.": runs_of(rows, tokens=170, more=""),
+        "Other objectives.": {row: plain[row] for row in OTHERS if row in plain},
+    }
+    for name, some in further.items():
         if some:
-            said += [f"{name}: outcome, then number of seeds", cells(some), cells(some, said=count)]
-    return "\n\n".join(said)
+            found[f"{name} Outcome."] = cells(some)
+            found[f"{name} Seeds."] = cells(some, said=count)
+    return "\n\n".join(f"**{name}**\n\n{table}" for name, table in found.items())
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -434,10 +442,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
     arguments = parser.parse_args()
     if not arguments.table:
         train_missing(arguments)
-    print(tables(read_rows(arguments.out)))
+    found = tables(read_rows(arguments.out))
+    print(found)
+    if arguments.write:
+        path = ROOT / "docs/results.md"
+        before, _, rest = path.read_text().partition("<!-- rates -->\n")
+        _, _, after = rest.partition("<!-- end of rates -->")
+        path.write_text(f"{before}<!-- rates -->\n{found}\n<!-- end of rates -->{after}")
 
 
 if __name__ == "__main__":
