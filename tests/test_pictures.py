@@ -7,8 +7,8 @@ import pytest
 
 import bench_pictures as pictures
 import train
+from support.extras.report import Plot, Story
 from support.ranks import Ranks
-from support.report import Story
 from tools import ROOT, command_line
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,38 +50,43 @@ def story_of(*held_out: float):
 
 
 def test_curve_begins_before_training_and_is_the_mean_of_seeds():
-    """The axis goes from 0 to 1, or from fifth to fifth where all values are close together."""
-    for raised, y_range in ((0.0, (0, 1)), (0.2, (0.4, 1))):
-        stories = [story_of(0.2 + raised, 0.5, 1.0), story_of(0.4 + raised, 0.7, 0.8)]
-        root = drawn(pictures.curve_picture(stories))
-        plot = pictures.Plot((0, 10), y_range, left=58, right=368, top=62, bottom=262)
-        [curve] = of_class(root, "curve")
-        points = ((0, 0.3 + raised), (5, 0.6), (10, 0.9))
-        assert_near(places(curve), [(plot.x(step), plot.y(y)) for step, y in points])
-        bar = places(of_class(root, "thin")[0])
-        assert_near([y for _, y in bar], [plot.y(0.2 + raised), plot.y(0.4 + raised)])
-        told = root.find(f"{SVG}desc").text
-        assert "tiny on arithmetic, greedy, mean of 2 seeds" in told
-        assert f"gspo goes from {0.3 + raised:.1%} to 90.0% in 10 steps" in told
+    root = drawn(pictures.curve_picture([story_of(0.2, 0.5, 1.0), story_of(0.4, 0.7, 0.8)]))
+    plot = Plot((0, 10), (0, 1), left=58, right=368, top=62, bottom=262)
+    [curve] = of_class(root, "curve")
+    assert_near(places(curve), [(plot.x(5 * i), plot.y(y)) for i, y in enumerate((0.3, 0.6, 0.9))])
+    bar = places(of_class(root, "thin")[0])
+    assert_near([y for _, y in bar], [plot.y(0.2), plot.y(0.4)])
+    told = root.find(f"{SVG}desc").text
+    assert "tiny on arithmetic, greedy, mean of 2 seeds" in told
+    assert "gspo goes from 30.0% to 90.0% in 10 steps" in told
 
 
-def test_long_picture_is_mean_and_range_of_seeds():
-    """Two seeds end at 0.5 and 0.9: the line at 0.7, the shaded area from 0.5 to 0.9."""
-    same = {"lr": 4e-4, "updates": 16, "tokens": 80, "more": ""}
+def test_rates_picture_has_the_mean_of_seeds_its_interval_and_the_start():
+    """Two seeds end at 0.5 and 0.6: mean 0.55, standard error 0.05, and t is 12.7. So the shaded
+    area, 1.3 wide, leaves the axis above and below."""
     runs = [
-        same | {"row": row, "seed": seed, "solved": {"0": 0.4, "16": end}}
-        for row in pictures.LONG_ROWS
-        for seed, end in enumerate((0.5, 0.9))
+        {"row": row, "lr": lr, "seed": seed, "tokens": tokens, "more": ""}
+        | {"solved": {"0": 0.4, "12": end - 0.1, "16": end + 0.1}}
+        for row in pictures.RATES_ROWS
+        for lr in (1e-4, 4e-4)
+        for seed, end in enumerate((0.5, 0.6))
+        for tokens in (80, 170)
     ]
-    others = [{"row": "cispo", "lr": 1}, {"tokens": 40}, {"updates": 4}, {"more": "x"}]
-    others.append({"task": "numbers"})
-    root = drawn(pictures.long_picture(runs + [runs[0] | other for other in others]))
-    plot = pictures.Plot((0, 16), (0, 1), left=58, right=448, top=92, bottom=262)
+    half_a_block = {"row": "gspo", "lr": 1e-4, "seed": 2, "tokens": 80, "more": ""}
+    root = drawn(pictures.rates_picture([*runs, half_a_block]))
+    plot = Plot((0, 1), (0, 1), left=58, right=356, top=66, bottom=306)
     curves = of_class(root, "curve") + of_class(root, "edge")
+    assert len(curves) == 5
     for curve, area in zip(curves, of_class(root, "area"), strict=True):
-        assert_near(places(curve), [(plot.x(0), plot.y(0.4)), (plot.x(16), plot.y(0.7))])
-        assert_near([y for x, y in places(area) if x > 400], [plot.y(0.5), plot.y(0.9)])
-    assert "gspo at 4e-4 from 40% to 70%" in root.find(f"{SVG}desc").text
+        assert_near(places(curve), [(58, plot.y(0.55)), (356, plot.y(0.55))])
+        assert_near([y for _, y in places(area)], [306, 306, 66, 66])
+    assert_near(places(of_class(root, "null")[0]), [(58, plot.y(0.4)), (356, plot.y(0.4))])
+    told = root.find(f"{SVG}desc").text
+    assert "2 seeds, learning rates 0.0001 to 0.0004: gspo from 55% to 55%" in told
+
+
+def test_labels_of_close_lines_are_moved_apart():
+    assert pictures.apart([50.0, 10.0, 52.0], gap=18) == pytest.approx([42, 10, 60], abs=0.1)
 
 
 def test_a_token_beyond_the_axis_has_no_dot():
@@ -100,7 +105,7 @@ def test_length_picture_has_medians_of_each_length():
         spread = [k / 100 / length for k in range(11)]  # medians: 0.05 / length
         found += [pictures.Completion(["1"] * length, [value] * length) for value in spread]
     root = drawn(pictures.length_picture(pictures.by_length(found, 11)))
-    plot = pictures.Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
+    plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
         medians = [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)]
         assert_near(places(curve), medians)

@@ -2,11 +2,11 @@
 
     python tests/bench/bench_pictures.py                 # ratios.svg and length.svg: half a minute
     python tests/bench/bench_pictures.py --run runs/gspo-1 runs/gspo-2 --real runs/real-1
-    python tests/bench/bench_pictures.py --long docs/runs/long/rows.jsonl
+    python tests/bench/bench_pictures.py --rates docs/runs/rates/rows.jsonl
 
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
-the built-in policy and of a pretrained model. A curve is the mean of runs. long.svg needs the rows
+the built-in policy and of a pretrained model. A curve is the mean of runs. rates.svg needs the rows
 that long.py writes. loop.svg has no numbers and is edited by hand.
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import html
-import json
 import math
 import os
 import statistics
@@ -33,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+import long  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from support import tasks  # noqa: E402
@@ -51,15 +51,17 @@ GSPO_BAND = (1 - 3e-4, 1 + 4e-4)
 WIDTH = 480  # shown 640 wide: letters of 14 are 19 there, and 10 on a phone
 STYLE = """
 svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card: #f3f5f7;
-  --c0: #0067b1; --c1: #b84a00; --c2: #00775a; --c3: #9a3a75;
+  --c0: #0067b1; --c1: #b84a00; --c2: #00775a; --c3: #9a3a75; --c4: #6a5f00;
   font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 14px }
 @media (prefers-color-scheme: dark) { svg { --page: #0d1117; --text: #e6edf3; --dim: #9aa4af;
-  --line: #373e47; --card: #1b222b; --c0: #58b0f0; --c1: #f4a25c; --c2: #3fcb9f; --c3: #e795c8 } }
+  --line: #373e47; --card: #1b222b; --c0: #58b0f0; --c1: #f4a25c; --c2: #3fcb9f; --c3: #e795c8;
+  --c4: #d9c94a } }
 .page { fill: var(--page) } text { fill: var(--text) } .dim { fill: var(--dim) }
 .title { font-size: 16px; font-weight: 600 } .bold { font-weight: 600 }
 .card { fill: var(--card); stroke: var(--line) } .axis { stroke: var(--line); fill: none }
 .color0 { --c: var(--c0) } .color1 { --c: var(--c1) }
 .color2 { --c: var(--c2) } .color3 { --c: var(--c3) }
+.color4 { --c: var(--c4) }
 .curve { stroke: var(--c); stroke-width: 2.2; stroke-linejoin: round; fill: none }
 .thin { stroke: var(--c); stroke-width: 1.2; fill: none; opacity: 0.6 }
 .edge { stroke: var(--c); stroke-width: 1.4; stroke-dasharray: 5 4; fill: none }
@@ -245,13 +247,8 @@ def curve_picture(stories: list[Story]) -> str:
     curves = [dict(points_of(story, "eval_solved")) for story in stories]
     solved = {step: [curve[step] for curve in curves] for step in curves[0]}
     steps = list(solved)
-    every = [value for those in solved.values() for value in those]
-    low, high = math.floor(min(every) * 5) / 5, math.ceil(max(every) * 5) / 5
-    if not 0 < high - low < 0.7:  # they are not close together
-        low, high = 0.0, 1.0
-    plot = Plot((0, steps[-1]), (low, high), left=58, right=368, top=62, bottom=262)
-    ticks = [low + (high - low) * i / 4 for i in range(5)]
-    drawn = [*plot.ticks_of_y({tick: f"{tick:.0%}" for tick in ticks})]
+    plot = Plot((0, steps[-1]), (0, 1), left=58, right=368, top=62, bottom=262)
+    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
     drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
     drawn.append(words(368, 294, "training step", "dim", "end"))
     model = Path(flags["model"]).name.removesuffix("-Instruct")
@@ -270,49 +267,64 @@ def curve_picture(stories: list[Story]) -> str:
     return svg("Held-out problems solved", f"{about}: {told}.", 330, drawn)
 
 
-# ---- long.svg ------------------------------------------------------------------------------------
+# ---- rates.svg -----------------------------------------------------------------------------------
 
-LONG_ROWS = {  # row -> its line, its legend and the place of that
-    "gspo": ("curve", "● gspo, 3e-4 and 4e-4", 16),
-    "grpo": ("curve", "■ grpo", 216),
-    "gspo, 0.2": ("edge", "● gspo, 0.2, dashed", 296),
+RATES_ROWS = {  # row of long.py -> its line, and the mark in its label
+    "gspo": ("curve", "●"),
+    "grpo": ("curve", "■"),
+    "gspo, 0.2": ("edge", "●"),
+    "luspo": ("curve", "■"),
+    "gspo, 3e-3": ("edge", "●"),
 }
 
 
-def long_picture(runs: list[dict]) -> str:
-    """Draw held-out accuracy by step, a panel for each learning rate: mean and range of seeds."""
-    same = {"updates": 16, "tokens": 80, "more": "", "task": "chains"}
-    runs = [{"task": "chains"} | run for run in runs]  # the first rows do not name it
-    runs = [run for run in runs if run["row"] in LONG_ROWS and same.items() <= run.items()]
-    rates = sorted({run["lr"] for run in runs})
-    drawn, told, wide = [], [], 404 / len(rates)
-    count = len({run["seed"] for run in runs})
-    about = f"16 updates a step, answers of 80 tokens, {count} seeds"
+def apart(places: list[float], gap: float) -> list[float]:
+    """Return the places of labels, moved down and up until they are a gap apart."""
+    found = list(places)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    for _ in range(100):
+        for upper, lower in zip(order, order[1:]):
+            missing = max(0.0, gap - (found[lower] - found[upper]))
+            found[upper] -= missing / 2
+            found[lower] += missing / 2
+    return found
+
+
+def rates_picture(rows: list[dict]) -> str:
+    """Draw the outcome by learning rate, a line a row of the experiment: mean and 95% interval."""
+    runs = long.runs_of(rows, tokens=80, more="")
+    runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
+    rates = [*runs["gspo"]]
+    plot = Plot((math.log(rates[0]), math.log(rates[-1])), (0, 1), 58, 356, 66, 306)
+    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
+    for lr in rates:
+        drawn.append(words(plot.x(math.log(lr)), 322, long.short(lr), anchor="middle"))
+    seeds = runs["gspo"][rates[0]]
+    before = statistics.fmean(map(long.start, seeds.values())) / 100
+    drawn.append(across(plot, before, "null"))
+    drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
+    lines, told = {}, []
+    for color, (row, by_rate) in enumerate(runs.items()):
+        low, middle, high = [], [], []
+        for lr, there in by_rate.items():
+            mean, half = long.interval([long.outcome(run) / 100 for run in there.values()])
+            for curve, value in ((low, mean - half), (middle, mean), (high, mean + half)):
+                curve.append((math.log(lr), value))
+        drawn.append(plot.line(low + high[::-1], f"area color{color}"))
+        lines[row] = middle
+        told.append(f"{row} from {middle[0][1]:.0%} to {middle[-1][1]:.0%}")
+    names = apart([plot.y(middle[-1][1]) + 5 for middle in lines.values()], gap=18)
+    for color, (row, middle) in enumerate(lines.items()):
+        look, mark = RATES_ROWS[row]
+        drawn.append(plot.line(middle, f"{look} color{color}"))
+        drawn += marks(plot, middle, color)
+        drawn.append(words(366, names[color], f"{mark} {row}", f"word bold color{color}"))
+    about = f"16 updates a rollout, answers of 80 tokens, {len(seeds)} seeds"
     drawn.append(words(16, 48, about, "dim"))
-    for panel, lr in enumerate(rates):
-        left = 58 + panel * wide
-        plot = Plot((0, 16), (0, 1), left=left, right=left + wide - 14, top=92, bottom=262)
-        name = f"{lr:.0e}".replace("e-0", "e-")
-        drawn.append(words((plot.left + plot.right) / 2, 82, f"lr {name}", "bold", "middle"))
-        labels = {share / 4: f"{share / 4:.0%}" if panel == 0 else "" for share in range(5)}
-        drawn += plot.ticks_of_y(labels)
-        drawn += plot.ticks_of_x([4, 8, 12, 16], "step" if panel == 0 else "")
-        for color, (row, (look, *_)) in enumerate(LONG_ROWS.items()):
-            curves = [run["solved"] for run in runs if (run["row"], run["lr"]) == (row, lr)]
-            values = {int(step): [curve[step] for curve in curves] for step in curves[0]}
-            points = [(step, statistics.fmean(those)) for step, those in values.items()]
-            low = [(step, min(those)) for step, those in values.items()]
-            high = [(step, max(those)) for step, those in values.items()]
-            drawn.append(plot.line(low + high[::-1], f"area color{color}"))
-            drawn.append(plot.line(points, f"{look} color{color}"))
-            drawn += marks(plot, points, color)
-            ends = points[0][1], points[-1][1]
-            told.append(f"{row} at {name} from {ends[0]:.0%} to {ends[1]:.0%}")
-    for color, (_, said, x) in enumerate(LONG_ROWS.values()):
-        drawn.append(words(x, 306, said, f"word bold color{color}"))
-    drawn.append(words(16, 330, "line: mean; shaded: lowest to highest seed", "dim"))
-    title = "Held-out problems solved, long answers"
-    return svg(title, f"{about}: {'; '.join(told)}.", 344, drawn)
+    drawn.append(words(356, 342, "learning rate", "dim", "end"))
+    drawn.append(words(16, 342, "shaded: 95% interval of the mean", "dim"))
+    described = f"{about}, learning rates {rates[0]:g} to {rates[-1]:g}: {'; '.join(told)}."
+    return svg("Held-out problems solved, by learning rate", described, 356, drawn)
 
 
 # ---- ratios.svg and length.svg -------------------------------------------------------------------
@@ -418,13 +430,12 @@ def main() -> None:
     )
     parser.add_argument("--run", nargs="+", type=Path, default=[], help="folders, for curve.svg")
     parser.add_argument("--real", nargs="+", type=Path, default=[], help="folders, for real.svg")
-    parser.add_argument("--long", type=Path, help="rows of long.py, for long.svg")
+    parser.add_argument("--rates", type=Path, help="rows of long.py, for rates.svg")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures")
     arguments = parser.parse_args()
     drawn = {}
-    if arguments.long:
-        lines = arguments.long.read_text(encoding="utf-8").splitlines()
-        drawn["long"] = long_picture([json.loads(line) for line in lines])
+    if arguments.rates:
+        drawn["rates"] = rates_picture(long.read_rows(arguments.rates))
     for name, folders in (("curve", arguments.run), ("real", arguments.real)):
         if folders:
             drawn[name] = curve_picture([read_story(folder) for folder in folders])

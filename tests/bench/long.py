@@ -1,30 +1,33 @@
-"""Runs the experiment on learning rates, a process a run.
+"""Runs the experiment on learning rates, a process a run, and prints its tables.
 
     python tests/bench/long.py                     # every missing run
     python tests/bench/long.py --parts rates norm  # of these parts alone
+    python tests/bench/long.py --table --write     # the tables, and no run
 
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import random
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
-
+import train  # noqa: E402
 from support import tasks  # noqa: E402
 
 STEPS, EVERY, PROMPTS = 16, 4, 256  # rollout steps, between evaluations, held-out prompts
@@ -79,16 +82,6 @@ METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def child(tokens: int, warm: int, flags: list[str]) -> int:
-    """Run train.py with chains of a length, from a warm start."""
-    torch.set_num_threads(1)
-    tasks.TASKS["chains"] = tasks.chains(LENGTHS[tokens])
-    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
-    import train  # it reads the table of tasks as it is imported
-
-    return train.main(["--model", str(policy), *flags])
-
-
 def flags_of(experiment: Experiment, seed: int) -> list[str]:
     flags = f"{ROWS[experiment.row]} --lr {experiment.lr:g} {experiment.more} --seed {seed} "
     flags += f"--task chains --steps {STEPS} --completions-per-update {COMPLETIONS} "
@@ -96,17 +89,16 @@ def flags_of(experiment: Experiment, seed: int) -> list[str]:
     return [*flags.split(), "--warmup-steps", "0"]  # as for a policy that is named tiny
 
 
-def train(experiment: Experiment, seed: int) -> dict:
+def train_once(experiment: Experiment, seed: int) -> dict:
     """Run train.py to its end, and return the numbers that the tables need."""
     begun, warm = time.monotonic(), seed % WARM_STARTS
-    with tempfile.TemporaryDirectory() as folder, open(Path(folder, "log"), "w") as log:
-        command = ["nice", "-n", "10", sys.executable, __file__]
-        command += ["--child", str(experiment.tokens), str(warm)]
-        command += [*flags_of(experiment, seed), "--runs", folder, "--name", "one"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, stdout=log, stderr=log, cwd=folder, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {Path(folder, 'log').read_text()[-2000:]}")
+    tasks.TASKS["chains"] = tasks.chains(LENGTHS[experiment.tokens])
+    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--model", str(policy), *flags_of(experiment, seed), "--runs", folder]
+        with open(Path(folder, "log"), "w") as log, contextlib.redirect_stdout(log):
+            status = train.main([*flags, "--name", "one"])
+        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
         metrics = read_rows(Path(folder, "one/metrics.jsonl"))
         before = read_rows(Path(folder, "one/starts.jsonl"))[0]["eval_solved"]
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
@@ -146,33 +138,302 @@ def missing(arguments: argparse.Namespace) -> list[tuple[Experiment, int]]:
     return left
 
 
+def work(given: tuple[Experiment, int]) -> tuple[dict | None, str]:
+    """Return the numbers of a run, or None, and a line about it."""
+    os.nice(10)
+    experiment, seed = given
+    try:
+        found = train_once(experiment, seed)
+    except Exception as error:  # the other runs go on
+        return None, f"{experiment}, seed {seed}: {error!r}"
+    said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
+    return found, f"{experiment}, seed {seed}: {said} ({found['seconds']} s)"
+
+
 def train_missing(arguments: argparse.Namespace) -> None:
     """Append a line to --out for each run that it does not hold."""
-
-    def work(experiment: Experiment, seed: int) -> bool:
-        try:
-            found = train(experiment, seed)
-        except RuntimeError as error:
-            print(error, flush=True)
-            return False
-        with open(arguments.out, "a") as file:
-            file.write(json.dumps(found) + "\n")
-        said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
-        print(f"{experiment}, seed {seed}: {said} ({found['seconds']} s)", flush=True)
-        return True
-
-    left = missing(arguments)
+    left, failed = missing(arguments), 0
     print(len(left), "runs are missing", flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(arguments.jobs) as pool:  # Ctrl-C also ends train.py, after its step
-        ended = list(pool.map(work, *zip(*left)))
-    if not all(ended):
-        sys.exit(f"{ended.count(False)} runs failed")
+    # a fork for each run: it has a fresh state, and need not import torch again
+    with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        for found, said in pool.imap_unordered(work, left):
+            print(said, flush=True)
+            failed += found is None
+            if found:
+                with open(arguments.out, "a") as file:
+                    file.write(json.dumps(found) + "\n")
+    if failed:
+        sys.exit(f"{failed} runs failed")
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+# 97.5% quantiles of Student's t for 1 to 9 degrees of freedom
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the mean, and the half width of its 95% interval."""
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return mean, math.nan
+    return mean, T_QUANTILES[count - 2] * statistics.stdev(values) / math.sqrt(count)
+
+
+def permutation_p(differences: list[float]) -> float:
+    """Return the exact two-sided p: the share of choices of signs whose sum is as far from 0."""
+    seen = abs(sum(differences))
+    signs = itertools.product((1, -1), repeat=len(differences))
+    sums = [abs(sum(sign * each for sign, each in zip(some, differences))) for some in signs]
+    return sum(each >= seen - 1e-9 for each in sums) / len(sums)
+
+
+def holm(ps: list[float]) -> list[float]:
+    """Return corrected p values: the smallest times their number, the next times one less, and so
+    on, none below the one before it."""
+    corrected, highest = list(ps), 0.0
+    for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))
+        corrected[i] = highest
+    return corrected
+
+
+def largest_rate(gains: dict[float, float]) -> float:
+    """Return the largest rate with a gain above 0, interpolated in the logarithm of the rate.
+
+    gains: rate -> outcome minus start. Without any gain it is the smallest rate."""
+    rates = sorted(gains)
+    rate = max((lr for lr in rates if gains[lr] > 0), default=rates[0])
+    higher = next((lr for lr in rates if lr > rate), None)
+    if higher is None or gains[rate] <= 0:
+        return rate
+    part = gains[rate] / (gains[rate] - gains[higher])  # of the way to where the gain is 0
+    return rate * (higher / rate) ** part
+
+
+def at_own_best(ends: dict[int, dict[float, float]]) -> dict[int, float]:
+    """Return for each seed its outcome at the rate that is best for the other seeds.
+
+    ends: seed -> rate -> outcome."""
+    found = {}
+    for seed, mine in ends.items():
+        others = [rates for other, rates in ends.items() if other != seed]
+        best = max(mine, key=lambda lr: sum(rates[lr] for rates in others))
+        found[seed] = mine[best]
+    return found
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+COMPARISONS = (("gspo", "grpo"), ("gspo", "gspo, 0.2"), ("gspo, 3e-3", "gspo"))
+Runs = dict[str, dict[float, dict[int, dict]]]  # row -> rate -> seed -> run
+
+
+def start(run: dict) -> float:
+    """Return the held-out percent before training."""
+    return 100 * run["solved"]["0"]
+
+
+def outcome(run: dict) -> float:
+    """Return the held-out percent at the end, mean of the last two evaluations."""
+    return 50 * (run["solved"]["12"] + run["solved"]["16"])
+
+
+def gain(run: dict) -> float:
+    return outcome(run) - start(run)
+
+
+def runs_of(rows: list[dict], **settings) -> Runs:
+    """Return the runs of these settings, in the order of ROWS and of the rates."""
+    found: Runs = {name: {} for name in ROWS}
+    for run in sorted(rows, key=lambda run: (run["lr"], run["seed"])):
+        if all(run[name] == value for name, value in settings.items()):
+            found[run["row"]].setdefault(run["lr"], {})[run["seed"]] = run
+    return {name: by_rate for name, by_rate in found.items() if by_rate}
+
+
+def whole_blocks(runs: Runs) -> Runs:
+    """Leave out the seeds of which a run is not there yet."""
+    rates = set().union(*runs.values())
+    cells = [by_rate.get(lr, {}) for by_rate in runs.values() for lr in rates]
+    whole = sorted(set.intersection(*map(set, cells)))
+    return {
+        row: {lr: {seed: by_rate[lr][seed] for seed in whole} for lr in sorted(rates)}
+        for row, by_rate in runs.items()
+    }
+
+
+def by_seed(by_rate: dict[float, dict[int, dict]], number) -> dict[int, dict[float, float]]:
+    """Return seed -> rate -> a number of the run."""
+    found: dict[int, dict[float, float]] = {}
+    for lr, seeds in by_rate.items():
+        for seed, run in seeds.items():
+            found.setdefault(seed, {})[lr] = number(run)
+    return found
+
+
+def markdown(*lines: list[str]) -> str:
+    """Return a table; the first line is its head."""
+    drawn = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in drawn)
+
+
+def short(lr: float) -> str:
+    return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
+def spread(values: list[float]) -> str:
+    mean, half = interval(values)
+    return f"{mean:.0f} ± {half:.0f}"
+
+
+def clipped(run: dict) -> float:
+    return 100 * statistics.fmean(run["clip_fraction"])
+
+
+def at_step_4(run: dict) -> float:
+    return 100 * run["solved"]["4"]
+
+
+def cells(runs: Runs, number=outcome, said=spread) -> str:
+    """Return a number of the runs by row and rate: mean over seeds and its 95% interval. It is in
+    italics where the row breaks: on average it ends below its start."""
+    rates = sorted(set().union(*runs.values()))
+    lines = [["", *map(short, rates)]]
+    for row, by_rate in runs.items():
+        line = [f"`{row}`"]
+        for lr in rates:
+            there = by_rate.get(lr, {}).values()
+            text = said([number(run) for run in there]) if there else ""
+            breaks = there and statistics.fmean(map(gain, there)) < 0
+            line.append(f"*{text}*" if breaks else text)
+        lines.append(line)
+    return markdown(*lines)
+
+
+def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
+    """Return name -> row -> seed -> number, of the numbers that are compared."""
+    means, largest, best = {}, {}, {}
+    for row, by_rate in runs.items():
+        ends = by_seed(by_rate, outcome)
+        gains = by_seed(by_rate, gain)
+        means[row] = {seed: statistics.fmean(ends[seed].values()) for seed in ends}
+        largest[row] = {seed: math.log2(largest_rate(gains[seed])) for seed in ends}
+        best[row] = at_own_best(ends)
+    return {
+        "mean over the rates, points": means,
+        "log2 of the largest rate": largest,
+        "at its own best rate, points": best,
+    }
+
+
+def numbers(runs: Runs) -> str:
+    """Return the numbers of each row: mean over seeds and its 95% interval. Of the largest rate it
+    is the geometric mean."""
+    means, largest, best = primary(runs).values()
+    lines = [["", "mean over the rates", "largest rate", "at its own best rate", "which is"]]
+    for row, by_rate in runs.items():
+        middle, half = interval([*largest[row].values()])
+        rates = [short(2 ** (middle + some)) for some in (0, -half, half)]
+        highest = max(by_rate, key=lambda lr: sum(map(outcome, by_rate[lr].values())))
+        line = [f"`{row}`", spread([*means[row].values()])]
+        line.append(f"{rates[0]} ({rates[1]} to {rates[2]})")
+        lines.append([*line, spread([*best[row].values()]), short(highest)])
+    return markdown(*lines)
+
+
+def comparisons(runs: Runs) -> str:
+    """Compare rows, paired by seed, with p of each and p corrected for the three."""
+    lines = [["", "", "difference", "95% interval", "pairs above", "p", "p, Holm", "warm starts"]]
+    for name, by_row in primary(runs).items():
+        gaps = []
+        for one, other in COMPARISONS:
+            gaps.append({seed: by_row[one][seed] - by_row[other][seed] for seed in by_row[one]})
+        ps = [permutation_p([*each.values()]) for each in gaps]
+        for (one, other), gap, p, corrected in zip(COMPARISONS, gaps, ps, holm(ps)):
+            mean, half = interval([*gap.values()])
+            line = [
+                name,
+                f"{one} − {other}",
+                f"{mean:+.2f}",
+                f"{mean - half:+.2f} to {mean + half:+.2f}",
+            ]
+            line.append(f"{sum(each > 0 for each in gap.values())} of {len(gap)}")
+            line += [f"{p:.3f}", f"{corrected:.3f}"]
+            warm = [
+                [x for seed, x in gap.items() if seed % WARM_STARTS == k]
+                for k in range(WARM_STARTS)
+            ]
+            lines.append(
+                [*line, ", ".join(f"{statistics.fmean(some):+.1f}" for some in warm if some)]
+            )
+    return markdown(*lines)
+
+
+def by_rate_comparisons(runs: Runs) -> str:
+    """Compare rows at each rate: mean difference, its 95% interval, pairs above, p."""
+    rates = [*next(iter(runs.values()))]
+    lines = [["", *map(short, rates)]]
+    for one, other in COMPARISONS:
+        line = [f"{one} − {other}"]
+        for lr in rates:
+            mine, theirs = runs[one][lr], runs[other][lr]
+            gaps = [outcome(mine[seed]) - outcome(theirs[seed]) for seed in mine]
+            mean, half = interval(gaps)
+            above = sum(gap > 0 for gap in gaps)
+            line.append(
+                f"{mean:+.0f} ± {half:.0f}, {above} of {len(gaps)}, {permutation_p(gaps):.3f}"
+            )
+        lines.append(line)
+    return markdown(*lines)
+
+
+def below(gains: list[float]) -> str:
+    """Return how many runs ended below their start."""
+    return str(sum(each < 0 for each in gains))
+
+
+def share(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.2g}%"
+
+
+def count(values: list[float]) -> str:
+    return str(len(values))
+
+
+def tables(rows: list[dict]) -> str:
+    """Return everything that docs/results.md has of these runs."""
+    plain = runs_of(rows, tokens=80, more="")
+    runs = whole_blocks({row: by_rate for row, by_rate in plain.items() if row in MAIN})
+    seeds = runs["gspo"][RATES[0]]
+    starts = ", ".join(f"{start(run):.0f}" for run in seeds.values())
+    said = f"{len(seeds)} seeds from {min(seeds)} on, which start at {starts}%."
+    found = {
+        "Outcome, mean and 95% interval.": cells(runs) + "\n\n" + said,
+        "Numbers of a row.": numbers(runs),
+        "Comparisons, paired by seed.": comparisons(runs),
+        "The same by rate: points, pairs above, p.": by_rate_comparisons(runs),
+        "Runs that end below their start.": cells(runs, gain, below),
+        "Held-out percent at step 4.": cells(runs, at_step_4),
+        "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, share),
+    }
+    further = {
+        "With `--max-grad-norm 0.03`.": runs_of(rows, tokens=80, more="--max-grad-norm 0.03"),
+        "Answers of 170 tokens.": runs_of(rows, tokens=170, more=""),
+        "Other objectives.": {row: plain[row] for row in OTHERS if row in plain},
+    }
+    for name, some in further.items():
+        if some:
+            found[f"{name} Outcome."] = cells(some)
+            found[f"{name} Seeds."] = cells(some, said=count)
+    return "\n\n".join(f"**{name}**\n\n{table}" for name, table in found.items())
+
+
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        sys.exit(child(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -180,7 +441,18 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    train_missing(parser.parse_args())
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        train_missing(arguments)
+    found = tables(read_rows(arguments.out))
+    print(found)
+    if arguments.write:
+        path = ROOT / "docs/results.md"
+        before, _, rest = path.read_text().partition("<!-- rates -->\n")
+        _, _, after = rest.partition("<!-- end of rates -->")
+        path.write_text(f"{before}<!-- rates -->\n{found}\n<!-- end of rates -->{after}")
 
 
 if __name__ == "__main__":
