@@ -31,7 +31,6 @@ import math
 import random
 import statistics
 import sys
-import time
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,13 +66,13 @@ from support.user import expecting, function_of, need
 
 # ---- flags ---------------------------------------------------------------------------------------
 
-BEGAN = time.time()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclasses.dataclass
 class OwnFlags:
-    """The flags of this file. `flags.fill_defaults` replaces None."""
+    """The flags of this file. Defaults of None depend on the model, the task or the algorithm:
+    `flags.fill_defaults` has them."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
@@ -165,14 +164,14 @@ def train(run: "Run", output: "Output") -> None:
         #                drops groups of equal rewards and asks further prompts
         batch = collect(run, step)
 
-        # 3. advantages  where rewards alone decide. Rows with advantage 0 need no forward pass
+        # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
         active = batch.mask.any(1)
         if algorithm.reads in FROM_REWARDS:
             advantages, returns = compute_advantages(algorithm, config, batch)
             if config.kl_coef == 0 and config.entropy_coef == 0:  # these read log-probs of all rows
                 active = has_advantage(advantages, batch.mask)
 
-        # 4. plan        whole groups in a random order, in updates, in micro-batches
+        # 4. plan        groups in a random order, in updates, in micro-batches
         updates = plan(run, batch, active)
 
         # 5. constants   log-probs of pi_old, pi_ref and a teacher, values of a critic: no gradient
@@ -196,7 +195,7 @@ def train(run: "Run", output: "Output") -> None:
         report_step(run, output, done, row, stopping)
         if stopping and step < config.steps:
             raise KeyboardInterrupt
-    prompt, seconds = run.held_out[0]["prompt"], time.time() - BEGAN
+    prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
     before = run.progress.before
     for line in console.farewell(config, output.folder, before, row, seconds, prompt):
         say(line)
@@ -222,7 +221,7 @@ class Batch(typing.NamedTuple):
     """The N completions of a step, in groups of G, T tokens wide."""
 
     step: int
-    completions: Rollout  # as tokens
+    rollout: Rollout  # as tokens
     samples: list[Sample]  # as texts
     mask: Tensor  # (N, T) tokens of the loss
     rewards: Tensor  # (N,) with overlong shaping
@@ -319,7 +318,7 @@ class Models(typing.NamedTuple):
 
 
 class Run(typing.NamedTuple):
-    """Everything that outlives a step. Only input and output see all of it."""
+    """Everything that outlives a step."""
 
     config: Config
     algorithm: gspo.Algorithm  # its functions have their numbers already
@@ -367,8 +366,8 @@ def collect(run: Run, step: int) -> Batch:
         rows = list(itertools.islice(run.prompts, count))
         run.progress.prompts_drawn += len(rows)
         sampler, seed = run.models.old_policy, f"{step} {refill}"
-        completions, scored = complete(run, sampler, rows, size, config.temperature, seed)
-        parts.append(completions)
+        rollouts, scored = complete(run, sampler, rows, size, config.temperature, seed)
+        parts.append(rollouts)
         samples += scored
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
@@ -378,21 +377,21 @@ def collect(run: Run, step: int) -> Batch:
 
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
     chosen = [size * group + member for group in kept[:count] or [0] for member in range(size)]
-    completions = Rollout.cat(parts, run.endings["pad_id"])[chosen]
+    rollouts = Rollout.cat(parts, run.endings["pad_id"])[chosen]
     samples = [samples[row] for row in chosen]
-    mask = completions.completion_mask & bool(kept)
+    mask = rollouts.completion_mask & bool(kept)
     if config.overlong_filter:  # truncated completions leave the loss, but not the attention
-        mask = mask & ~completions.truncated[:, None]
+        mask = mask & ~rollouts.truncated[:, None]
     outcomes = [sample.score.reward for sample in samples]
-    for i, length in enumerate(completions.lengths.tolist()):
+    for i, length in enumerate(rollouts.lengths.tolist()):
         limit, cache = config.max_new_tokens, config.overlong_cache
         outcomes[i] += rewards.soft_overlong_penalty(length, limit, cache)
     outcomes = torch.tensor(outcomes, device=config.device)
     steps = [sample.score.steps for sample in samples]
-    token_rewards, step_ends = place_rewards(run.tokenizer, completions, outcomes, steps)
+    token_rewards, step_ends = place_rewards(run.tokenizer, rollouts, outcomes, steps)
     return Batch(
         step=step,
-        completions=completions,
+        rollout=rollouts,
         samples=samples,
         mask=mask,
         rewards=outcomes,
@@ -418,14 +417,14 @@ def complete(
         free_memory(config.device)  # for the KV cache
         prompts = [row[data.IDS] for row in ranks.share(rows)]
         options = {"temperature": temperature, "cache_gb": config.cache_gb, **run.endings}
-        completions = run.generate(model, prompts, ranks.share(uniforms), **options)
+        rollouts = run.generate(model, prompts, ranks.share(uniforms), **options)
         if ranks.size > 1:
-            everything = ranks.gather(completions.to("cpu"))
-            completions = Rollout.cat(everything, run.endings["pad_id"]).to(config.device)
+            everything = ranks.gather(rollouts.to("cpu"))
+            rollouts = Rollout.cat(everything, run.endings["pad_id"]).to(config.device)
         free_memory(config.device)
 
-    texts, answered, lengths = [], [], completions.lengths.tolist()
-    for i, ids in enumerate(completions.completions.tolist()):
+    texts, answered, lengths = [], [], rollouts.lengths.tolist()
+    for i, ids in enumerate(rollouts.completions.tolist()):
         texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
         row = {**rows[i // group_size], "tokens": lengths[i]}
         row.pop(data.IDS)
@@ -434,7 +433,7 @@ def complete(
         scores = run.reward.score(ranks.share(texts), ranks.share(answered))
         scores = [score for share in ranks.gather(scores) for score in share]
     run.reward.note_shaping(scores)
-    return completions, list(map(Sample, texts, answered, scores))
+    return rollouts, list(map(Sample, texts, answered, scores))
 
 
 def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int):
@@ -448,18 +447,18 @@ def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int)
 
 
 def place_rewards(
-    tokenizer, completions: Rollout, outcomes: Tensor, steps: list[list]
+    tokenizer, rollouts: Rollout, outcomes: Tensor, steps: list[list]
 ) -> tuple[Tensor, Tensor]:
     """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at a
     completion's last token, the reward of a step, (end in characters, reward), at the token that
     completes it."""
-    own = completions.latest_own
+    own = rollouts.latest_own
     last = own[:, -1:]
-    zeros = torch.zeros_like(completions.sampler_logprobs)
+    zeros = torch.zeros_like(rollouts.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
     for i, rewarded in enumerate(steps):
-        ids = completions.completions[i, : completions.lengths[i]].tolist() if rewarded else []
+        ids = rollouts.completions[i, : rollouts.lengths[i]].tolist() if rewarded else []
         for end, reward in rewarded:
             token = own[i, data.token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward
@@ -476,7 +475,9 @@ def compute_advantages(
     """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else 0."""
     compute, size = algorithm.advantages, config.group_size
     token_rewards, no_returns = batch.token_rewards, torch.zeros_like(batch.token_rewards)
-    if algorithm.kl_in == "reward" and constants is not None:  # k1 per token
+    if algorithm.kl_in == "reward":  # k1 per token
+        if algorithm.reads not in ("tokens", "values"):
+            raise ValueError(f"kl_in='reward': advantages that read {algorithm.reads!r} have no KL")
         kl = constants.old_logprobs - constants.ref_logprobs
         token_rewards = token_rewards - config.kl_coef * batch.mask * kl
     match algorithm.reads:
@@ -491,8 +492,8 @@ def compute_advantages(
             return compute(token_rewards, batch.mask), no_returns
         case "values":
             # a truncated completion is not over: the critic's last value stands for the rest
-            last = batch.completions.latest_own[:, -1:]
-            rest = constants.values.gather(1, last)[:, 0] * batch.completions.truncated
+            last = batch.rollout.latest_own[:, -1:]
+            rest = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
             return compute(token_rewards, constants.values, batch.mask, rest)
     raise ValueError(f"reads={algorithm.reads!r}: expected an input that gspo.Algorithm lists")
 
@@ -504,7 +505,7 @@ def has_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
 
 def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) -> Tensor:
     """Give tokens less weight where the sampler was not pi_old: (N, T)."""
-    sampled = batch.completions.sampler_logprobs
+    sampled = batch.rollout.sampler_logprobs
     weights = gspo.truncated_importance_weights(old_logprobs, sampled, batch.mask, cap=cap)
     return advantages.view(len(weights), -1) * weights
 
@@ -523,7 +524,7 @@ def plan(run: Run, batch: Batch, active: Tensor) -> list[Update]:
         needed = rows[active[rows]]
         own = run.ranks.share(needed)
         tokens, shares = config.micro_batch_tokens, run.models.share_prefixes
-        parts = rollout.micro_batches(batch.completions[own], tokens, shares)
+        parts = rollout.micro_batches(batch.rollout[own], tokens, shares)
         parts = [part._replace(rows=own[part.rows]) for part in parts]
         updates.append(Update(rows, needed, parts))
     return updates
@@ -534,12 +535,12 @@ def plan(run: Run, batch: Batch, active: Tensor) -> list[Update]:
 
 @torch.no_grad()
 def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constants:
-    """Compute the log-probs of pi_old, pi_ref and a teacher, and the values of a critic, before the
-    first update. The micro-batches are those of the updates, so that the first ratio is exactly 1.
-    """
-    models, sampled = run.models, batch.completions.sampler_logprobs
+    """Compute the log-probs of pi_old, pi_ref and a teacher, and the values of a critic. Before the
+    first update the policy is pi_old: it scores, not the sampler's copy, in the micro-batches of
+    the updates. So the first ratio is exactly 1."""
+    models, sampled = run.models, batch.rollout.sampler_logprobs
     constants = Constants(*[torch.zeros_like(sampled) for _ in Constants._fields])
-    with run.log.timer("freeze"):
+    with run.log.timer("constants"):
         if models.policy.routing:
             models.policy.routing.forget()
         for part in itertools.chain.from_iterable(update.parts for update in updates):
@@ -637,7 +638,8 @@ def policy_loss(
     denom: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
-    entropy bonus and the KL penalty. All tensors are of its rows; denom counts the whole update."""
+    entropy bonus and the KL penalty. All tensors are of its rows. denom counts completions or
+    tokens of the active rows of the whole update."""
     mask, old_logprobs = fixed.mask, fixed.old_logprobs
     loss, metrics = algorithm.loss(logprobs, old_logprobs, fixed.advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
@@ -672,8 +674,8 @@ def measure(run: Run, done: Step) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line."""
     batch, updates, fixed, result = done
     mask, advantages, returns = fixed.mask, fixed.advantages, fixed.returns
-    completions, dead, correct = batch.completions, batch.dead, batch.correct
-    lengths = completions.completion_mask.sum(1).float()
+    rollouts, dead, correct = batch.rollout, batch.dead, batch.correct
+    lengths = rollouts.completion_mask.sum(1).float()
     row = {}
     row["reward"] = batch.rewards.mean()
     row["reward_std"] = batch.rewards.std()
@@ -689,7 +691,7 @@ def measure(run: Run, done: Step) -> dict:
     row["length_mean"] = lengths.mean()
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
-    row["truncated"] = completions.truncated.float().mean()
+    row["truncated"] = rollouts.truncated.float().mean()
     size = advantages.abs()
     row["advantage_abs"] = size.mean() if size.dim() == 1 else size[mask].mean()
     for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
@@ -697,7 +699,7 @@ def measure(run: Run, done: Step) -> dict:
     row["bad_updates"] = result.bad_updates
     active, first = torch.cat([update.active for update in updates]), updates[0].active
     moved = result.new_logprobs - fixed.old_logprobs
-    apart = result.first_logprobs - completions.sampler_logprobs
+    apart = result.first_logprobs - rollouts.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
     row |= drift("sampler", apart[first], mask[first])
     if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
@@ -709,7 +711,7 @@ def measure(run: Run, done: Step) -> dict:
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     row["verifier_faults"] = len(batch.faults)
     if run.config.tool:
-        row |= run.generate.measure(completions, run.ranks)
+        row |= run.generate.measure(rollouts, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = run.ranks.peak_memory(run.config.device)
     row |= run.log.end_step()
@@ -738,7 +740,7 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
     last, answers = step == config.steps, []
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
     if evaluates:
-        found, answers = evaluate(run, pass_k=config.eval_samples * last)
+        found, answers = evaluate(run, pass_k=config.eval_samples if last else 0)
         row |= found
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
@@ -776,8 +778,8 @@ def readable_samples(run: Run, done: Step) -> list[dict]:
     advantages = done.fixed.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
     active = done.updates[-1].active.tolist()
     for row in (row for row in active if row // size == active[0] // size):
-        own = batch.completions.completion_mask[row]  # without tokens of a tool
-        ids = batch.completions.completions[row, own].tolist()
+        own = batch.rollout.completion_mask[row]  # without tokens of a tool
+        ids = batch.rollout.completions[row, own].tolist()
         shown.append(batch.samples[row].readable(batch.step))
         shown[-1]["group"] = row // size
         shown[-1]["tokens"] = [run.tokenizer.decode([token]) for token in ids]

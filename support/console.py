@@ -107,7 +107,8 @@ class Log:
 
     def __init__(self, device: str):
         self.device = torch.get_device_module(device)
-        self.seconds, self.begun, self.warned = collections.Counter(), time.perf_counter(), set()
+        self.seconds, self.warned = collections.Counter(), set()
+        self.began = self.begun = time.perf_counter()  # the run, the step
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -116,6 +117,10 @@ class Log:
         yield
         self.device.synchronize()
         self.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
+
+    def elapsed(self) -> float:
+        """Return the seconds since the run began."""
+        return time.perf_counter() - self.began
 
     def start_step(self) -> None:
         self.seconds.clear()

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import bench_answers
-from support.extras import answers
-from support.extras.answers import same_answer
+answers = pytest.importorskip("support.extras.answers")
+
+import bench_answers  # noqa: E402
+
+same_answer = answers.same_answer
 
 # ≡ right, both ways. ≢ wrong, both ways. → right for that gold answer. ↛ wrong for that one.
 # Four spaces separate two pairs. The verdicts were written before the code ran.

@@ -126,7 +126,7 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     [row] = metrics(good(tmp_path, flags).folder)
     [(batch, [update], *_)] = seen.steps
     assert 0 < len(update.active) < 24 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    samples = batch.completions[update.active]
+    samples = batch.rollout[update.active]
     policy = rollout.load_model("models/tiny", "cpu")
     _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0, entropy_grad=False)
     expected = entropy.sum() / samples.lengths.sum()

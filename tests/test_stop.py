@@ -82,7 +82,7 @@ def test_a_stop_text_ends_a_completion_between_turns_of_a_tool(place, seen, tmp_
     flags = f"{BASE} --tool reply.py:reply@; --stop 2 --max-new-tokens 30 --prompts-per-step 16"
     good(tmp_path, f"{flags} --steps 1")
     [(batch, *_)] = seen.steps
-    texts, truncated = [each.text for each in batch.samples], batch.completions.truncated
+    texts, truncated = [each.text for each in batch.samples], batch.rollout.truncated
     assert any(";9" in text and text.endswith("2") for text in texts)
     assert not any("2" in text[:-1] for text in texts)
     assert not truncated[[text.endswith("2") for text in texts]].any()

@@ -15,10 +15,12 @@ import gspo
 import rollout
 import train
 from support import tasks
-from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from support.user import UserError
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
+
+pytest.importorskip("support.extras.tools")
+from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool  # noqa: E402
 
 END, LIMIT = 1, 16
 PROMPTS = ["1+2=", "34*5+6=", "7="]
@@ -285,7 +287,7 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     flags = f"{WITH} --algo {algorithm} {knobs} --seed 1"
     plain = good(tmp_path / "plain", flags)
     for batch in [step.batch for step in seen.steps]:
-        completions = batch.completions
+        completions = batch.rollout
         forced = completions.lengths.sum() - completions.completion_mask.sum()
         assert forced > 0 and torch.equal(batch.mask, completions.completion_mask)
         row = metrics(plain.folder)[batch.step - 1]

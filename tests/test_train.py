@@ -97,7 +97,7 @@ def same_weights(one, other):
 
 def plain_logprobs(model, batch, i, temperature=1.0):
     """Log-probs of row i by one ordinary forward of the row alone, without padding."""
-    rows = batch.completions
+    rows = batch.rollout
     n, p = int(rows.lengths[i]), int(rows.prompt_lengths[i])
     ids = rows.tokens[i, rows.prompt_width - p : rows.prompt_width + n]
     logits = model(ids[None], use_cache=False).logits[0, p - 1 : -1].float() / temperature
@@ -164,7 +164,7 @@ def test_first_gradient_is_reinforce_by_plain_forwards(
     with gradients() as steps:
         [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     batch = seen.steps[0].batch
-    lengths = batch.completions.lengths.tolist()
+    lengths = batch.rollout.lengths.tolist()
     assert len(set(lengths)) > 1  # ragged, or the units would be the same
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
     reference = seen.run.models.ref_policy.module
@@ -297,7 +297,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
     flags = "--seed 1 --data mixed.jsonl --reward pay.py:by_prompt --algo dapo --eval-prompts 2"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     for (batch, *_), row in zip(seen.steps, rows, strict=True):
-        for each, ids in zip(batch.samples, batch.completions.sequences(), strict=True):
+        for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
             assert each.row["prompt"] in (f"{first}+{each.row['answer']}=" for first in "34")
             text = seen.run.tokenizer.decode(ids, skip_special_tokens=True)
             assert text == each.row["prompt"] + each.text
@@ -339,7 +339,7 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     good(tmp_path / "without", flags)
     good(tmp_path / "with", f"{flags} --overlong-filter")
     before, after = seen.steps
-    own, whole = after.batch.completions.completion_mask, ~after.batch.completions.truncated
+    own, whole = after.batch.rollout.completion_mask, ~after.batch.rollout.truncated
     assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active)
     assert sorted(after.updates[0].active.tolist()) == whole.nonzero()[:, 0].tolist()
     assert torch.equal(after.fixed.mask, own & whole[:, None])
@@ -353,7 +353,7 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tm
     flags += " --overlong-filter --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
     [row] = metrics(good(tmp_path, f"{BASE} --steps 1 --no-dynamic-sampling {flags}").folder)
     [(batch, updates, *_)] = seen.steps
-    emptied = [bool(batch.completions.truncated[update.rows].all()) for update in updates]
+    emptied = [bool(batch.rollout.truncated[update.rows].all()) for update in updates]
     assert 0 < sum(emptied) < len(emptied) and row["truncated"] < 1
     assert row["bad_updates"] == 0
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
@@ -363,7 +363,7 @@ def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     """Of at most 12 with a cache of 5: length 12 costs 1, 8 costs 1/5, 7 and less nothing."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
     [(batch, *_)] = seen.steps
-    lengths = batch.completions.lengths.tolist()
+    lengths = batch.rollout.lengths.tolist()
     assert min(lengths) <= 7 < max(lengths)
     expected = [pay - max(0, n - 7) / 5 for pay, n in zip(pays_of(batch), lengths)]
     assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-6)
@@ -396,8 +396,8 @@ def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_
     assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
     batch, _, fixed, _ = seen.steps[1]
     plain = by_group(pays_of(batch), 4, z_scores)
-    apart, weights = (fixed.old_logprobs - batch.completions.sampler_logprobs).tolist(), []
-    for i, n in enumerate(batch.completions.lengths.tolist()):
+    apart, weights = (fixed.old_logprobs - batch.rollout.sampler_logprobs).tolist(), []
+    for i, n in enumerate(batch.rollout.lengths.tolist()):
         weights += [min(math.exp(x), 1.02) for x in apart[i][:n]]
         expected = [plain[i] * weight for weight in weights[-n:]]
         assert fixed.advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -488,9 +488,9 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     batch, _, fixed, _ = seen.steps[1]
     (_, _, _, bootstrap), _, _ = calls[1]
-    truncated = batch.completions.truncated
+    truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
-    last = fixed.values.gather(1, batch.completions.lengths[:, None] - 1)[:, 0]
+    last = fixed.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
     assert last.all() and torch.equal(bootstrap, last * truncated)
     size = float(fixed.advantages[fixed.mask].abs().mean())
     assert rows[1]["advantage_abs"] == pytest.approx(size)
@@ -507,7 +507,7 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     (token_rewards, *_), _, _ = calls[1]
     batch, _, fixed, _ = seen.steps[1]
     kl, nonzero = fixed.old_logprobs - fixed.ref_logprobs, 0
-    for i, n in enumerate(batch.completions.lengths.tolist()):
+    for i, n in enumerate(batch.rollout.lengths.tolist()):
         expected = (-0.2 * kl[i, :n]).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
         expected[-1] += batch.samples[i].score.reward
@@ -532,12 +532,12 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
         "reward": sum(pays) / 16,
         "reward_std": math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15),
         "reward/even": sum(pays) / 16,
-        "length_mean": sum(batch.completions.lengths.tolist()) / 16,
-        "truncated": sum(batch.completions.truncated.tolist()) / 16,
+        "length_mean": sum(batch.rollout.lengths.tolist()) / 16,
+        "truncated": sum(batch.rollout.truncated.tolist()) / 16,
         "advantage_abs": sum(map(abs, advantages)) / 16,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-    phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "freeze", "improve")]
+    phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "constants", "improve")]
     assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
 
 
@@ -556,7 +556,9 @@ def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
         read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>", "<unk>")]
         assert "".join(read) == each["completion"]
     pays = [each["reward"] for each in shown]
-    assert [each["advantage"] for each in shown] == pytest.approx(z_scores(pays), abs=1e-4)
+    advantages = [each["advantage"] for each in shown]
+    assert [len(each["advantage"]) for each in shown] == [len(each["tokens"]) for each in shown]
+    assert [each[0] for each in advantages] == pytest.approx(z_scores(pays), abs=1e-4)
     means = [statistics.fmean(each["log_ratios"]) for each in shown]
     tokens = [x for each in shown for x in each["log_ratios"]]
     kl = statistics.fmean(math.expm1(x) - x for x in tokens)

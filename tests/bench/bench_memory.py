@@ -29,7 +29,6 @@ import gspo  # noqa: E402
 import rollout  # noqa: E402
 from counting import Counting  # noqa: E402
 from support import tasks  # noqa: E402
-from support.extras.lora import add_adapters  # noqa: E402
 from support.models import checkpoint_layers, frozen_copy, refresh  # noqa: E402
 
 GB = 1e9
@@ -85,6 +84,8 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
             made.append(frozen_copy(policy, torch.bfloat16))
             if rank:
                 options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
+                from support.extras.lora import add_adapters
+
                 add_adapters(policy, options, torch.bfloat16)
 
         loading = counting.peak_of(load)

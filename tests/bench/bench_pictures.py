@@ -201,38 +201,38 @@ def short_run() -> Iterator[train.Run]:
         mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
         tempfile.TemporaryDirectory() as folder,
     ):
-        run = train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
-        with run.lock:
-            yield run
+        yield train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
 
 
-def sampled(run: train.Run, step: int) -> train.Batch:
-    """Return the batch of a step before its updates."""
-    batch = train.sample(run, step)
-    train.score(run, batch)
-    train.freeze(run, batch)
-    train.compare(run, batch)
-    return batch
+def sampled(run: train.Run, step: int) -> tuple[train.Batch, list[train.Update], train.Fixed]:
+    """Return a step before its updates."""
+    batch = train.collect(run, step)
+    advantages, returns = train.compute_advantages(run.algorithm, run.config, batch)
+    updates = train.plan(run, batch, train.has_advantage(advantages, batch.mask))
+    constants = train.compute_constants(run, batch, updates)
+    fixed = train.Fixed(batch.mask, advantages, returns, **constants._asdict())
+    return batch, updates, fixed
 
 
-def train_and_compare(run: train.Run, step: int) -> list[Completion]:
-    """Return the completions of a step, scored before its updates and after them."""
-    batch = sampled(run, step)
+def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.Step]:
+    """Return the completions of a step, scored before its updates and after them, and the step."""
+    batch, updates, fixed = sampled(run, step)
     before = score(run, batch.rollout)
-    train.improve(run, batch)
+    result = train.improve(run, step, updates, fixed)
     log_ratios = score(run, batch.rollout) - before
     found = []
     for i, length in enumerate(batch.rollout.lengths.tolist()):
         ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found
+    return found, train.Step(batch, updates, fixed, result)
 
 
 @torch.no_grad()
 def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
     """Return log-probs (N, T) under the present policy."""
-    return rollout.completion_logprobs(run.policy, samples, run.config.temperature)[0]
+    policy = run.models.policy.module
+    return rollout.completion_logprobs(policy, samples, run.config.temperature)[0]
 
 
 # ---- curve.svg and real.svg ----------------------------------------------------------------------
@@ -443,7 +443,8 @@ def main() -> None:
         with short_run() as run:
             for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
                 next(run.prompts)
-            found = [one for step in range(STEPS) for one in train_and_compare(run, step + 1)]
+            steps = [train_and_compare(run, step + 1)[0] for step in range(STEPS)]
+            found = [one for step in steps for one in step]
         # the completion with the most ratios that differ visibly from 1, and all fit on the axis
         some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
         varied = max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
