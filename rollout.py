@@ -38,7 +38,7 @@ from support.models import (
     logits_of,
 )
 from support.trees import Tree, Trees, grow, grow_evenly, in_order, join
-from support.user import UserError, need
+from support.user import UserError, expecting, need
 
 
 class Rollout(typing.NamedTuple):
@@ -485,7 +485,8 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
         gap = (found - own).abs()
         return bool((~(gap < 1e-3)).float().mean() > allowed)  # NaN, too. Rounding makes 1e-5
 
-    rows, _ = completion_logprobs(model, samples, temperature=1.0)
+    with expecting(f"--model: our scorer cannot run a {name}", (RuntimeError,)):
+        rows, _ = completion_logprobs(model, samples, temperature=1.0)
     for who, found in (("sampler", samples.sampler_logprobs), ("scorer", rows)):
         gap = float((found - own).abs().max())
         need(

@@ -48,7 +48,7 @@ EXERCISES = {  # in this order: file, tests, hint
     ),
     "completion_logprobs": (
         "rollout.py",
-        ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[plain-q",),
+        ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[qwen3-",),
         "hidden_states has those of all tokens, predicting the index of the token before each, "
         "token_logprobs makes them log-probs at the temperature, and scattered puts these where "
         "the mask is",

@@ -335,8 +335,8 @@ def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
 
     def mixed(*made) -> list[str]:
         found = buffer.mix(batch(*made))
-        assert [chr(row[1]) for row in found.completions.tokens] == [x[0] for x in found.samples]
-        width = found.completions.completion_mask.sum(1)
+        assert [chr(row[1]) for row in found.rollout.tokens] == [x[0] for x in found.samples]
+        width = found.rollout.completion_mask.sum(1)
         assert torch.equal(found.token_rewards.sum(1), found.rewards * width)
         return found.samples
 
