@@ -9,15 +9,15 @@ This file needs support/user.py alone. Its command also needs support/data.py.""
 
 import argparse
 import ast
+import cmath
 import collections
 import concurrent.futures
-import contextlib
 import copy
 import functools
-import importlib
 import inspect
 import operator
 import os
+import random
 import re
 import unicodedata
 from collections.abc import Callable
@@ -30,8 +30,7 @@ MAX_TEXT = 10_000  # characters of an answer
 LARGEST_REWARD = 1e6
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
-OPTIONAL = {"math": "answers", "math_lenient": "lenient", "judge": "judge"}
-OPTIONAL |= {"code": "programs", "code_strict": "programs"}  # name -> file in support/extras
+EXTRAS = ("math_symbolic", "code", "code_strict", "judge:FOLDER")  # imported where they are named
 
 
 def verifier(function: Callable, name: str = "") -> Callable:
@@ -60,6 +59,7 @@ def after_thinking(completion: str) -> str:
     return "" if "<think>" in text else text
 
 
+BARE_BOX = re.compile(r"\\boxed +(-?[0-9a-zA-Z]+(?:[.,/][0-9]+)*)")  # \boxed 5
 BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
 
 
@@ -69,6 +69,7 @@ def last_box(text: str, default: str) -> str:
     A box that holds boxes and anything else names several answers: its content is ""."""
     opened = []  # starts of open boxes, None for other braces
     boxes = []  # (start, end) of closed ones
+    text = BARE_BOX.sub(r"\\boxed{\1}", text)
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
@@ -150,7 +151,7 @@ CHOICE = re.compile(  # a letter behind nothing but some words
     [\W_]*+
     (?: (?i: the | final | correct | best | answer | option | choice | is
           | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
-    (?P<letter> [A-Za-z] ) (?: [^\w).:–—-] | _ )*+
+    (?P<letter> [A-Za-z] ) (?! [+#] ) (?: [^\w).:–—-] | _ )*+
     (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
     [\W_]*+""",
     re.VERBOSE | re.DOTALL,
@@ -203,6 +204,235 @@ def can_be_seen(text: str) -> bool:
 think_format.shaping = True  # it moves the policy, and does not say whether an answer is right
 verifier(think_format, "format")
 
+# ---- mathematics ---------------------------------------------------------------------------------
+
+
+def math(completion: str, answer: str | int | float) -> bool:
+    """1 if the marked answer is the gold one: as numbers, algebra, points, sets, lists, or text."""
+    return same_answer(final_answer(completion, marked=True), gold_answer(answer))
+
+
+math.lenient = "math_lenient"
+verifier(math)
+
+NUMBER = re.compile(
+    r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
+    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i:
+    percent | hundred | thousand | [bm]illion | dozen | halves | thirds | tenths | squared)\b)?""",
+    re.VERBOSE,
+)
+PART = re.compile(  # the number, written #, is a part of an expression
+    r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])> | \w\(
+    | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
+    | (?:half|root|power)[ ]of ) | n't ) [ ]? \(? \# | \d:\#
+    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/] | -[ ]?[a-z]\b | [nxyz]{1,2}\b | \\(?!text|q?quad) )""",
+    re.VERBOSE,
+)
+
+
+@verifier
+def math_lenient(completion: str, answer: str | int | float) -> bool:
+    """As `math`. If nothing is marked, the last number is the answer, if it stands alone."""
+    text = after_thinking(completion)
+    given = final_answer(completion, marked=True)
+    if not re.search(r"<answer>|\\boxed|####", text):
+        text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
+        text = re.sub("[−–]", "-", text)
+        *_, last = NUMBER.finditer(text)
+        before, behind = text[: last.start()][-20:], text[last.end() :][:100]
+        sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
+        if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
+            return False
+        given = "-" * bool(sign) + last[0]
+    return same_answer(given, gold_answer(answer))
+
+
+def same_answer(given: str, gold: str) -> bool:
+    """Compare two answers. 25% is 1/4, and 25 if a percentage is asked, but 0.7% is not 0.7."""
+    if max(len(given), len(gold)) > MAX_EXPRESSION:
+        return given == gold
+    given, gold = in_our_signs(given), in_our_signs(gold)
+    bare, bare_gold = given.removesuffix("%").strip(), gold.removesuffix("%").strip()
+    is_percentage = (bare, bare_gold) != (given, gold) and re.match("-?[1-9][0-9.]*$", bare)
+    try:
+        is_same = alike(meaning_of(given), meaning_of(gold))
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError, TypeError):
+        blanks = r"\((\w+)\)|\"|(?<!\d) | (?!\d)"  # compared as text
+        texts = [re.sub(blanks, r"\1", text) for text in (given, gold)]
+        if "\\" not in given:  # \gamma is not \Gamma
+            texts = [text.casefold() for text in texts]
+        is_same = texts[0] == texts[1] != ""
+    return is_same or bool(is_percentage) and same_answer(bare, bare_gold)
+
+
+def table(rows: str) -> dict[str, str]:
+    """Return {"\\\\times": "*", "×": "*", ...} of the row `*←\\\\times,×`."""
+    pairs = [row.split("←") for row in rows.split()]
+    return {other: ours for ours, others in pairs for other in others.split(",")}
+
+
+MAX_EXPRESSION = 300  # characters of an answer that is read as mathematics
+SIGNS = table(r"""
+    *←×,·,⋅,\times,\cdot  /←÷,⁄,\div  -←−,–  ±←\pm  %←\%  |←∪,\cup  =←≈,\approx,∈,\in
+    <=←≤,\le,\leq,\leqslant  >=←≥,\ge,\geq,\geqslant  !=←≠,\ne,\neq  \pi←π  \infty←∞  \sqrt←√
+    \frac←\dfrac,\tfrac,\cfrac  ⟨←\{  ⟩←\}  ],[←\\
+    ←$,\$,€,£,¥,°,\degree,\(,\),\[,\],\!,\left,\right,\displaystyle,\big,\Big,\bigl,\bigr
+""")  # our sign, and others for it
+TEXT = r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*"
+SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
+    r"\\[,;: ]|\\q?quad\b|~|\s+": " ",
+    r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
+    rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
+    rf"{TEXT}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}": r' "\1" ',
+    r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
+    r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
+    r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so |about )[\s:]*": "",
+    r'(?i)"? ?\b(hundred|thousand|million|billion|dozen)\b ?"?': lambda word: (
+        f" *{SCALES[word[1].lower()]} "
+    ),
+    r'(?i)"? ?\bper ?cent\b ?"?': "%",
+    r'"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
+    r", ?,": ",",
+    r"\\begin ?\{[pb]matrix\}": "[[",
+    r"(?:\],\[)? ?\\end ?\{[pb]matrix\}": "]]",
+    r"\\frac ?([0-9]) ?([0-9{])": r"\\frac{\1}\2",  # \frac12
+    r"\\frac\{([0-9])\}([0-9])": r"\\frac{\1}{\2}",
+    r"\\sqrt ?([0-9a-zA-Z])": r"\\sqrt{\1}",
+    r"\\?sqrt ?\[(\w+)\] ?\{": r" sqrt{\1,",
+    r"\\sqrt\b": " sqrt",
+    r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
+    r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
+}
+GROUP = r"\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+ITEM = r"((?:[^()[\]]|\((?:[^()]|\([^()]*\))*\))*)"  # without an open bracket
+
+
+def our_signs(text: str) -> str:
+    signs = r"\\(?:[a-zA-Z]+|.)|[^\x00-\x7f]|[$~&]"
+    return re.sub(signs, lambda found: SIGNS.get(found[0], found[0]), text)
+
+
+def in_our_signs(text: str) -> str:
+    """Return an answer in LaTeX in the syntax of Python, but for its products and words."""
+    text = re.sub("([⁰¹²³⁴-⁹]+)", r"^{\1}", re.sub("(?=[¼-¾⅐-⅞])", " ", text))  # x², 3½
+    text = our_signs(unicodedata.normalize("NFKC", text))
+    for pattern, ours in REWRITES.items():
+        text = re.sub(pattern, ours, text)
+    if not re.search(r"[(\[⟨]", text):  # 1,234 is a number, (1,234) is a pair
+        text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
+    while (simpler := re.sub(rf"\\frac{GROUP}{GROUP}", r"((\1)/(\2))", text)) != text:
+        text = simpler
+    text = text.translate(str.maketrans("{}⟨⟩", "(){}"))
+    text = re.sub(rf"\({ITEM}\]", r"open_closed(\1)", text)
+    return re.sub(rf"\[{ITEM}\)", r"closed_open(\1)", text).strip()
+
+
+GREEK = "pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
+UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]++|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]o)\b)'
+TOKEN = re.compile(
+    rf"""
+      (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
+    | (?P<call> (?: sqrt | open_closed | closed_open | [fghFGHNPT] ) [ ]? \( )
+    | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
+    | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
+    | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
+    | \S
+    """,
+    re.VERBOSE,
+)
+NO_UNIT = re.compile(  # words and digits that change a value, and a power of a unit does not
+    r"""(?<!\^)(?<!\^\()[0-9] | \b(?: hal(?:f|ves) | third | quarter | \w*illion | \w*illionth
+    | (?:fif|six|eigh|ten|hundred|thousand)th | squared | cubed | factorial | below | not? | is
+    | sqrt )s?\b""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+def python_of(text: str) -> str:
+    """Write the products and units of an answer as Python does: `(2) * x @ "cm"` for 2x cm."""
+    code, last = "", ""
+    for token in TOKEN.finditer(text):
+        kind, piece = token.lastgroup, token[0]
+        follows = last in ("number", "letter", "words", ")", "]", "}", "%")  # a value
+        if kind is None or follows and (kind == "number" or last == "words" and piece == "("):
+            raise ValueError(f"{piece} is no mathematics")
+        if kind == "number":
+            piece = f"({Fraction(piece)})"
+        elif kind == "letter":
+            piece = re.sub(r"\W", "", piece) + "_"  # lambda is a word of Python
+        elif kind == "words":
+            if follows and NO_UNIT.search(piece):
+                raise ValueError(f"{piece} changes the value")
+            words = " ".join(re.findall(r"[^\W_]+|/", piece))
+            if len(words) > 3 or not follows:  # units such as ms and MHz stay
+                words = words.casefold().removesuffix("s")
+            piece = "@ " * follows + repr(words)
+        multiplies = follows and (kind in ("call", "letter") or piece == "(")
+        code += " * " * multiplies + {"^": "**", "=": "==", "%": "/100"}.get(piece, piece) + " "
+        last = piece if kind == "sign" else kind
+    return code
+
+
+def meaning_of(text: str) -> tuple:
+    """Return an answer as nested tuples of (kind, part, ...): a list of one item or more."""
+    if "±" in text:
+        text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
+    tree = ast.parse(f"_({python_of(text)})", mode="eval").body
+    need(isinstance(tree, ast.Call) and not tree.keywords, "it has brackets that do not match")
+    return ("list", *map(part_of, tree.args))
+
+
+def part_of(node: ast.expr) -> tuple:
+    match node:
+        case ast.Constant(str(words)):
+            return (f"words {words}",)
+        case ast.BinOp(value, ast.MatMult(), ast.Constant(str(unit))):
+            return (f"unit {unit}", part_of(value))
+        case ast.BinOp(left, ast.BitOr(), right):
+            return ("union", part_of(left), part_of(right))
+        case ast.Tuple(items) | ast.List(items) | ast.Set(items):
+            return (type(node).__name__, *map(part_of, items))
+        case ast.Call(ast.Name(function), items) if function != "sqrt":
+            return (f"call {function}", *map(part_of, items))
+        case ast.Compare(ast.Call(ast.Name("sqrt"))):
+            raise ValueError("a root is no name, and this equation is compared as text")
+        case ast.Compare(ast.Name() | ast.Call() | ast.Tuple() as name, [ast.Eq()], [side]):
+            return (f"name {ast.unparse(name)}", part_of(side))
+        case ast.Compare(left, signs, sides):
+            kinds = " ".join(type(sign).__name__ for sign in signs)
+            return (kinds, part_of(left), *map(part_of, sides))
+    return ("value", *(value_of(node, point) for point in "abc"))
+
+
+def alike(left: tuple, right: tuple) -> bool:
+    """Compare two parts of answers. A name or a unit may be missing on one side."""
+    for optional in ("name ", "unit "):
+        if left[0].startswith(optional) and not right[0].startswith(optional):
+            left = left[1]
+        elif right[0].startswith(optional) and not left[0].startswith(optional):
+            right = right[1]
+    (kind, *parts), (other_kind, *others) = left, right
+    if kind != other_kind or len(parts) != len(others):
+        return False
+    if kind == "value":
+        return all(map(near, parts, others))
+    if kind not in ("list", "Set", "union", "Eq"):
+        return all(map(alike, parts, others))
+    for part in parts:  # in any order
+        found = next((other for other in others if alike(part, other)), None)
+        if found is None:
+            return False
+        others.remove(found)
+    return True
+
+
+def near(left: Fraction | complex, right: Fraction | complex) -> bool:
+    """Compare rationals exactly, other numbers to 12 digits."""
+    are_exact = isinstance(left, Fraction) and isinstance(right, Fraction)
+    return left == right or not are_exact and abs(left - right) < 1e-12 * abs(left)
+
+
 # ---- verifiers of the built-in tasks -------------------------------------------------------------
 
 
@@ -231,9 +461,6 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
     return [*steps, (len(completion), float(arithmetic(completion, answer)))]
 
 
-SIGNS = {"×": "*", "·": "*", "\\times": "*", "\\cdot": "*", "÷": "/", "−": "-", "–": "-", "$": ""}
-
-
 @verifier
 def countdown(completion: str, answer: dict) -> bool:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
@@ -243,9 +470,7 @@ def countdown(completion: str, answer: dict) -> bool:
     need(numbers and are_whole, "expected whole numbers from 0 up")
     need(type(target) in (int, float), f"target {target!r:.80} is no number")
 
-    text = final_answer(completion).removesuffix(".")
-    for sign, ours in SIGNS.items():
-        text = text.replace(sign, ours)
+    text = our_signs(final_answer(completion).removesuffix("."))
     left, _, right = text.partition("=")
     if right.strip() == str(target):  # 3*5-2 = 13
         text = left
@@ -258,26 +483,48 @@ def countdown(completion: str, answer: dict) -> bool:
 
 def exact_value(text: str) -> Fraction:
     """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
-    need(re.fullmatch("[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
+    is_plain = re.fullmatch("[-+*/() 0-9]{1,1000}", text) and "**" not in text
+    need(is_plain, f"{text!r:.80} is no arithmetic")
     text = re.sub(r"\b0+(?=[0-9])", "", text)  # Python does not parse 03
     return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
 
 
+def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | complex:
+    """Return base**exponent. ValueError for values that take long, or that lose their digits."""
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        need(bits * abs(exponent) < 5000, "9^9^9 is too large")
+        return base ** int(exponent)
+    value = complex(base) ** complex(exponent)
+    need(1e-50 < abs(value) < 1e50, f"{value} is too large or too small")
+    return value
+
+
+CONSTANTS = {"pi_": cmath.pi, "e_": cmath.e, "i_": 1j, "infty_": cmath.inf}
 OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
 OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS[ast.Pow] = power
 
 
-def value_of(node: ast.expr) -> Fraction:
+def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
+    """Return the value of an expression at a point. A Fraction is exact."""
     match node:
         case ast.Constant(int(number)):
             return Fraction(number)
+        case ast.Name(letter):
+            number = Fraction(random.Random(letter + point).randint(1, 10**6), 10**6 + 3)
+            number -= point == "a"  # below 0 there, so that sqrt(x^2) is not x
+            return CONSTANTS.get(letter, number)
         case ast.UnaryOp(sign, operand):
-            return OPERATORS[type(sign)](value_of(operand))
+            return OPERATORS[type(sign)](value_of(operand, point))
         case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
-            return OPERATORS[type(sign)](value_of(left), value_of(right))
+            return OPERATORS[type(sign)](value_of(left, point), value_of(right, point))
+        case ast.Call(ast.Name("sqrt"), [*degree, radicand]):
+            degrees = [value_of(each, point) for each in degree] or [2]
+            return power(value_of(radicand, point), Fraction(1, *degrees))
         case ast.Call(left, [right]):  # (3)(5) is a product
-            return value_of(left) * value_of(right)
-    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")  # 2**3, or a call of two
+            return value_of(left, point) * value_of(right, point)
+    raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
 
 
 # ---- rewards -------------------------------------------------------------------------------------
@@ -372,8 +619,6 @@ class Reward:
         terms = {}
         for name, term in self.terms.items():
             twin = getattr(term.function, "lenient", None)
-            with contextlib.suppress(UserError):  # the file of the twin may be deleted
-                twin and extra_of(twin)
             found = VERIFIERS.get(twin)
             terms[twin if found else name] = term._replace(function=found or term.function)
         return Reward(terms) if terms.keys() != self.terms.keys() else None
@@ -395,6 +640,8 @@ class Reward:
             need("completions" not in named, f"--reward {name}: {said}: no lists, as TRL's")
             is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
             need(not is_exchanged, f"--reward {name}: {said}: the completion first, found {named}")
+            is_async = inspect.iscoroutinefunction(term.function)
+            need(not is_async, f"--reward {name}: {said}, found async def, which nothing awaits")
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:
@@ -428,10 +675,14 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         name, function = place.rpartition(":")[2], None
         if place.startswith("judge:"):
-            name, function = "judge", extra_of("judge").Judge(place.removeprefix("judge:"), device)
-        elif place in OPTIONAL:
-            extra_of(place)
-        names = f" or one of {', '.join(VERIFIERS | OPTIONAL)}"
+            from support.extras.judge import Judge
+
+            name, function = "judge", Judge(place.removeprefix("judge:"), device)
+        elif place == "math_symbolic":
+            from support.extras import answers  # noqa: F401 - it registers its verifier
+        elif place in ("code", "code_strict"):
+            from support.extras import programs  # noqa: F401
+        names = f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
         if ".py:" in place:
             names = ""
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):
@@ -449,19 +700,9 @@ def find_verifier(place: str) -> Callable:
     """Return the function of `file.py:function`, or the verifier of ours with that name."""
     if ":" in place:
         return function_of(place, "verifier")
-    hint = did_you_mean(place, VERIFIERS | OPTIONAL)
+    hint = did_you_mean(place, [*VERIFIERS, *EXTRAS])
     need(place in VERIFIERS, f"rewards.py has no verifier {place!r}{hint}")
     return VERIFIERS[place]
-
-
-def extra_of(name: str):
-    """Import the file that registers an optional verifier. UserError if it is not here."""
-    try:
-        return importlib.import_module(f"support.extras.{OPTIONAL[name]}")
-    except ModuleNotFoundError as error:  # of this file, or of one that it imports
-        [module] = error.name.split(".")[2:] or [OPTIONAL[name]]
-        sentence = f"needs support/extras/{module}.py, which is not here"
-        raise UserError(f"--reward {name}: {sentence}") from error
 
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:

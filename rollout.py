@@ -6,17 +6,18 @@ Read `generate`, then `completion_logprobs`. Both call the model's own forward p
 its KV cache. `completion_logprobs` has two layouts: a row a text, or, where these save much, trees
 of texts with equal beginnings."""
 
-import bisect
 import dataclasses
 import inspect
 import itertools
-import math
 import os
 import sys
 import typing
 from collections.abc import Callable, Iterator
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
@@ -24,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
-from support.data import IDS, PromptFormat, printable
-from support.flags import flag, parse
+from support.command_line import flag, parse
+from support.data import IDS, PromptFormat, StopTexts, printable
 from support.models import (
     body_of,
     context_of,
@@ -36,7 +37,8 @@ from support.models import (
     load_model,
     logits_of,
 )
-from support.user import UserError, need
+from support.trees import Tree, Trees, grow, grow_evenly, in_order, join
+from support.user import UserError, expecting, need
 
 
 class Rollout(typing.NamedTuple):
@@ -64,6 +66,13 @@ class Rollout(typing.NamedTuple):
     @property
     def completions(self) -> Tensor:  # (N, T)
         return self.tokens[:, self.prompt_width :]
+
+    @property
+    def latest_own(self) -> Tensor:
+        """(N, T): for each token the index of the latest token, up to it, that the policy wrote. A
+        tool's tokens are no action: their rewards go to the action before them."""
+        steps = torch.arange(self.completion_mask.shape[1], device=self.completion_mask.device)
+        return (steps * self.completion_mask).cummax(1).values
 
     def sequences(self) -> list[list[int]]:
         """The token ids of each row, prompt and completion, without padding."""
@@ -163,16 +172,16 @@ def generate(
 
         # 2. sample one token for each active sample, until all have ended. Samples with equal
         #    tokens so far share a row of the batch and of the KV cache
-        for step in range(uniforms.shape[1]):
-            token, logprob = sample_token(logits[row_of], uniforms[active, step], temperature)
-            tokens[active, step], logprobs[active, step] = token, logprob
-            lengths[active] = step + 1
+        for t in range(uniforms.shape[1]):
+            token, logprob = sample_token(logits[row_of], uniforms[active, t], temperature)
+            tokens[active, t], logprobs[active, t] = token, logprob
+            lengths[active] = t + 1
             ends_here = torch.isin(token, ends)
             if stops is not None:
-                ends_here |= stops(tokens[active, : step + 1])
+                ends_here |= stops(tokens[active, : t + 1])
             ended[active] = ends_here
             active, row_of, token = active[~ends_here], row_of[~ends_here], token[~ends_here]
-            if step == uniforms.shape[1] - 1 or len(active) == 0:
+            if t == uniforms.shape[1] - 1 or len(active) == 0:
                 break
 
             # samples with different tokens get rows of their own; finished rows are dropped
@@ -184,7 +193,10 @@ def generate(
                 mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
-    return check_finite(model, Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id))
+    samples = Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
+    finite = samples.sampler_logprobs.isfinite().all()
+    need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
+    return samples
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -268,12 +280,6 @@ def check_context(model, prompts: list[list[int]], uniforms: Tensor) -> None:
     need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
 
 
-def check_finite(model, samples: Rollout) -> Rollout:
-    finite = samples.sampler_logprobs.isfinite().all()
-    need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
-    return samples
-
-
 def free_gb(device: torch.device) -> float:
     """Return the memory for KV caches: most of a GPU's free memory, or half of the machine's."""
     if device.type == "cuda":
@@ -284,35 +290,6 @@ def free_gb(device: torch.device) -> float:
     return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / processes
 
 
-class StopTexts(transformers.StopStringCriteria):
-    """Tells which completions end with the token that completes one of some texts.
-
-    The search is transformers' own. It consists of tensor operations alone, so a CUDA graph can
-    hold it, and costs less than a percent of a decode step."""
-
-    def __init__(self, tokenizer, texts: list[str]):
-        for text in texts:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            written = text in tokenizer.decode(ids)
-            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
-        super().__init__(tokenizer, texts)
-        self.width = self.maximum_token_len  # no more tokens than the longest text has bytes
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
-        return super().__call__(tokens, None)
-
-    @staticmethod
-    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """The prefix must be one that the tokenizer writes: a character tokenizer may not know
-        these letters."""
-        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
-            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-            static_prefix = next(word for word in words if word.isalnum())
-        parent = transformers.StopStringCriteria
-        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)
-
-
 # ---- log-probabilities ---------------------------------------------------------------------------
 
 
@@ -320,7 +297,7 @@ def completion_logprobs(
     model,
     completions: Rollout,
     temperature: float,
-    trees: "Trees | None" = None,
+    trees: Trees | None = None,
     *,
     entropy_grad: bool | None = True,
 ) -> tuple[Tensor, Tensor]:
@@ -330,48 +307,51 @@ def completion_logprobs(
     trees: the layout of these completions, if not a row a text. Entropies with gradient cost time
     and memory: entropy_grad switches the gradient off. None leaves them out: they are 0."""
     mask = completions.completion_mask
+    hidden = hidden_states(model, completions, trees)
     if trees is None:
-        hidden = take(row_states(model, completions), predicting(completions))
-        targets = completions.completions[mask]
-        logprobs, entropy = token_logprobs(model, hidden, targets, temperature, entropy_grad)
-    else:
-        hidden = take(tree_states(model, trees), trees.before)
-        found = token_logprobs(model, hidden, trees.targets, temperature, entropy_grad)
-        logprobs, entropy = take(found.T, trees.prediction).T
+        hidden, targets = take(hidden, predicting(completions)), completions.completions[mask]
+        found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+    else:  # equal tokens after equal texts are predicted once
+        hidden, targets = take(hidden, trees.before), trees.targets
+        found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+        found = take(found.T, trees.index).T
+    logprobs, entropy = found
     return scattered(logprobs, mask), scattered(entropy, mask)
 
 
-def completion_values(critic, completions: Rollout, trees: "Trees | None" = None) -> Tensor:
+def completion_values(critic, completions: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
-    if trees is None:
-        hidden = row_states(critic, completions)
-    else:
-        hidden = tree_states(critic, trees)
-    values = state_values(critic, take(hidden, predicting(completions, trees)))
+    hidden = hidden_states(critic, completions, trees)
+    hidden = take(hidden, predicting(completions, trees)).float()
+    values = (hidden * critic.value[:-1]).sum(-1) + critic.value[-1]
     return scattered(values, completions.completion_mask)
 
 
-def predicting(completions: Rollout, trees: "Trees | None" = None) -> Tensor:
+def hidden_states(model, completions: Rollout, trees: Trees | None) -> Tensor:
+    """Return the hidden states (tokens, H) of all tokens of a forward pass, padding included."""
+    if trees is None:
+        # no token sees the padding on its right: without a mask flash attention can run
+        ids, options = padded(completions.sequences(), model.device), {}
+    else:
+        masks = masks_of(model, trees)
+        ids, options = trees.ids, {"position_ids": trees.positions, "attention_mask": masks}
+    return body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
+
+
+def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
     if trees is not None:
-        return trees.before[trees.prediction]
-    row, step = completions.completion_mask.nonzero(as_tuple=True)
-    width = (completions.prompt_lengths + completions.lengths).max()
-    return row * width + completions.prompt_lengths[row] + step - 1
+        return trees.before[trees.index]
+    row, t = completions.completion_mask.nonzero(as_tuple=True)
+    width = (completions.prompt_lengths + completions.lengths).max()  # of `hidden_states`' rows
+    return row * width + completions.prompt_lengths[row] + t - 1
 
 
-def row_states(model, completions: Rollout) -> Tensor:
-    """Return the hidden states (tokens, H) of prompts and completions, a row a text. Padding is on
-    the right, where no token sees it, so there is no mask, and flash attention can run."""
-    ids = padded(completions.sequences(), model.device)
-    return body_of(model)(ids, use_cache=False)[0].flatten(0, 1)
-
-
-def take(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return rows[numbers]. As an embedding: its backward pass adds in a fixed order on every
+def take(states: Tensor, index: Tensor) -> Tensor:
+    """Return states[index]. As an embedding: its backward pass adds in a fixed order on every
     device, and is many times faster than that of indexing."""
-    return F.embedding(numbers, rows)
+    return F.embedding(index, states)
 
 
 def scattered(values: Tensor, mask: Tensor) -> Tensor:
@@ -408,46 +388,16 @@ def token_logprobs(
     return torch.cat([*found, chunk(*last)], dim=1)
 
 
-def state_values(critic, hidden: Tensor) -> Tensor:
-    """Apply the critic's head, (tokens, H) -> (tokens,)."""
-    return (hidden.float() * critic.value[:-1]).sum(-1) + critic.value[-1]
-
-
 # ---- micro-batches: rows or trees ----------------------------------------------------------------
-#
-# Texts with equal beginnings share them: they are a tree in one row of the forward pass, where a
-# node sees its ancestors. Nodes are numbered in the order of the sorted texts: the descendants of
-# node j are j + 1 up to end[j] - 1, and i sees j where j <= i < end[j]. Below are the completions
-# "c d x" and "c e y" of prompt "a b". Last tokens are predicted, not read.
-#
-#     node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
-#     token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
-#     position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1, once
-#     end       5  5  5  4  5
 
-NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
-WORTHWHILE = 0.7  # trees of at most so many tokens, as a part of those of rows, are worth a mask
-# numbers of a mask that a saved token may cost. Without checkpointing the backward pass keeps more
-# than that for a token of a model of four layers of 64 numbers
+WORTHWHILE = 0.7  # trees of at most this part of the tokens of rows are worth a mask
+# A mask may have so many elements for each token that trees save. Every token that is computed
+# costs more than that: a model with four layers of 64 keeps more numbers for its backward pass
 MASK_OF_A_TOKEN = 4096
 
 
-class Trees(typing.NamedTuple):
-    """The texts of a micro-batch as R rows of U nodes. Equal tokens after equal texts are predicted
-    once."""
-
-    ids: Tensor  # (R, U) tokens
-    positions: Tensor  # (R, U) depth in the tree
-    end: Tensor  # (R, U) the node of the row after the last descendant
-    before: Tensor  # (predictions,) the node that predicts, of all R * U
-    targets: Tensor  # (predictions,) the token
-    prediction: Tensor  # (tokens,) its number, for each token of the mask, row by row
-
-
 class MicroBatch(typing.NamedTuple):
-    """Completions of one forward pass."""
-
-    rows: Tensor  # (n,) on the CPU, indices into the rollout that was divided
+    rows: Tensor  # (n,) on the CPU: indices into the rollout that was divided
     completions: Rollout
     trees: Trees | None  # None: a row a text
 
@@ -455,27 +405,6 @@ class MicroBatch(typing.NamedTuple):
 def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatch]:
     """Divide the rows into parts whose forward pass has at most so many tokens, padding included,
     or one row. shares: trees may be used, and are where they save enough."""
-    parts, computed = in_rows(rollout, tokens)
-    width = None
-    if shares and parts:
-        parts_of_trees, nodes, width_of_trees = in_trees(rollout, tokens)
-        mask = nodes * width_of_trees
-        small = mask <= MASK_OF_A_TOKEN * (computed - nodes)
-        if width_of_trees <= tokens and nodes <= WORTHWHILE * computed and small:
-            parts, width = parts_of_trees, width_of_trees
-
-    batches = []
-    for part in parts:
-        rows = torch.tensor(sorted(part))
-        completions = rollout[rows]
-        trees = None if width is None else plant(completions, width)
-        batches.append(MicroBatch(rows, completions, trees))
-    return batches
-
-
-def in_rows(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int]:
-    """Return the texts of each micro-batch of rows, the longest ones together, and the number of
-    tokens that all of them compute."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
     parts, computed = [], 0
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -483,132 +412,40 @@ def in_rows(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int]:
             parts.append([])
         parts[-1].append(row)
         computed += lengths[parts[-1][0]]
-    return parts, computed
+    trees, width = grow_evenly(rollout.sequences(), tokens) if shares and parts else ([], 0)
+    nodes = len(trees) * width
+    is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
+    if not trees or nodes > WORTHWHILE * computed or not is_small:
+        return [micro_batch(rollout, part) for part in parts]
+    at_once = tokens // width
+    several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
+    return [
+        micro_batch(rollout, [row for tree in some for row in tree.paths], some) for some in several
+    ]
 
 
-def in_trees(rollout: Rollout, tokens: int) -> tuple[list[list[int]], int, int]:
-    """Return the texts of each micro-batch of trees, the number of nodes that all of them compute,
-    and the width of their rows. The rows are of about equal size: padding is computed, too."""
-    texts = sorted_texts(rollout)
-    longest = int(texts.lengths.max())
-    widest = max(longest, min(tokens, max(NODES_OF_A_ROW, 2 * longest)))
-    count = rows_of(texts, widest)[-1] + 1
-    narrower = range(longest, widest)
-    fits = lambda width: rows_of(texts, width)[-1] < count  # noqa: E731
-    width = longest + bisect.bisect_left(narrower, True, key=fits)
-    width = multiple_of_8(width)
-
-    at_once = max(1, tokens // width)
-    parts = [[] for _ in range(math.ceil(count / at_once))]
-    for text, row in zip(texts.order.tolist(), rows_of(texts, width)):
-        parts[row // at_once].append(text)
-    return parts, count * width, width
+def micro_batch(rollout: Rollout, rows: list[int], trees: list[Tree] | None = None) -> MicroBatch:
+    """Return some rows of a rollout, as trees if these are given."""
+    rows = torch.tensor(sorted(rows))
+    completions, joined = rollout[rows], None
+    if trees:
+        row, t = completions.completion_mask.nonzero(as_tuple=True)
+        before = completions.prompt_lengths[row] + t - 1
+        joined = join(trees, row, before, completions.completions[row, t])
+    return MicroBatch(rows, completions, joined)
 
 
-class SortedTexts(typing.NamedTuple):
-    """Texts without their last tokens, which are predicted and not read."""
-
-    order: Tensor  # (N,) their numbers
-    ids: Tensor  # (N, longest)
-    lengths: Tensor  # (N,)
-    shared: Tensor  # (N,) tokens at the beginning that the text before has, too
-
-
-def sorted_texts(completions: Rollout) -> SortedTexts:
-    texts = [text[:-1] for text in completions.sequences()]
-    order = sorted(range(len(texts)), key=texts.__getitem__)
-    ids = padded([texts[i] for i in order], "cpu")
-    lengths = torch.tensor([len(texts[i]) for i in order])
-    shared = torch.zeros_like(lengths)
-    equal = (ids[1:] == ids[:-1]).long().cumprod(1).sum(1)
-    shared[1:] = torch.minimum(equal, torch.minimum(lengths[1:], lengths[:-1]))  # not padding
-    return SortedTexts(torch.tensor(order), ids, lengths, shared)
-
-
-def rows_of(texts: SortedTexts, width: int) -> list[int]:
-    """Return for each text the row that has its tree: the next row begins where a text no longer
-    fits."""
-    row, size, found = -1, width, []  # full: the first text begins a row
-    for length, shared in zip(texts.lengths.tolist(), texts.shared.tolist()):
-        size += length - shared
-        if size > width:
-            row, size = row + 1, length
-        found.append(row)
-    return found
-
-
-def multiple_of_8(width: int) -> int:
-    """Attention with a mask needs rows of such widths to be fast on a GPU."""
-    return math.ceil(width / 8) * 8
-
-
-def plant(completions: Rollout, width: int) -> Trees:
-    """Return completions as trees in rows of at most so many nodes."""
-    device, completions = completions.tokens.device, completions.to("cpu")
-    texts = sorted_texts(completions)
-    row = torch.tensor(rows_of(texts, width))
-    is_first = row.diff(prepend=torch.tensor([-1])) > 0  # of its row
-    shared = texts.shared.masked_fill(is_first, 0)
-
-    # the new nodes of a text follow those of the texts before it in the row
-    new = texts.lengths - shared
-    before = new.cumsum(0) - new
-    first_new = before - before[is_first][row]
-    width = multiple_of_8(int((first_new + new).max()))
-    first_new += row * width
-
-    # a token that is not new is that of the last text before where it was
-    steps = torch.arange(texts.ids.shape[1])
-    number = torch.arange(len(row))[:, None]
-    owner = torch.where(steps >= shared[:, None], number, 0).cummax(0).values
-    nodes = (first_new - shared)[owner] + steps  # (N, longest), among all R * U
-    last = nodes.gather(1, texts.lengths[:, None] - 1) % width
-
-    count = int(row[-1] + 1) * width
-    is_node = steps < texts.lengths[:, None]
-    there = nodes[is_node]
-    ids, positions = torch.zeros(2, count, dtype=torch.long)
-    ids[there] = texts.ids[is_node]
-    positions[there] = steps.expand_as(nodes)[is_node]
-    end = torch.arange(count) % width + 1  # a node on padding sees itself, or its softmax is NaN
-    end.scatter_reduce_(0, there, (last + 1).expand_as(nodes)[is_node], "amax")
-
-    nodes = nodes[texts.order.argsort()]
-    text, step = completions.completion_mask.nonzero(as_tuple=True)
-    predictor = nodes[text, completions.prompt_lengths[text] + step - 1]
-    targets = completions.completions[completions.completion_mask]
-    vocabulary = int(completions.tokens.max()) + 1
-    pairs, prediction = (predictor * vocabulary + targets).unique(return_inverse=True)
-    in_rows = [column.view(-1, width) for column in (ids, positions, end)]
-    found = (*in_rows, pairs // vocabulary, pairs % vocabulary, prediction)
-    return Trees(*[column.to(device) for column in found])
-
-
-def tree_states(model, trees: Trees) -> Tensor:
-    """Return the hidden states (R * U, H) of all nodes."""
-    i = torch.arange(trees.ids.shape[1], device=trees.ids.device)[:, None]
-    j = i.T
-    sees = (j <= i) & (i < trees.end[:, None, :])  # (R, U, U)
-    distance = trees.positions[:, :, None] - trees.positions[:, None, :]
+def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
+    """Return the mask (R, 1, U, U) that is added to scores, or one for each kind of layer."""
+    kind = trees.ids.device.type
+    # the dtype of the queries: attention would convert another one in every layer, and keep each
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     masks = {}
-    for kind, window in kinds_of_layers(model).items():
-        masks[kind] = sees if window is None else sees & (distance < window)
-    masks = {kind: additive(model, mask) for kind, mask in masks.items()}
-    if len(masks) == 1:
-        [masks] = masks.values()
-    options = {"position_ids": trees.positions, "attention_mask": masks}
-    return body_of(model)(trees.ids, use_cache=False, **options)[0].flatten(0, 1)
-
-
-def additive(model, sees: Tensor) -> Tensor:
-    """Return a mask (R, 1, U, U) in the dtype of the queries: attention would else convert it in
-    every layer, and keep each copy."""
-    device = sees.device
-    dtype = model.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    mask = torch.zeros(sees.shape, dtype=dtype, device=device)
-    return mask.masked_fill_(~sees, -torch.inf)[:, None]
+    for layers, window in kinds_of_layers(model).items():
+        hidden = ~trees.visible(window)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        masks[layers] = mask.masked_fill_(hidden, -torch.inf)
+    return masks if len(masks) > 1 else mask
 
 
 def kinds_of_layers(model) -> dict[str, int | None]:
@@ -648,7 +485,8 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
         gap = (found - own).abs()
         return bool((~(gap < 1e-3)).float().mean() > allowed)  # NaN, too. Rounding makes 1e-5
 
-    rows, _ = completion_logprobs(model, samples, temperature=1.0)
+    with expecting(f"--model: our scorer cannot run a {name}", (RuntimeError,)):
+        rows, _ = completion_logprobs(model, samples, temperature=1.0)
     for who, found in (("sampler", samples.sampler_logprobs), ("scorer", rows)):
         gap = float((found - own).abs().max())
         need(
@@ -658,9 +496,47 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
         )
     if not shares_prefixes(model):
         return False
-    trees = plant(samples, width=max(map(len, samples.sequences())))  # several rows
-    by_trees, _ = completion_logprobs(model, samples, 1.0, trees)
+    trees = grow(in_order(samples.sequences()), width=samples.tokens.shape[1] + 8)  # some rows
+    part = micro_batch(samples, list(range(len(own))), trees)
+    by_trees, _ = completion_logprobs(model, samples, 1.0, part.trees)
     return not differ(by_trees)
+
+
+def checked(sampler: Callable) -> Callable:
+    """Return a user's sampler, of which each result is checked."""
+
+    def generate(model, prompts, uniforms, **options):
+        samples = sampler(model, prompts, uniforms, **options)
+        check_samples(samples, prompts, uniforms, model)
+        return samples
+
+    return generate
+
+
+def check_samples(samples, prompts: list[list[int]], uniforms: Tensor, model) -> None:
+    """UserError for a result of a user's sampler from which a run would learn wrong things."""
+
+    def expect(holds, expected: str) -> None:
+        need(bool(holds), f"--sampler: expected {expected}")
+
+    expect(isinstance(samples, Rollout), f"a rollout.Rollout, found {type(samples).__name__}")
+    _, group_size, limit = uniforms.shape
+    prompts = [prompt for prompt in prompts for _ in range(group_size)]
+    on, vocabulary = model.device.type, model.config.get_text_config().vocab_size
+    expect({column.device.type for column in samples} == {on}, f"all tensors on {on}")
+    expect({len(column) for column in samples} == {len(prompts)}, f"{len(prompts)} completions")
+    lengths, mask, logprobs = samples.lengths, samples.completion_mask, samples.sampler_logprobs
+    longest = min(limit, logprobs.shape[1])
+    expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
+    texts = zip(samples.sequences(), samples.prompt_lengths.tolist(), prompts)
+    are_asked = all(text[:size] == prompt for text, size, prompt in texts)
+    expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
+    written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
+    is_mask = mask.dtype == torch.bool and mask.shape == written.shape
+    expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
+    ids, logprobs = samples.completions[written], logprobs[mask]
+    expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
+    expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
 
 
 def text_logprobs(model, text: list[int]) -> Tensor:

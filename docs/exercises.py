@@ -1,20 +1,28 @@
-"""Write GSPO yourself: five functions, and tests that say when yours is right.
+"""Write GSPO yourself: five functions, six bugs, and tests that say when yours is right.
 
     python docs/exercises.py ../gspo-exercises     # copy the project, with five functions empty
     cd ../gspo-exercises
     python docs/exercises.py                       # list the exercises
     python docs/exercises.py gspo_loss             # run the tests of one
+    python docs/exercises.py bugs                  # test the six losses of docs/bugs.py
+    python docs/exercises.py weights               # print the batch that the lesson works by hand
 
 Each function keeps its signature and its docstring, which has the formula. Write the body. The
 solution is the file that you copied from.
 """
 
 import ast
+import inspect
 import shutil
 import sys
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import gspo  # noqa: E402
+
 EMPTY = '    raise NotImplementedError("your turn")\n'
 LOSS = "test_gspo.py::test_loss_matches_scalar_loop"
 EXERCISES = {  # in this order: file, tests, hint
@@ -40,10 +48,51 @@ EXERCISES = {  # in this order: file, tests, hint
     ),
     "completion_logprobs": (
         "rollout.py",
-        ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[plain-q",),
-        "the logits one position earlier, divided by the temperature; float32",
+        ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[qwen3-",),
+        "hidden_states has those of all tokens, predicting the index of the token before each, "
+        "token_logprobs makes them log-probs at the temperature, and scattered puts these where "
+        "the mask is",
     ),
 }
+# losses of docs/bugs.py: the case of tests/test_gspo.py that knows each
+BUGS = {"grpo": "", "gspo": " wide", "cispo": "", "dapo": "", "sapo": "", "gspo_token": " wide"}
+
+
+# ---- the batch of the lesson ---------------------------------------------------------------------
+
+# two answers to "Is 7 prime?", and two to "Is 9 prime?"
+TOKENS = (("Yes", ",", "prime", "<end>"), ("No", "<end>"), ("<end>",), ("No", ".", "<end>"))
+REWARDS = (1.0, 0.0, 0.0, 1.0)
+RATIOS = ((1.0, 1.25, 1.0, 1.0), (0.125, 8.0), (0.98,), (0.9, 1.0, 0.95))  # pi / pi_old
+LOSSES = ("reinforce", "ppo", "grpo", "dapo", "cispo", "gspo", "luspo")
+
+
+def weights(loss) -> tuple[list[list[float]], float]:
+    """Return the weight of each token's gradient, -d loss / d log pi, in percent of |A|, and the
+    clip fraction."""
+    rows = [torch.tensor(row) for row in RATIOS]
+    ratios = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    logprobs = ratios.log().requires_grad_()  # pi_old is 1. The padding has log 0
+    advantages = gspo.group_advantages(torch.tensor(REWARDS), 2)
+    value, metrics = loss(logprobs, torch.zeros_like(ratios), advantages, ratios > 0)
+    value.backward()
+    found = 0.0 - 100 * logprobs.grad / advantages.abs()[:, None]
+    return [row[: len(own)].tolist() for row, own in zip(found, RATIOS)], metrics["clip_fraction"]
+
+
+def weights_table() -> str:
+    """Return a line per loss: the weights of the ten tokens, and the clip fraction."""
+    lines = [["", *(token for row in TOKENS for token in row), "clipped"]]
+    lines.append(["pi / pi_old", *(f"{ratio:g}" for row in RATIOS for ratio in row), ""])
+    for name in LOSSES:
+        found, clipped = weights(getattr(gspo, f"{name}_loss"))
+        numbers = [f"{weight:.3g}" for row in found for weight in row]
+        lines.append([name, *numbers, f"{clipped:.0%}"])
+    laid_out = (f"{name:11}" + "".join(f"{cell:>8}" for cell in row) for name, *row in lines)
+    return "\n".join(line.rstrip() for line in laid_out)
+
+
+# ---- copies and tests ----------------------------------------------------------------------------
 
 
 def emptied(source: str, name: str) -> str:
@@ -67,12 +116,12 @@ def make_copy(folder: Path) -> None:
 class Chosen:
     """A pytest plugin that keeps the tests of some exercises, and notes which are right."""
 
-    def __init__(self, names: list[str]):
-        self.names, self.right = names, set()
+    def __init__(self, tests: dict[str, tuple[str, ...]]):
+        self.tests, self.right = tests, set()
 
     def exercises(self, test) -> set[str]:
         """Return those with this test, whose name begins as theirs. Its id begins with tests/."""
-        return {name for name in self.names if test.nodeid[6:].startswith(EXERCISES[name][1])}
+        return {name for name, own in self.tests.items() if test.nodeid[6:].startswith(own)}
 
     def pytest_collection_modifyitems(self, items):
         items[:] = [each for each in items if self.exercises(each)]
@@ -83,25 +132,51 @@ class Chosen:
             self.right -= self.exercises(report)
 
 
-def check(names: list[str]) -> bool:
-    """Run the tests of exercises: up to the first failure, if it is one exercise."""
+def right_ones(tests: dict[str, tuple[str, ...]], *words: str) -> set[str]:
+    """Run the tests of exercises, and return the names of those that passed all of theirs."""
     import pytest
 
-    chosen = Chosen(names)
-    files = {test.partition("::")[0] for name in names for test in EXERCISES[name][1]}
-    words = ["-q", "--no-header", "--tb=short", f"--maxfail={1 if len(names) == 1 else 0}"]
-    words += [f"--rootdir={ROOT}", *(str(ROOT / "tests" / file) for file in files)]
-    pytest.main(words, plugins=[chosen])
+    chosen = Chosen(tests)
+    files = {ROOT / "tests" / test.partition("::")[0] for own in tests.values() for test in own}
+    pytest.main(["-q", "--no-header", f"--rootdir={ROOT}", *words, *map(str, files)], [chosen])
+    return chosen.right
+
+
+def check(names: list[str]) -> bool:
+    """Test exercises: up to the first failure, if it is one exercise."""
+    most = f"--maxfail={1 if len(names) == 1 else 0}"
+    right = right_ones({name: EXERCISES[name][1] for name in names}, "--tb=short", most)
     for name in names:
-        right = name in chosen.right
-        print(f"{name}: right" if right else f"{name}: not yet. Hint: {EXERCISES[name][2]}")
-    return chosen.right == set(names)
+        print(f"{name}: right" if name in right else f"{name}: not yet. Hint: {EXERCISES[name][2]}")
+    return right == set(names)
+
+
+def check_bugs() -> bool:
+    """Put the losses of docs/bugs.py in the place of ours, and run our tests of them."""
+    import bugs
+
+    tests = {}
+    for name, case in BUGS.items():
+        function = getattr(bugs, f"{name}_loss")
+        setattr(gspo, f"{name}_loss", function)
+        in_parts = "test_gspo.py::test_micro_batches_add_up_to_the_batch"
+        tests[f"{name}_loss"] = (f"{LOSS}[{name}{case}]", f"{in_parts}[{name}{case}]")
+    right = right_ones(tests, "--tb=no")
+    for name in tests:
+        message = inspect.getdoc(getattr(bugs, name))
+        print(f"{name}: right" if name in right else f"{name}: not yet. {message}")
+    return right == tests.keys()
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
         for name, (file, _, hint) in EXERCISES.items():
             print(f"{name} in {file}: {hint}")
+        print("bugs in docs/bugs.py: one in each of six losses")
+    elif arguments[0] == "weights":
+        print(weights_table())
+    elif arguments[0] == "bugs":
+        return 0 if check_bugs() else 1
     elif arguments[0] in EXERCISES:
         return 0 if check(arguments) else 1
     else:

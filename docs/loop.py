@@ -1,10 +1,10 @@
-"""GSPO on one page (arXiv 2507.18071): snapshot, sample, score, advantages, four updates.
+"""GSPO on one page (arXiv 2507.18071): snapshot, sample, advantages, four updates.
 
     python docs/loop.py           # a built-in policy on a CPU: the reward rises within two minutes
     python docs/loop.py MODEL     # a chat model, for instance Qwen/Qwen3-0.6B
 
 `problem` is your data, `reward` your verifier. If an update does not fit into memory, split its
-rows and pass denom=len(rows): the gradients add up.
+rows and pass denom=len(rows): the gradients add up. Phases have their numbers in train.py.
 """
 
 import copy
@@ -53,7 +53,7 @@ sampling |= {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}  # a filtered 
 
 
 def completion_logprobs(model, tokens, seen, width):
-    """Return log pi of the last `width` tokens, (N, width)."""
+    """Return log pi of the last `width` tokens, (N, width). seen: 0 where tokens are padding."""
     where = {"attention_mask": seen, "position_ids": (seen.cumsum(1) - 1).clamp(min=0)}
     logits = model(tokens, **where, logits_to_keep=width + 1).logits[:, :-1]  # one position earlier
     logprobs = (logits.float() / TEMPERATURE).log_softmax(-1)
@@ -62,29 +62,30 @@ def completion_logprobs(model, tokens, seen, width):
 
 for step in range(1, STEPS + 1):
     old_policy.load_state_dict(policy.state_dict())  # 1. snapshot
-    asked = [row for row in [problem(rng) for _ in range(PROMPTS)] for _ in range(GROUP_SIZE)]
-    prompts = [row["prompt"] for row in asked]
+    problems = [row for row in [problem(rng) for _ in range(PROMPTS)] for _ in range(GROUP_SIZE)]
+    prompts = [row["prompt"] for row in problems]
     if tokenizer.chat_template:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
         chat = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
         prompts = tokenizer.apply_chat_template(turns, **chat)
     read = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
-    tokens = old_policy.generate(**read.to(DEVICE), **sampling)  # 2. sample
+    tokens = old_policy.generate(**read.to(DEVICE), **sampling)  # 2. sample, and rewards
     width = tokens.shape[1] - read.input_ids.shape[1]
     ended = torch.isin(tokens[:, -width:], end_ids).long()
     mask = ended.cumsum(1) - ended == 0  # up to the first end token, and including it
     seen = torch.cat([read.attention_mask, mask], dim=1)
-    with torch.no_grad():
-        old = completion_logprobs(old_policy, tokens, seen, width)
     texts = tokenizer.batch_decode(tokens[:, -width:], skip_special_tokens=True)
-    rewards = torch.tensor([*map(reward, texts, asked)], device=DEVICE)  # 3. score
-    advantages = group_advantages(rewards, GROUP_SIZE)  # 4. advantages, eq. 6
-    for rows in torch.randperm(len(tokens)).chunk(UPDATES):  # 5. four updates, eq. 5
-        new = completion_logprobs(policy, tokens[rows], seen[rows], width)
-        loss, metrics = gspo_loss(new, old[rows], advantages[rows], mask[rows])
+    rewards = torch.tensor([*map(reward, texts, problems)], device=DEVICE)
+    advantages = group_advantages(rewards, GROUP_SIZE)  # 3. advantages, eq. 6
+    updates = torch.randperm(len(tokens)).chunk(UPDATES)  # 4. plan
+    with torch.no_grad():  # 5. constants
+        old_logprobs = completion_logprobs(old_policy, tokens, seen, width)
+    for rows in updates:  # 7. improve, eq. 5
+        logprobs = completion_logprobs(policy, tokens[rows], seen[rows], width)
+        loss, metrics = gspo_loss(logprobs, old_logprobs[rows], advantages[rows], mask[rows])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-    measured = f"reward {rewards.mean():.2f} | last update clipped {metrics['clip_fraction']:.0%}"
-    print(f"step {step} | {measured} | {asked[0]['prompt']!r} {texts[0]!r}", flush=True)
+    measured = f"reward {rewards.mean():.2f} | clipped {metrics['clip_fraction']:.0%}"  # 8. report
+    print(f"step {step} | {measured} | {prompts[0]!r} {texts[0]!r}", flush=True)

@@ -1,15 +1,17 @@
-"""The console of a run: its lines, the line of a step, the sentence of an error."""
+"""The console of a run: its lines, the line of a step, warnings, the commands at its end."""
 
+import collections
+import contextlib
 import os
-import re
 import shlex
 import sys
+import time
+from collections.abc import Iterator
 
 import torch
 
-from support.data import messages_of
-from support.flags import dashed
-from support.user import UserError
+from support.data import messages_of, printable
+from support.user import dashed, reason
 
 STEP = {  # metric -> its format in the line of a step
     "reward": "reward {:.2f}",
@@ -55,51 +57,24 @@ def duration(seconds: float) -> str:
 
 
 def percent(found: dict) -> str:
-    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or reward 0.27."""
-    parts = []
-    for name, value in found.items():
-        form = ".2f" if name == "eval_reward" else ".1%"
-        parts.append(f"{name.removeprefix('eval_')} {value:{form}}")
-    return ", ".join(parts)
-
-
-def peak_memory(device: str) -> float:
-    """Return the peak since the start in GB, of the GPU or of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    import resource  # missing on Windows
-
-    unit = 1 if sys.platform == "darwin" else 1000  # in bytes, or in kB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
-def explain(error: BaseException) -> tuple[int, str] | None:
-    """Return exit status and a sentence. None for a bug of the code, which keeps its traceback."""
-    if isinstance(error, KeyboardInterrupt):
-        return 130, "stopped"
-    if isinstance(error, (UserError, OSError)):
-        return 2, f"error: {error}"
-    full = re.search("out of memory|can't allocate memory", str(error))  # of a GPU, of a CPU
-    if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):
-        less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
-        return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
-    return None
+    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
+    if "eval_reward" in found:  # no verifier told right from wrong
+        return f"mean reward {found['eval_reward']:.2f}"
+    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in found.items())
 
 
 def quoted(word: str) -> str:
     """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
     if word.isprintable():
         return shlex.quote(word)
-    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
-    for c in set(word) - escaped.keys():
-        if not c.isprintable():
-            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
+    hidden = {c: c.encode(errors="replace") for c in word if not c.isprintable()}
+    escaped = {c: "".join(f"\\x{byte:02x}" for byte in code) for c, code in hidden.items()}
+    escaped |= {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
     return f"$'{word.translate(str.maketrans(escaped))}'"
 
 
 def command_to_resume(runs: str, name: str) -> str:
-    words = ["python", "train.py", "--resume", "--name", name, "--runs", runs]
-    return " ".join(map(quoted, words))
+    return f"python train.py --resume --name {quoted(name)} --runs {quoted(runs)}"
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
@@ -114,3 +89,57 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
     for text in config.stop or []:
         command += ["--stop", text]
     return " ".join(map(quoted, command))
+
+
+def farewell(config, folder, before: dict, after: dict, seconds: float, prompt) -> list[str]:
+    """Return the last lines of a run. `after` may be the whole row of its last step."""
+    checkpoint = folder / f"checkpoints/step-{config.steps}"
+    shown = percent({name: after[name] for name in before if name in after})
+    return [
+        f"held out: {percent(before)} -> {shown}, in {duration(seconds)}",
+        f"the model is in {checkpoint}, the report in {folder}/report.html; try it:",
+        command_to_try(checkpoint, config, prompt),
+    ]
+
+
+class Log:
+    """Measures the seconds of a step's phases, and prints each warning once a run."""
+
+    def __init__(self, device: str):
+        self.device = torch.get_device_module(device)
+        self.seconds, self.warned = collections.Counter(), set()
+        self.began = self.begun = time.perf_counter()  # the run, the step
+
+    @contextlib.contextmanager
+    def timer(self, phase: str) -> Iterator[None]:
+        """Add the seconds of the block to the metric of the phase."""
+        begun = time.perf_counter()
+        yield
+        self.device.synchronize()
+        self.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
+
+    def elapsed(self) -> float:
+        """Return the seconds since the run began."""
+        return time.perf_counter() - self.began
+
+    def start_step(self) -> None:
+        self.seconds.clear()
+        self.begun = time.perf_counter()
+
+    def end_step(self) -> dict[str, float]:
+        """Return the seconds of the phases and of the step."""
+        return self.seconds | {"seconds_step": time.perf_counter() - self.begun}
+
+    def warn(self, kind: str, message: str) -> None:
+        """Print a warning of this kind once a run."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            say(f"warning: {printable(message)}")
+
+    @contextlib.contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Let an error inside the block cost a warning, never the run."""
+        try:
+            yield
+        except Exception as error:
+            self.warn(name, f"{name} was not written: {reason(error)}")

@@ -1,5 +1,6 @@
 """Rows of data, and how prompts become tokens."""
 
+import bisect
 import itertools
 import json
 import math
@@ -8,6 +9,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+import transformers
+from torch import Tensor
 
 from support.user import UserError, expecting, need
 
@@ -42,7 +46,10 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
 
 def read_row(line: bytes, text: str) -> dict:
     """Read one row. Raise UserError if it has no text or no answer."""
+    array = line.lstrip().startswith(b"[")
+    need(not array, "found a JSON array; expected JSONL, without brackets, an object a line")
     row = json.loads(line)
+    need(isinstance(row, dict), "found no object")
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({text, "answer"} <= row.keys(), f"found {', '.join(row)}")
@@ -56,6 +63,15 @@ def read_row(line: bytes, text: str) -> dict:
     need(isinstance(row[text], str), f"field {text}: found {row[text]!r:.80}, expected text")
     need(row[text].encode().strip() or text != "prompt", f"field {text}: no text")
     return row
+
+
+def read_data(config, reward) -> tuple[list[dict], list[dict]]:
+    """Return the rows of --data to train on, and held-out rows, of --eval-data or of the same."""
+    rows = read_rows(config.data, "--data", reward.check_answer)
+    reward.check(rows)
+    if config.eval_data:
+        return rows, read_rows(config.eval_data, "--eval-data", reward.check_answer)
+    return hold_out(rows, f"--data {config.data}")
 
 
 def text_of(prompt: str | list[dict]) -> str:
@@ -153,6 +169,12 @@ class PromptFormat:
         """Yield encoded rows, without those that leave no room for a completion."""
         return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
+    def training_prompts(self, config, rows: Iterable[dict]) -> Iterator[dict]:
+        """Yield encoded rows without end: those of a file in shuffled epochs, or a task's."""
+        if config.data:
+            return shuffled_epochs(self.encode_rows(rows, f"--data {config.data}"), config.seed)
+        return self.encode_problems(rows)
+
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
         """Return the encoded rows of a file as a list, and print how many are too long."""
         kept = list(self.encode_problems(rows))
@@ -163,3 +185,38 @@ class PromptFormat:
         if skipped:
             print("skipped:", sentence)
         return kept
+
+
+def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
+    """Return the index of the token with which a completion's text has so many characters."""
+
+    def count(token):
+        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
+        return len(text.rstrip("\ufffd"))  # the first bytes of a character
+
+    return bisect.bisect_left(range(len(ids) - 1), characters, key=count)
+
+
+class StopTexts(transformers.StopStringCriteria):
+    """Tells which completions end with the token that completes one of some texts."""
+
+    def __init__(self, tokenizer, texts: list[str]):
+        for text in texts:
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            written = text in tokenizer.decode(ids)
+            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
+        super().__init__(tokenizer, texts)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
+        return super().__call__(tokens, None)
+
+    @staticmethod
+    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
+        """The prefix must be one that the tokenizer writes: a character tokenizer may not know
+        these letters."""
+        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
+            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+            static_prefix = next(word for word in words if word.isalnum())
+        parent = transformers.StopStringCriteria
+        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)

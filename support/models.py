@@ -3,13 +3,12 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import torch
-from torch import Tensor
-from torch.func import functional_call
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -17,9 +16,32 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from support.console import say
+from support.tasks import BUILT_IN, TASKS, built_in_policy
 from support.user import expecting, need
 
+# torch prefers cuDNN's attention on recent GPUs. It has given NaN gradients with a mask (pytorch
+# issue 196678) and wrong results (193893), and it plans each new shape, for tens of milliseconds
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 # ---- loading -------------------------------------------------------------------------------------
+
+
+def find_model(config, ranks) -> tuple:
+    """Return the policy's folder or hub name, its tokenizer and its config, before any weights
+    load. The first process makes a built-in policy."""
+    source = config.model
+    if source in BUILT_IN and ranks.first:
+        source = str(built_in_policy(TASKS[config.task], source))
+    source = ranks.from_first(source)
+    tokenizer, model_config = inspect_model(source)
+    fits = has_experts(model_config) or not config.routing_replay
+    need(fits, "--routing-replay: needs a mixture of experts")
+    if config.teacher:
+        its_tokenizer, _ = inspect_model(config.teacher, "--teacher")
+        same = its_tokenizer.get_vocab() == tokenizer.get_vocab()
+        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
+    return source, tokenizer, model_config
 
 
 def load(kind: type, source: str, flag: str = "--model", **options):
@@ -34,8 +56,7 @@ def load(kind: type, source: str, flag: str = "--model", **options):
 
 
 def inspect_model(source: str, flag: str = "--model"):
-    """Return its tokenizer and config before any weights load. UserError unless it is a causal
-    language model."""
+    """Return its tokenizer and its config. UserError unless it is a causal language model."""
     config = load(AutoConfig, source, flag)
     tokenizer = load(AutoTokenizer, source, flag)
     found = config.architectures or [config.model_type]
@@ -66,10 +87,10 @@ def has_experts(config) -> bool:
     return "expert" in config.to_json_string()
 
 
-def load_model(source: str, device: str):
-    """Load a model in float32 and in evaluation mode: sampling, scoring and training all run
-    without dropout. UserError where weights are missing or have other shapes: transformers would
-    continue with random ones."""
+def load_model(source: str, device: str, dtype: torch.dtype = torch.float32):
+    """Load a model in evaluation mode: sampling, scoring and training all run without dropout.
+    UserError where weights are missing or have other shapes: transformers would continue with
+    random ones."""
     model, report = load(
         AutoModelForCausalLM,
         source,
@@ -81,7 +102,19 @@ def load_model(source: str, device: str):
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     found = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
     need(not wrong, f"--model {source}: expected weights that fit its config.json; {found}")
+    for parameter in model.parameters():  # not buffers: bf16 rotary frequencies blur positions
+        parameter.data = parameter.data.to(dtype)
     return model.to(device).eval()
+
+
+def default_dtype(device: str) -> str:
+    """Return the default of --dtype. Older GPUs emulate bfloat16, without fused attention."""
+    if device != "cuda" or not torch.cuda.is_available():  # then --device is refused
+        return "float32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16"
+    say(f"--dtype float32: a {torch.cuda.get_device_name()} has no bfloat16 of its own")
+    return "float32"
 
 
 def grouped_in_autocast(experts, hidden, chosen, weights):
@@ -115,15 +148,34 @@ def end_and_pad_ids(model, tokenizer) -> dict:
 
 
 def frozen_copy(model, dtype: torch.dtype):
-    copied = copy.deepcopy(model).requires_grad_(False).eval()
-    for parameter in copied.parameters():  # not buffers: bf16 rotary frequencies blur positions
-        parameter.data = parameter.data.to(dtype)
-    return copied
+    """Copy a model with its weights in dtype. A copy in float32 is never made: deepcopy finds each
+    weight's copy in its memo. Buffers keep their dtype."""
+    memo = {
+        id(weight): nn.Parameter(weight.detach().to(dtype, copy=True), requires_grad=False)
+        for weight in model.parameters()
+    }
+    return copy.deepcopy(model, memo).eval()
+
+
+def paired_weights(copied, model) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each weight of a copy, the weight, and the model's. An adapter's `weight`
+    is its merged one, made when it is read: so there is one at a time."""
+    for place, layer in copied.named_modules():
+        for name, weight in layer.named_parameters(recurse=False):
+            yield f"{place}.{name}", weight.data, getattr(model.get_submodule(place), name).data
 
 
 def refresh(copied, model) -> None:
     """Write the model's weights into a frozen copy, in place: CUDA graphs stay valid."""
-    copied.load_state_dict(model.state_dict())
+    for _, weight, new in paired_weights(copied, model):
+        weight.copy_(new)
+
+
+def free_memory(device: str) -> None:
+    """Give unused memory back to a GPU. Its allocator keeps blocks of every size that it has seen,
+    and the optimiser's between those of KV caches leave too little in one piece."""
+    if device != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def critic_of(policy) -> torch.nn.Module:
@@ -152,34 +204,27 @@ def body_of(model):
     return [part for part in parts if embedding in part.modules()][-1]
 
 
-class BodyOutput(tuple):
-    """(hidden states,), the output of a model's body as its head reads it. All else is None."""
-
-    def __getattr__(self, name):
-        return self[0] if name == "last_hidden_state" else None
+# fields of configurations: by what logits are multiplied, and by what they are divided
+FACTORS = ("logit_scale", "lm_head_multiplier")  # Cohere, Falcon H1
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")  # Granite, Inkling
 
 
 def logits_of(model, hidden: Tensor) -> Tensor:
     """Apply the model's head: (M, H) -> (M, V), in float32 under autocast, too. In bf16 rounding
-    would be larger than GSPO's band.
-
-    Some heads scale or cap the logits or have layers of their own. So the model's own forward pass
-    runs, with a body that returns `hidden`."""
-    body = body_of(model)
-    inside = set(body.modules())
-    weights = {
-        f"{name}.{own}".lstrip("."): weight.float()
-        for name, module in model.named_modules()
-        if module not in inside  # a head that shares the embedding's weight is not
-        for own, weight in module.named_parameters(recurse=False)
-    }
-    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
-    output = BodyOutput([hidden.float()[None]])
-    with (
-        mock.patch.object(body, "forward", lambda *_, **options: output),
-        torch.autocast(hidden.device.type, enabled=False),
-    ):
-        return functional_call(model, weights, kwargs={"input_ids": ids}).logits[0].float()
+    would be larger than GSPO's band. `check_scorer` refuses a head that does more than this."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    hidden = hidden.float()
+    for name in FACTORS:  # of the hidden states, which are smaller than the logits
+        hidden = hidden * (getattr(config, name, None) or 1)
+    for name in DIVISORS:
+        hidden = hidden / (getattr(config, name, None) or 1)
+    with torch.autocast(hidden.device.type, enabled=False):
+        bias = None if head.bias is None else head.bias.float()
+        logits = F.linear(hidden, head.weight.float(), bias)
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
+    return logits
 
 
 def checkpoint_layers(model, contexts: list[Callable]):

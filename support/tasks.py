@@ -167,6 +167,13 @@ def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
             yield problem
 
 
+def problems_of(config, reward) -> tuple[Iterator[dict], Iterator[dict]]:
+    """Return the problems of --task to train on, and held-out ones."""
+    task = TASKS[config.task]
+    reward.check(list(itertools.islice(problems(task, config.seed), 1)))
+    return problems(task, config.seed), problems(task, config.seed, held_out=True)
+
+
 # ---- the built-in policies -----------------------------------------------------------------------
 
 BUILT_IN = {

@@ -34,6 +34,11 @@ def expecting(expected: str, errors=(Exception, SystemExit)) -> Iterator[None]:
         raise UserError(f"{expected}: {reason(error)}") from error
 
 
+def dashed(name: str) -> str:
+    """Return --group-size for group_size."""
+    return "--" + name.replace("_", "-")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about an unknown word, such as `, did you mean math?`."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
@@ -41,13 +46,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def function_of(place: str, kind: str = "function") -> Callable:
-    """Import the function of `file.py:function`. UserError if the file has none of that name."""
+    """Import the function of `file.py:function`. UserError if the file has none."""
     path, _, name = place.rpartition(":")
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours, now and when it runs
         sys.path.append(folder)
     table = runpy.run_path(path)
     need(name in table, f"{path} has no {kind} {name!r}{did_you_mean(name, table)}")
+    need(callable(table[name]), f"{path}: {name} is no function")
     return table[name]
 
 

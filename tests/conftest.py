@@ -1,7 +1,6 @@
 """Put the project's files on the path, as a user's script would find them. Add --slow, and
 fixtures that several test files share."""
 
-import functools
 import os
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "bench")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models so small wait for a second thread
+if not any("on_a_gpu" in word for word in sys.argv):  # bf16 and its rounding would be the default
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
 
 import transformers  # noqa: E402
 
@@ -61,15 +62,14 @@ def place(models, tmp_path, monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run and the batch of every step, as they come to the updates."""
-    kept = SimpleNamespace(run=None, batches=[])
-    improve = train.improve
+    """Keeps the run, and the `train.Step` of every step."""
+    kept = SimpleNamespace(run=None, steps=[])
+    measure = train.measure
 
-    @functools.wraps(improve)
-    def keep(run, batch):
+    def keep(run, done):
         kept.run = run
-        kept.batches.append(batch)
-        return improve(run, batch)
+        kept.steps.append(done)
+        return measure(run, done)
 
-    monkeypatch.setattr(train, "improve", keep)
+    monkeypatch.setattr(train, "measure", keep)
     return kept

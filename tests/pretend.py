@@ -4,9 +4,7 @@
 
 Every tensor is in the CPU's memory and is computed there. Only its place is pretended: a storage
 has a place, and with it a tensor's device, as Python sees it. An operation on tensors of both
-places raises. While a replacement of CUDA graphs records operations, those that wait for the
-device raise, too. Not pretended: speed, rounding, streams, memory. The last line on stderr counts
-graphs."""
+places raises. Not pretended: speed, rounding, streams, memory, CUDA graphs."""
 
 import contextlib
 import runpy
@@ -24,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import modeling_utils
 
 PLACES = {}  # address of a storage -> (a reference that keeps the address from use again, place)
-COUNTS = {"captures": 0, "replays": 0}
 MIXED = "Expected all tensors to be on the same device, but found at least two, cuda:0 and cpu"
 
 
@@ -95,7 +92,6 @@ class Operations(TorchDispatchMode):
 
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.ones, torch.rand, torch.randn}
 FACTORIES |= {torch.randint, torch.tensor, torch.zeros, torch.as_tensor, torch.randperm}
-READS = {Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
 DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
 
 
@@ -109,9 +105,6 @@ class Functions(TorchFunctionMode):
             return found if function == DEVICE else found.type == "cuda"
         if function in (Tensor.to, Tensor.cuda, Tensor.cpu):
             return move(function, args, kwargs)
-        if function in READS and place_of(args[0]) == "cuda":
-            refuse_in_capture(f"{function.__name__} reads a value")
-
         if function == torch.histc:  # a GPU counts integers, too, as grouped experts are counted
             args, kwargs = (args[0].float(), *args[1:]), kwargs
         place = torch.get_default_device().type if function in FACTORIES else None
@@ -120,8 +113,6 @@ class Functions(TorchFunctionMode):
             kwargs["device"] = "meta" if place == "meta" else "cpu"
         if function in (Tensor.new_tensor, Tensor.__deepcopy__):
             place = place_of(args[0])
-        if place == "cuda" and function in (torch.tensor, Tensor.new_tensor):
-            refuse_in_capture("a tensor of numbers that Python holds")
         result = function(*args, **kwargs)
         if place in ("cuda", "cpu"):
             for tensor in tensors(result):
@@ -144,77 +135,11 @@ def move(function, args, kwargs):
     if "meta" in (target, DEVICE(tensor).type):
         return Tensor.to(tensor, device, dtype, copy=copy)
     if {source, target} == {"cuda", "cpu"}:
-        refuse_in_capture("a copy between devices")
         copy = True
     result = Tensor.to(tensor, dtype or tensor.dtype, copy=copy)
     if result is not tensor:
         put(result, target)
     return result
-
-
-# ---- CUDA graphs
-
-CAPTURES = []  # under way: one, or none
-WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-DRAWS = {"rand", "randn", "randint", "randperm", "multinomial", "bernoulli", "native_dropout"}
-DRAWS |= {"uniform_", "normal_", "bernoulli_", "exponential_"}
-
-
-def refuse_in_capture(why: str) -> None:
-    if CAPTURES:
-        raise RuntimeError(f"operation not permitted when stream is capturing ({why})")
-
-
-class Graph(TorchDispatchMode):
-    """Replace torch.cuda.CUDAGraph. Operations in its context are recorded, and do not change older
-    tensors. replay repeats them in the same memory, on the numbers that it holds then."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []  # (operation, args, kwargs, tensors that it made)
-        self.own = set()  # addresses of the memory that was made in the capture
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = operation._schema.name.split("::")[1]
-        waits = WAITS.intersection(operation.tags)
-        if name in INDEXING:
-            waits = any(index.dtype == torch.bool for index in tensors(args[1]))
-        if waits:
-            refuse_in_capture(f"{operation} reads a value")
-        if name in DRAWS or name == "lift_fresh":
-            refuse_in_capture(f"{operation}: random numbers, or those that Python holds")
-        if operation._schema.is_mutable:
-            self.calls.append((operation, args, kwargs, []))
-            if args[0].untyped_storage().data_ptr() in self.own:  # of the rest nothing may change
-                operation(*args, **kwargs)
-            return args[0]
-        result = operation(*args, **kwargs)
-        given = {tensor.untyped_storage().data_ptr() for tensor in tensors((args, kwargs))}
-        made = {tensor.untyped_storage().data_ptr() for tensor in tensors(result)} - given
-        if made:  # else it is a view, which stays one
-            self.calls.append((operation, args, kwargs, tensors(result)))
-            self.own |= made
-        return result
-
-    def replay(self):
-        COUNTS["replays"] += 1
-        with torch.inference_mode():
-            for operation, args, kwargs, results in self.calls:
-                for tensor, new in zip(results, tensors(operation(*args, **kwargs))):
-                    tensor.copy_(new)
-
-
-@contextlib.contextmanager
-def capturing(graph: Graph, **_):
-    """torch.cuda.graph(graph)"""
-    CAPTURES.append(graph)
-    try:
-        with graph:
-            yield
-        COUNTS["captures"] += 1
-    finally:
-        CAPTURES.clear()
 
 
 # ---- torch.cuda
@@ -231,8 +156,6 @@ def install() -> None:
     answers |= {"is_bf16_supported": True, "get_device_capability": (9, 0)}
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, answer=answer, **kwargs: answer)
-    torch.cuda.CUDAGraph, torch.cuda.graph = Graph, capturing
-    torch.cuda.stream = contextlib.nullcontext
 
     # autocast for CUDA is the CPU's, which knows the same dtype and nearly the same operations
     for owner, name in (
@@ -272,7 +195,4 @@ if __name__ == "__main__":
     install()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    finally:
-        print(COUNTS, file=sys.stderr)
+    runpy.run_path(sys.argv[0], run_name="__main__")

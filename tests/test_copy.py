@@ -23,8 +23,9 @@ import gspo
 from tools import ROOT, by_group, gradients, random_policy, z_scores
 
 COPYING = (ROOT / "docs/copying.md").read_text()
+QUESTIONS = (ROOT / "docs/questions.md").read_text()
 # by the name of the file, in the first line of a block
-BLOCKS = dict(re.findall(r"```python\n# ([\w.]+).*?\n(.*?)```", COPYING, re.DOTALL))
+BLOCKS = dict(re.findall(r"```python\n# ([\w.]+).*?\n(.*?)```", COPYING + QUESTIONS, re.DOTALL))
 
 
 def replaced(source: str, changes: dict[str, str]) -> str:
@@ -120,7 +121,7 @@ def test_loop_old_logprobs_are_those_before_the_updates(policy):
         loop = run_loop(policy, steps=1, lr=lr)
         with torch.no_grad():
             now = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
-        change = (now - loop.old)[loop.mask].abs().max()
+        change = (now - loop.old_logprobs)[loop.mask].abs().max()
         assert (change > 1e-3) == moved, change
 
 
@@ -191,6 +192,26 @@ def test_masks_match_scalar_loop(name, corrections):
             assert bool(actual[i, t]) == (kept and t < length)
             found.add(kept)
     assert found == {True, False}
+
+
+def test_icepop_multiplies_the_kept_tokens_by_the_ratio(corrections):
+    """pi_old / pi_sampler 0.4, 0.51, 2, 4.9 and 6: the first and the last are dropped."""
+    ratios = torch.tensor([[0.4, 0.51, 2.0, 4.9, 6.0]])
+    given = {"old_logprobs": ratios.log(), "sampler_logprobs": torch.zeros(1, 5)}
+    given |= {"advantages": torch.full((1, 1), -2.0), "mask": torch.ones(1, 5)}
+    [line] = re.findall(r"`(advantages \* mismatch_mask.*)`", COPYING)
+    weighted = eval(line, vars(gspo) | vars(corrections) | given)
+    assert weighted[0].tolist() == pytest.approx([0, -1.02, -4, -9.8, 0])
+
+
+def test_baseline_advantages_match_scalar_loop():
+    """Rewards minus the mean of their group, on every token, whitened over all tokens."""
+    rewards, lengths = [1.0, 0.0, 0.0, 0.5], [3, 1, 2, 3]
+    mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+    scope = {"rewards": torch.tensor(rewards), "group_size": 2, "mask": mask}
+    exec(BLOCKS["baseline.py"], scope)
+    tokens = [a for a, length in zip([0.5, -0.5, -0.25, 0.25], lengths) for _ in range(length)]
+    assert scope["advantages"][mask].tolist() == pytest.approx(z_scores(tokens), rel=1e-5)
 
 
 # ---- TRL -----------------------------------------------------------------------------------------
@@ -268,6 +289,8 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
         model, (kind._compute_loss(trainer, model, inputs) for kind in kinds)
     )
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-3)
+    clipped = trainer._metrics["train"]["clip_ratio/region_mean"][-1]
+    assert clipped == pytest.approx(0.0 if extra == "nothing" else 1 / 4)
 
 
 @needs("trl")

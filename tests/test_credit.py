@@ -1,4 +1,4 @@
-"""The token that gets a reward: place_rewards and token_that_completes of train.py."""
+"""The token that gets a reward: train.place_rewards and data.token_that_completes."""
 
 import types
 
@@ -7,10 +7,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-import rollout
-import train
-from rewards import Score
-from train import token_that_completes
+from rollout import Rollout
+from support.data import token_that_completes
+from train import place_rewards
 
 
 def byte_tokenizer(fallback):
@@ -65,20 +64,11 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step():
     """Row 0 is ab|c|def|end with ends 2, 3, 5 in characters: a step that ends inside def (5) is
     complete with def. Row 1 is c|ab: an end beyond the text is at the last token, values add up.
     The completion's own reward, 8 and 16, is at the last token."""
-    tokens = torch.tensor([[9, 1, 2, 4, 0], [9, 2, 1, 3, 3]])
-    lengths = torch.tensor([4, 2])
-    columns = dict(
-        tokens=tokens,
-        prompt_lengths=torch.tensor([1, 1]),
-        lengths=lengths,
-        sampler_logprobs=torch.zeros(2, 4),
-        truncated=torch.tensor([False, True]),
-        completion_mask=torch.arange(4) < lengths[:, None],
-    )
-    rolled_out = rollout.Rollout(**{name: columns[name] for name in rollout.Rollout._fields})
+    tokens, lengths = torch.tensor([[1, 2, 4, 0], [2, 1, 3, 3]]), torch.tensor([4, 2])
+    ended = torch.tensor([True, False])
+    completions = Rollout.of([[9], [9]], tokens, torch.zeros(2, 4), lengths, ended, 3)
     steps = [[(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)]]
-    samples = [train.Sample("", {}, Score(0.0, {}, each, {}, "")) for each in steps]
-    batch = train.Batch(1, rolled_out, samples, rewards=torch.tensor([8.0, 16.0]))
-    train.place_rewards(types.SimpleNamespace(tokenizer=Pieces()), batch)
-    assert batch.token_rewards.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
-    assert batch.step_ends.tolist() == [[True, False, True, True], [True, True, False, False]]
+    outcomes = torch.tensor([8.0, 16.0])
+    token_rewards, step_ends = place_rewards(Pieces(), completions, outcomes, steps)
+    assert token_rewards.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
+    assert step_ends.tolist() == [[True, False, True, True], [True, True, False, False]]

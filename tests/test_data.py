@@ -21,7 +21,10 @@ from tools import BASE, character_tokenizer, copied, good, metrics, strict, writ
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected an object in JSON"),
+        (
+            '[\n  {"prompt": "a",\n   "answer": "1"}\n]',
+            "line 1: .*found a JSON array; expected JSONL",
+        ),
         ('{"a":' * 100_000, "line 1: expected an object"),
         ("3", "line 1: expected an object"),
         ("\n\n", "empty"),
@@ -196,9 +199,9 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     good(tmp_path, f"--model models/tiny {flags} --steps 3")
     assert seen.run.config.reward == "math"
-    assert all(each.score.fault == "" for batch in seen.batches for each in batch.samples)
+    assert all(each.score.fault == "" for step in seen.steps for each in step.batch.samples)
     held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [each.row["prompt"] for batch in seen.batches for each in batch.samples[::2]]
+    trained = [each.row["prompt"] for step in seen.steps for each in step.batch.samples[::2]]
     assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
     assert {*trained, *held_out} == {row["question"] for row in rows}
     assert trained != sorted(trained, key=lambda text: int(text[:-3]))
@@ -220,7 +223,7 @@ def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
     given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
     result = good(tmp_path, f"{BASE} {flags}", *given)
     assert [row["prompt"] for row in seen.run.held_out] == [row["prompt"] for row in right]
-    assert all("+" in each.row["prompt"] for each in seen.batches[0].samples)
+    assert all("+" in each.row["prompt"] for each in seen.steps[0].batch.samples)
     text = "#12;3+0*1=**="
     assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gspo
 import rewards
+import rollout
 import train
 from forks import fork, program
-from support.extras import report
-from tools import ROOT, good, metrics, strict, write_rows
+from support import report
+from tools import ROOT, digests, good, metrics, strict, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 README = PAGES["README.md"]
@@ -52,7 +54,7 @@ def test_objectives_are_those_of_algos():
 
 
 def test_verifiers_are_those_of_rewards():
-    names = rewards.VERIFIERS.keys() | rewards.OPTIONAL.keys() - {"judge"}
+    names = rewards.VERIFIERS.keys() | set(rewards.EXTRAS)
     assert names <= first_cells("verifiers.md")
 
 
@@ -202,20 +204,27 @@ def applied(step: str, project: Path) -> None:
 
 
 PROGRAM = """
-import json, sys, torch
+import json, pathlib, sys, torch
 import rollout, train
 from support import tasks
 
 print("refused", train.main(["--positive-weight", "0.2"]))
-rollout.TOP_P = 0.7
 logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)
-token, logprobs = rollout.sample_token(logits, (torch.arange(800) + 0.5) / 800, 1.0)
+token, logprobs = rollout.sample_token(logits, (torch.arange(800) + 0.5) / 800, 1.0, 0.7)
 print("nucleus", [token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()])
-rollout.TOP_P, tasks.WARM_STEPS = 1.0, 40
+tasks.WARM_STEPS = 40
 print("trained", train.main(sys.argv[1:]))
-train.MASTERED = type("Everything", (set,), {"__contains__": lambda self, text: True})()
-rollout.TOP_P = 1.0
-print("mastered", train.main([*sys.argv[1:], "--name", "mastered"]))
+
+pathlib.Path("right.py").write_text("def right(completion, answer):\\n    return answer != '2'\\n")
+rows = [{"prompt": f"{level}=", "answer": str(level), "level": level} for level in (2, 0, 1)]
+pathlib.Path("levels.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+small = "--group-size 2 --eval-prompts 2 --eval-samples 0 --task reverse --max-new-tokens 4"
+data = "--data levels.jsonl --eval-data levels.jsonl --reward right.py:right --prompts-per-step 1"
+print("levels", train.main(f"--name levels --steps 5 {small} {data}".split()))
+ppo = "--name ppo --algo ppo --prompts-per-step 4"
+print("ppo", train.main(f"{ppo} --steps 1 {small}".split()))
+print("resumed", train.main("--resume --name ppo --steps 2".split()))
+print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}".split()))
 """
 
 
@@ -237,19 +246,43 @@ def extended(tmp_path_factory):
     return project, (project / "out").read_text()
 
 
+def rows_of(project: Path, name: str) -> list[dict]:
+    return [strict(line) for line in (project / "runs" / name).read_text().splitlines()]
+
+
 def test_extended_as_the_page_says_it_trains(extended):
     """The page's command, short: each of the additions is at work."""
     project, said = extended
     assert "trained 0\n" in said, said
-    assert said.endswith("mastered 0\n"), said  # no step waits for a new prompt
     config = strict((project / "runs/run/config.json").read_text())
-    assert (config["positive_weight"], config["weight_decay"], config["top_p"]) == (0.2, 0.01, 0.9)
+    assert (config["positive_weight"], config["optimizer"], config["top_p"]) == (0.2, "sgd", 0.9)
+    state = load_file(project / "runs/run/checkpoints/step-2/trainer/state.safetensors")
+    assert {name.split()[0] for name in state} == {"momentum_buffer"}
     row = metrics(project / "runs/run")[0]
     assert {"length_std", "reward/last_line", "reward/length"} <= row.keys()
     assert row["sampler_kl"] > 1e-3  # the nucleus is another distribution
-    sample = strict((project / "runs/run/samples.jsonl").read_text().splitlines()[0])
+    sample = rows_of(project, "run/samples.jsonl")[0]
     assert sample["prompt"] == sample["answer"][::-1] + "="
     assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
+
+
+def test_the_curriculum_of_the_page_begins_with_easy_rows_and_skips_mastered_ones(extended):
+    project, said = extended
+    assert "levels 0\n" in said, said
+    samples = {row["step"]: row["prompt"] for row in rows_of(project, "levels/samples.jsonl")}
+    assert samples == {1: "0=", 2: "1=", 3: "2=", 4: "2=", 5: "2="}
+
+
+def test_the_value_head_of_the_page_is_trained_saved_and_resumed(extended):
+    project, said = extended
+    assert "resumed 0\n" in said and said.endswith("whole 0\n"), said
+    assert digests(project / "runs/ppo") == digests(project / "runs/whole")
+    one, two = [
+        load_file(project / f"runs/ppo/checkpoints/step-{step}/model.safetensors")["value"]
+        for step in (1, 2)
+    ]
+    assert one.any() and not torch.equal(one, two)
+    assert metrics(project / "runs/ppo")[0]["critic_grad_norm"] > 0
 
 
 def test_the_flag_of_the_page_is_refused_elsewhere(extended):
@@ -282,3 +315,32 @@ def test_the_new_loss_of_the_page_weighs_what_it_says():
     scope["w_reinforce_loss"](logprobs, logprobs.detach(), advantages, mask)[0].backward()
     expected = torch.tensor([[-0.025, -0.025, 0], [0.5, 0.5, 0]])
     torch.testing.assert_close(logprobs.grad, expected)
+
+
+def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
+    """Of two groups of two, which differ in width. The third batch has more that teach."""
+    scope = {}
+    exec(example("extending.md", "# replay.py"), scope)
+    buffer = scope["Replay"](1, 2, 0)
+
+    def batch(name: str, rewards: list[float], width: int):
+        count = len(rewards)
+        ones, lengths = torch.ones(count, width), torch.full((count,), width)
+        tokens = torch.full((count, 1 + width), ord(name))
+        completions = rollout.Rollout(tokens, lengths * 0 + 1, lengths, ones > 0, ones, ones[:, 0])
+        rewards = torch.tensor(rewards)
+        samples = [f"{name}{i}" for i in range(count)]
+        tensors = (ones > 0, rewards, ones * rewards[:, None], ones > 0, rewards > 0)
+        return train.Batch(1, completions, samples, *tensors, None, [])
+
+    def mixed(*made) -> list[str]:
+        found = buffer.mix(batch(*made))
+        assert [chr(row[1]) for row in found.rollout.tokens] == [x[0] for x in found.samples]
+        width = found.rollout.completion_mask.sum(1)
+        assert torch.equal(found.token_rewards.sum(1), found.rewards * width)
+        return found.samples
+
+    assert mixed("a", [1.0, 1.0, 0.0, 1.0], 3) == ["a2", "a3", "a0", "a1"]
+    assert mixed("b", [0.0, 0.0, 1.0, 1.0], 5) == ["a2", "a3", "b0", "b1"]
+    assert mixed("c", [0.0, 1.0, 1.0, 1.0], 2) == ["c0", "c1", "a2", "a3"]
+    assert mixed("d", [0.0, 0.0, 0.0, 0.0], 2) == ["c0", "c1", "d0", "d1"]

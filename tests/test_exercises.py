@@ -1,6 +1,7 @@
-"""docs/exercises.py: an empty function fails its tests, and the original passes them."""
+"""docs/exercises.py: empty functions and planted bugs fail their tests, and the originals pass."""
 
 import importlib.util
+import re
 
 from forks import fork, program
 from tools import ROOT
@@ -8,20 +9,32 @@ from tools import ROOT
 CHECK = """
 import runpy, sys
 sys.argv = ["docs/exercises.py", *sys.argv[1:]]
+sys.path.insert(0, "docs")
 runpy.run_path("docs/exercises.py", run_name="__main__")
 """
 
 
-def test_an_empty_function_fails_and_the_original_is_right(tmp_path):
-    spec = importlib.util.spec_from_file_location("exercises", ROOT / "docs/exercises.py")
-    exercises = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(exercises)
+SPEC = importlib.util.spec_from_file_location("exercises", ROOT / "docs/exercises.py")
+exercises = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(exercises)
+
+
+def test_empty_functions_and_bugs_fail_and_the_originals_are_right(tmp_path):
     copy = tmp_path / "copy"
     exercises.make_copy(copy)
     for verdict in ("not yet", "right"):
         out = tmp_path / verdict
-        process = fork(program, CHECK, *exercises.EXERCISES, out=out, folder=copy)
-        process.join()
-        for name, (file, _, _) in exercises.EXERCISES.items():
+        for words in (exercises.EXERCISES, ["bugs"]):
+            process = fork(program, CHECK, *words, out=out, folder=copy)
+            process.join()
+        for name in (*exercises.EXERCISES, *(f"{name}_loss" for name in exercises.BUGS)):
             assert f"\n{name}: {verdict}" in out.read_text(), out.read_text()
+        for file in {file for file, _, _ in exercises.EXERCISES.values()}:
             (copy / file).write_text((ROOT / file).read_text())  # the solution
+        (copy / "docs/bugs.py").write_text("from gspo import *\n")
+
+
+def test_hints_name_functions_that_exist():
+    for file, _, hint in exercises.EXERCISES.values():
+        for name in re.findall(r"\w{4,}_\w+", hint):
+            assert f"def {name}(" in (ROOT / file).read_text(), name

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,13 +9,14 @@ import transformers
 from safetensors.torch import load_file
 
 import rollout
-import train
 from bench_architectures import build
-from support.extras.experts import Experts
 from support.models import has_experts
 from support.ranks import Ranks
-from test_rollout import watch
-from tools import EXPERTS, SHAPE, fast, good, metrics, newest, random_policy, refused
+from support.trees import grow, in_order
+from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
+from train import Scorer
+
+Experts = pytest.importorskip("support.extras.experts").Experts
 
 MIXTURES = {
     "qwen3_moe": {},
@@ -43,22 +43,40 @@ def move(model, much=0.1):
 
 def completions(model):
     prompts, uniforms = [[3, 4], [5, 6, 7]], torch.rand(2, 3, 8)
-    return fast.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
+    return rollout.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
 
 
-def scored(model, samples, experts=None):
-    rows = torch.arange(len(samples.lengths))
-    with experts.over(rows) if experts else contextlib.nullcontext():
-        return fast.completion_logprobs(model, samples, temperature=1.0)[0]
+def part_of(model, samples, rows=(0, 1, 2), layout="trees"):
+    """Return a micro-batch of some rows of the samples, as trees where the model may get these."""
+    trees = None
+    if layout == "trees" and rollout.shares_prefixes(model):
+        trees = grow(in_order(samples[list(rows)].sequences()), width=samples.tokens.shape[1])
+    return rollout.micro_batch(samples, list(rows), trees)
 
 
-def run_of(model):
-    """Return the part of a run that `measure_flips` reads."""
-    return SimpleNamespace(policy=model, predicting=fast.predicting, logprobs=scored, ranks=Ranks())
+def scored(model, part, experts=None):
+    return Scorer(model, 1.0, "float32", experts).logprobs(part)[0]
+
+
+def flips(model, experts) -> float:
+    return experts.measure_flips(Scorer(model, 1.0, "float32", experts), Ranks())["expert_flips"]
 
 
 def module_of(model, ending):
     return next(each for each in model.modules() if type(each).__name__.endswith(ending))
+
+
+@contextlib.contextmanager
+def choices(model):
+    """Keep the experts (tokens, k) that the layers of the model take in the block, in order."""
+    taken, hooks = [], []
+    for module in model.modules():
+        if type(module).__name__.endswith("Experts"):
+            keep = module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1]))
+            hooks.append(keep)
+    yield taken
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -66,23 +84,20 @@ def test_a_replayed_mixture_takes_the_experts_of_before(kind):
     """Watching changes nothing, nor does a replay before the weights move. Afterwards a replay is
     not a free pass, and every layer takes the experts of before."""
     model = mixture(kind)
-    samples = completions(model)
-    plain = scored(model, samples)
+    part = part_of(model, completions(model))
+    plain = scored(model, part)
     experts = Experts(replays=True)
-    assert torch.equal(scored(model, samples, experts), plain)
-    assert torch.equal(scored(model, samples, experts), plain)
-
-    taken = []
-    module = module_of(model, "Experts")
-    spy = module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1]))
-    free = scored(model, samples, experts)
+    assert torch.equal(scored(model, part, experts), plain)
+    with choices(model) as before:
+        free = scored(model, part, experts)
+    assert torch.equal(free, plain)
     move(model)
-    replayed = scored(model, samples, experts)
-    assert (scored(model, samples) - replayed).abs().max() > 1e-2
+    with choices(model) as after:
+        replayed = scored(model, part, experts)
+    with choices(model) as now:
+        assert (scored(model, part) - replayed).abs().max() > 1e-2
     assert not torch.equal(free, replayed)
-    spy.remove()
-    before, after, now = taken
-    assert torch.equal(before, after) and not torch.equal(before, now)
+    assert all(map(torch.equal, before, after)) and not any(map(torch.equal, before, now))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
@@ -90,15 +105,15 @@ def test_replayed_experts_are_weighed_by_the_router_of_now(kind):
     """Against a scalar loop: softmax over all experts of today's router, the experts of before
     chosen, renormalised where the model does. The gradient flows into the router."""
     model = mixture(kind, num_hidden_layers=1)
-    samples, experts = completions(model), Experts(replays=True)
-    scored(model, samples, experts)
+    part, experts = part_of(model, completions(model)), Experts(replays=True)
+    scored(model, part, experts)
     router, module = module_of(model, "TopKRouter"), module_of(model, "Experts")
     with torch.no_grad():
         router.weight += 0.3 * torch.randn_like(router.weight)
     given, taken = [], []
     router.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs))
-    scored(model, samples, experts).sum().backward()
+    scored(model, part, experts).sum().backward()
 
     [hidden], [(_, chosen, found)] = given, taken
     scores = hidden.flatten(0, -2) @ router.weight.T
@@ -117,20 +132,35 @@ def test_flips_are_a_count_of_sets(kind):
     """In python, of the layers of experts before and after the weights moved, at the tokens before
     those of the completions. The choices of groups of experts do not count. A second pass over the
     same rows, not replayed, chooses freely."""
-    model = mixture(kind)
-    samples, experts, taken = completions(model), Experts(replays=False), []
-    for module in model.modules():
-        if type(module).__name__.endswith("Experts"):
-            module.register_forward_pre_hook(lambda _, inputs: taken.append(inputs[1].tolist()))
-    scored(model, samples, experts)
+    model, experts = mixture(kind), Experts(replays=False)
+    part = part_of(model, completions(model))
+    with choices(model) as before:
+        scored(model, part, experts)
     move(model)
-    found = experts.measure_flips(run_of(model), samples)["expert_flips"]
+    with choices(model) as after:
+        found = flips(model, experts)
     changed = []
-    for before, after in zip(taken[:2], taken[2:], strict=True):
-        for token in fast.predicting(samples).tolist():
-            changed.append(set(before[token]) != set(after[token]))
+    for old, new in zip(before, after, strict=True):
+        for token in rollout.predicting(part.completions, part.trees):
+            changed.append(set(old[token].tolist()) != set(new[token].tolist()))
     assert 0 < found == sum(changed) / len(changed) < 1
-    assert torch.equal(scored(model, samples, experts), scored(model, samples))
+    assert torch.equal(scored(model, part, experts), scored(model, part))
+
+
+@pytest.mark.parametrize("layout", ["trees", "rows"])
+def test_flips_are_those_of_each_completion_alone(layout):
+    """A shared prefix is read once, or padding is read, too. A completion's tokens count as if it
+    had been scored by itself."""
+    model = mixture()
+    samples, together = completions(model), Experts(replays=False)
+    scored(model, part_of(model, samples, layout=layout), together)
+    alone = [Experts(replays=False) for _ in ROWS]
+    for row, experts in enumerate(alone):
+        scored(model, part_of(model, samples, [row], "rows"), experts)
+    move(model)
+    lengths = samples.lengths.tolist()
+    changed = sum(length * flips(model, each) for each, length in zip(alone, lengths))
+    assert flips(model, together) == pytest.approx(changed / sum(lengths)) and changed > 0
 
 
 MOE = "--model models/moe --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2"
@@ -146,24 +176,22 @@ def test_no_flips_while_nothing_moves(tmp_path):
 @pytest.mark.usefixtures("place")
 def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
     """Two epochs of several updates: for the same rows, in each pass with gradients, the same."""
-    taken, rows_read = {}, []
-    module = transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts
+    taken, logprobs = {}, Scorer.logprobs
 
-    def keep(module, hidden, experts, weights):
-        if rows_read:
-            taken.setdefault(rows_read[-1], []).append(experts.tolist())
+    def watched(scorer, part, **options):
+        with choices(scorer.module) as chosen:
+            found = logprobs(scorer, part, **options)
+        passes = taken.setdefault(str(part.completions.tokens.tolist()), [])
+        passes.append([layer.tolist() for layer in chosen])
+        return found
 
-    def note(run, model, samples):
-        rows_read.append(str(samples.tokens.tolist()))
-
-    watch(monkeypatch, module, "forward", keep)
-    watch(monkeypatch, train.Run, "logprobs", note)
+    monkeypatch.setattr(Scorer, "logprobs", watched)
     good(tmp_path, f"{MOE} --routing-replay --epochs 2 --steps 1 --eval-every 9")
     assert len(taken) == 4
-    for layers in taken.values():  # of pi_old and two epochs, two layers each
-        assert layers[:6] == 3 * layers[:2]
-    # then expert_flips chooses freely
-    assert any(layers[-1] != layers[1] for layers in taken.values())
+    for of_old, first, second, _ in taken.values():
+        assert of_old == first == second
+    # the last, for expert_flips, chooses freely
+    assert any(passes[-1] != passes[0] for passes in taken.values())
 
 
 @pytest.mark.usefixtures("place")
@@ -195,24 +223,3 @@ def test_where_no_router_is_recorded_nothing_is_measured_or_replayed(tmp_path):
         assert "expert_flips" not in metrics(folder)[0]
         sentence = refused(tmp_path / f"{name}, replayed", f"{flags} --steps 1 --routing-replay")
         assert "--routing-replay" in sentence and words in sentence
-
-
-@pytest.mark.parametrize("way", [fast, rollout], ids=["fast", "plain"])
-def test_flips_are_those_of_each_completion_alone(way, monkeypatch):
-    """A shared prefix is read once, or padding is read, too. A completion's tokens count as if it
-    had been scored by itself."""
-    for name in ("completion_logprobs", "predicting"):
-        monkeypatch.setattr(fast, name, getattr(way, name))
-    model = mixture()
-    samples, together = completions(model), Experts(replays=False)
-    alone = [Experts(replays=False) for _ in ROWS]
-    scored(model, samples, together)
-    for row, experts in enumerate(alone):
-        with experts.over(torch.tensor([row])):
-            scored(model, samples[[row]])
-    move(model)
-    changed, lengths = 0, samples.lengths.tolist()
-    for experts, length in zip(alone, lengths):
-        changed += length * experts.measure_flips(run_of(model), samples)["expert_flips"]
-    found = together.measure_flips(run_of(model), samples)["expert_flips"]
-    assert found == pytest.approx(changed / sum(lengths)) and 0 < found < 1

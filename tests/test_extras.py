@@ -1,79 +1,30 @@
-"""The optional files of support/: in a copy of the project without one of them, and without all,
-the default command trains. A flag that needs a missing file says so in a sentence."""
+"""The files of support/extras are optional: each is imported where a flag asks for it."""
 
-import json
 import shutil
-from pathlib import Path
-
-import pytest
 
 from forks import fork, program
 from tools import ROOT
 
-SMALL = "--steps 1 --prompts-per-step 2 --group-size 4 --eval-prompts 4 --eval-samples 0"
-TRAINS = f"--algo gspo {SMALL}"
-NEEDS = {  # extra -> flags that ask for it
-    "answers": ["--reward math", "--data rows.jsonl --model models/tiny"],
-    "experts": ["--routing-replay --model models/moe --reward arithmetic"],
-    "judge": ["--reward judge:models/judge"],
-    "lenient": ["--reward math_lenient --data rows.jsonl --model models/tiny"],
-    "lora": ["--lora-rank 4"],
-    "fast_scoring": [],
-    "fast_sampling": [],
-    "programs": ["--reward code"],
-    "report": [],
-    "sandbox": ["--reward code"],
-    "tools": ["--tool calculator", "--task calculator"],
-    "trackers": ["--track wandb"],
-}
-MIXTURE = f"--model models/moe {SMALL}"
-CASES = {extra: [extra] for extra in NEEDS} | {"all": list(NEEDS)}
-
-PROGRAM = """
-import contextlib, io, json, sys, traceback
-import support.tasks, train
-
-def run(line):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            status = train.main(line.split())
-        except BaseException:
-            status = traceback.format_exc()
-    return status, out.getvalue(), err.getvalue()
-
+TRAIN = """
+import sys, support.tasks, train
 support.tasks.WARM_STEPS = 4
-print(json.dumps({line: run(line) for line in sys.argv[1:]}))
+sys.exit(train.main(sys.argv[1:]))
 """
+COLLECT = "import sys, pytest; sys.exit(pytest.main(['--collect-only', '-q', 'tests']))"
+FLAGS = "--algo gspo --steps 1 --prompts-per-step 2 --eval-prompts 4 --eval-samples 0 --name run"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_project_without_it_trains_and_says_so_where_it_is_needed(name, models, tmp_path):
-    """A mixture trains, too, though nobody counts its flips then."""
-    copy, out, gone = tmp_path / "copy", tmp_path / "out", CASES[name]
-    copy.mkdir()
-    for path in ROOT.glob("*.py"):
-        shutil.copy(path, copy)
-    shutil.copytree(ROOT / "support", copy / "support")
-    for extra in gone:
-        Path(copy, f"support/extras/{extra}.py").unlink()
-    Path(copy, "models").symlink_to(models)
-    Path(copy, "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
-    trains = [f"{TRAINS} --name gspo"]
-    if name in ("experts", "fast_scoring", "all"):
-        trains.append(f"{MIXTURE} --name moe")
-    needs = [line for extra in gone for line in NEEDS[extra]]
-
+def test_without_the_optional_files_a_run_trains_and_the_tests_are_collected(models, tmp_path):
+    copy, out, collected = tmp_path / "copy", tmp_path / "out", tmp_path / "collected"
+    leave_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared")
+    shutil.copytree(ROOT, copy, ignore=leave_out)
+    for path in copy.glob("support/extras/*.py"):
+        if path.name != "__init__.py":
+            path.unlink()
     cache = str(models / "cache")
-    process = fork(program, PROGRAM, *trains, *needs, out=out, folder=copy, XDG_CACHE_HOME=cache)
-    process.join()
-    assert process.exitcode == 0, out.read_text()
-    printed = json.loads(out.read_text())
-    for line in trains:
-        status, said, err = printed[line]
-        assert status == 0 and "held out" in said, err or status
-    for line in needs:
-        status, _, err = printed[line]
-        assert status == 2 and err.count("\n") == 1 and err.startswith("error: "), err or status
-        sentences = [f"needs support/extras/{extra}.py, which is not here" for extra in gone]
-        assert any(sentence in err for sentence in sentences), err  # two may be missing
+    train = fork(program, TRAIN, *FLAGS.split(), out=out, folder=copy, XDG_CACHE_HOME=cache)
+    collect = fork(program, COLLECT, out=collected, folder=copy)
+    train.join()
+    collect.join()
+    assert train.exitcode == 0 and "held out" in out.read_text(), out.read_text()
+    assert collect.exitcode == 0, collected.read_text()[-3000:]

@@ -11,24 +11,21 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import gpu_report
-import gspo
 import train
 from forks import fork, program
 from support import data
-from support.flags import dashed, kinds_of
-from support.user import UserError
+from support.command_line import kinds_of
+from support.flags import ELSEWHERE
+from support.user import UserError, dashed
 from tools import (
     BASE,
     ROOT,
-    Calls,
     character_tokenizer,
     copied,
     good,
     launch,
     refused,
     spied,
-    strict,
 )
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -94,11 +91,14 @@ BAD_INPUT = [
     ("--reward judge", "--reward .*judge:"),
     ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
     ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
+    ("--sampler value.py:V", "--sampler value.py:V: expected .*V is no function"),
+    ("--reward value.py:V", "--reward .*value.py: V is no function"),
     # data
     ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data bad.jsonl", "--data bad.jsonl: .*two prompts", ROW),
+    ("--data bad.jsonl", "--data bad.jsonl, line 1: .*found a JSON array", f"[\n{ROW}]"),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "context of 512 less --max-new-tokens", LONG),
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
@@ -116,6 +116,7 @@ BAD_INPUT = [
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
     ("--runs file", "^error: file: "),
+    ("--runs=", "--runs: expected the name of a folder"),
     ("--runs r\udcff", "--runs .*UTF-8"),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
@@ -128,6 +129,7 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     Path("bad.jsonl").write_text(content)
     Path("good.jsonl").write_text(ROW * 12)
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
+    Path("value.py").write_text("V = 1.0\n")
     Path("file").write_text("not a folder")
     Path("runs-with-one", "run").mkdir(parents=True)
     Path("runs-with-one/run/config.json").write_text("{}")
@@ -147,7 +149,7 @@ def test_resuming_needs_a_name(tmp_path):
 
 
 def test_flags_of_other_projects_are_answered_with_ours(tmp_path):
-    for theirs, ours in train.ELSEWHERE.items():
+    for theirs, ours in ELSEWHERE.items():
         assert set(re.findall("--[a-z-]+", ours)) <= {dashed(name) for name in FIELDS}
         for given in ([theirs, "1"], [f"--{theirs[2:].replace('-', '_')}=1"]):
             assert ours in refused(tmp_path, BASE, *given)
@@ -254,10 +256,9 @@ def test_help_has_every_flag_with_its_default(capsys):
     assert "samplingandinscoring;default1.0" in text  # temperature
 
 
-def test_a_negative_weight_is_a_value_and_no_flag(tmp_path):
-    flags = "--model models/tiny --steps 1 --reward -0.5*pay.py:even+pay.py:always"
-    folder = good(tmp_path, flags).folder
-    assert strict((folder / "config.json").read_text())["reward"].startswith("-0.5*")
+def test_a_negative_weight_is_a_value_and_no_flag():
+    assert given("reward", "-0.5*exact") == "-0.5*exact"
+    assert train.parse_flags(["--reward", "-0.5*exact"]).reward == "-0.5*exact"
 
 
 # ---- functions that flags reach
@@ -278,11 +279,7 @@ REACHED = [
 
 @pytest.mark.parametrize("algorithm, field, values", REACHED)
 def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_path):
-    if field == "value_loss":
-        calls = Calls(gspo.value_loss)
-        monkeypatch.setattr(gspo, "value_loss", calls.stand_in)
-    else:
-        calls = spied(monkeypatch, algorithm, field)
+    calls = spied(monkeypatch, algorithm, field)
     words = [f"{dashed(flag)}={value}" for flag, value in values.items()]
     good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
     assert calls and all(values.items() <= keyword.items() for _, keyword, _ in calls)
@@ -290,6 +287,8 @@ def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_
 
 def test_the_scripts_of_published_runs_are_accepted():
     """Their flags, the template that bash makes of them, and the points that they name."""
+    import gpu_report
+
     scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
     assert scripts
     stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
@@ -332,20 +331,15 @@ def test_flags_that_were_not_given_have_the_right_values(flags, expected):
     assert {name: config[name] for name in expected} == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "algorithm, flag",
-    [
-        ("gspo", "--ratio-max 2"),
-        ("gspo", "--gamma 1"),
-        ("grpo", "--critic-lr 1e-3"),
-        ("grpo", "--value-clip 0.4"),
-        ("ppo", "--tau-pos 1"),
-        ("ppo", "--advantage-scale none"),
-        ("reinforce", "--clip-low 0"),
-        ("rloo", "--teacher models/moe"),
-    ],
+OF_OTHERS = (
+    "gspo --ratio-max 2, gspo --gamma 1, grpo --critic-lr 1e-3, grpo --value-clip 0.4, "
+    "ppo --tau-pos 1, ppo --advantage-scale none, reinforce --clip-low 0, rloo --teacher models/moe"
 )
-def test_a_flag_of_another_algorithm_is_refused(algorithm, flag):
+
+
+@pytest.mark.parametrize("words", OF_OTHERS.split(", "))
+def test_a_flag_of_another_algorithm_is_refused(words):
     """Where nothing would read it."""
-    with pytest.raises(UserError, match=f"{flag.split()[0]} .*: {algorithm} has none"):
-        train.parse_flags(f"--algo {algorithm} {flag}".split())
+    algorithm, flag, value = words.split()
+    with pytest.raises(UserError, match=f"{flag} .*: {algorithm} has none"):
+        train.parse_flags(["--algo", algorithm, flag, value])

@@ -15,6 +15,7 @@ A sequence-level objective is also a rule: every token has the mean ratio s, and
 of L log-probs is s A / L (arXiv 2507.18071 eq. 10): the "completion" mean of s A.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -30,6 +31,7 @@ import pytest
 import torch
 
 import gspo
+import train
 
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6
@@ -369,6 +371,15 @@ def test_metrics_of_small_ratios_keep_their_digits_in_float32():
     assert metrics["approx_kl"].item() == pytest.approx(5e-9, rel=0.01)
 
 
+def test_k3_of_small_log_ratios_keeps_its_digits_in_float32():
+    """k3 is x^2 / 2 there. e^x - x - 1 gives 0 at 1e-4, and -5e-8 at 1e-6."""
+    for gap in (1e-2, 1e-4, -1e-4, 1e-6, -1e-6):
+        old = torch.zeros(1, 3)
+        k3, _ = gspo.kl_penalty(old, old + gap, torch.ones(1, 3))
+        unbiased, _ = gspo.kl_penalty(old, old + gap, torch.ones(1, 3), estimator="unbiased")
+        assert k3.item() == unbiased.item() == pytest.approx(gap**2 / 2, rel=0.15)
+
+
 def test_unknown_word_is_refused():
     ones = torch.ones(2, 3)
     for call in (
@@ -676,8 +687,8 @@ OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' a
 
 
 def test_algorithms_are_those_of_the_papers():
-    """The trainer counts the denominator by `unit`, which must be the unit of the loss's mean: a
-    sequence ratio with a mean over tokens has another gradient."""
+    """The trainer counts the denominator by `unit`, which must be the unit of the loss's mean. It
+    cannot be set: a row that contradicted its loss had a gradient 20 times too large."""
     units = {}  # of the default, which is the first case
     for case in POLICY_CASES:
         units.setdefault(case.function, "token" if case.mean == "token" else "completion")
@@ -692,3 +703,18 @@ def test_algorithms_are_those_of_the_papers():
         if name not in READS:
             values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
             assert values == pytest.approx(OUTCOMES.get(name, [Z, -Z, -Z, Z]), abs=1e-5), name
+    other = functools.partial(gspo.reinforce_loss, per="completion")
+    assert gspo.Algorithm(other).unit == "completion"
+    with pytest.raises(TypeError, match="unit"):
+        gspo.Algorithm(gspo.grpo_loss, unit="token")
+
+
+def test_no_number_has_the_name_of_a_flag_of_the_run():
+    """It would get that flag's value without a word. max_new_tokens is meant to: the sampling
+    budget is Dr. GRPO's constant."""
+    own = {field.name for field in dataclasses.fields(train.OwnFlags)}
+    for row in gspo.ALGOS.values():
+        for function in (row.loss, row.advantages, gspo.value_loss):
+            parameters = inspect.signature(function).parameters.values()
+            numbers = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+            assert numbers & (own | {"per"}) <= {"max_new_tokens"}, function

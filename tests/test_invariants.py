@@ -27,11 +27,11 @@ def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
     flags = "--prompts-per-step 8 --group-size 2 --completions-per-update 4 --eval-samples 2"
     orders, folders = [], []
     for number, seed in enumerate((0, 0, 1)):
-        seen.batches.clear()
+        seen.steps.clear()
         run = good(tmp_path / str(number), f"{BASE} {flags} --seed {seed}")
         folders.append(run.folder)
-        for batch in seen.batches:
-            order = torch.cat([update.rows for update in batch.updates]).tolist()
+        for step in seen.steps:
+            order = torch.cat([update.rows for update in step.updates]).tolist()
             assert sorted(order) == list(range(16))
             assert all(a % 2 == 0 and b == a + 1 for a, b in zip(order[::2], order[1::2]))
             orders.append(tuple(order))
@@ -47,7 +47,7 @@ def test_the_seed_decides_on_samples_of_equal_prompts(seen, tmp_path):
     flags = f"{BASE} --data same.jsonl --eval-data same.jsonl --steps 1"
     for seed in (0, 1):
         good(tmp_path / str(seed), f"{flags} --seed {seed}")
-    first, second = ([each.text for each in batch.samples] for batch in seen.batches)
+    first, second = ([each.text for each in step.batch.samples] for step in seen.steps)
     assert first != second
 
 
@@ -62,16 +62,3 @@ def test_an_evaluation_is_that_of_the_checkpoint(flags, tmp_path):
     assert f'"eval_solved": {metrics(first)[-1]["eval_solved"]}' in before
     start = (first / "starts.jsonl").read_text()
     assert f'"eval_solved": {metrics(first)[-1]["eval_solved"]}' not in start  # it did change
-
-
-@in_place
-def test_a_critic_starts_with_the_value_0_and_explains_a_part_of_the_returns(seen, tmp_path):
-    """explained_variance is 1 - var(return - value) / var(return) over the tokens."""
-    rows = metrics(good(tmp_path, f"{BASE} --algo ppo --critic-lr 0.01").folder)
-    first, second = seen.batches
-    assert torch.equal(first.values, torch.zeros_like(first.values))
-    assert (second.values[second.mask] != 0).all()
-    values, returns = (each[second.mask].numpy() for each in (second.values, second.returns))
-    expected = 1 - (returns - values).var() / returns.var()
-    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
-    assert rows[1]["explained_variance"] == pytest.approx(expected, abs=1e-4) != 0

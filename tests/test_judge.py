@@ -12,9 +12,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards import parse_reward
-from support.extras.judge import Judge
 from support.user import UserError
 from tools import SHAPE, character_tokenizer, good, metrics, refused
+
+Judge = pytest.importorskip("support.extras.judge").Judge
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -52,7 +53,7 @@ def score_of(model, text) -> float:
 def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model, seen, tmp_path):
     """reward = verifier + w score, row by row. Only the verifier says which answers are right."""
     [row] = metrics(good(tmp_path, "--model models/tiny --steps 1", "--reward", reward).folder)
-    judged = seen.batches[0].samples
+    judged = seen.steps[0].batch.samples
     verdicts = [each.score.terms.get("even", 0.0) for each in judged]
     for each, even in zip(judged, verdicts):
         expected = even + weight * score_of(model, each.row["prompt"] + each.text)

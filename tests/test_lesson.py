@@ -1,5 +1,5 @@
 """docs/from-ppo-to-gspo.md: its diffs are those of gspo.py, its numbers are right, and GitHub shows
-its formulas.
+its formulas. docs/objectives.md has all algorithms.
 
 After a change of a loss: python tests/test_lesson.py
 """
@@ -7,16 +7,20 @@ After a change of a loss: python tests/test_lesson.py
 import ast
 import difflib
 import inspect
+import json
+import math
 import re
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import exercises  # noqa: E402
 
 import gspo  # noqa: E402
 
@@ -56,12 +60,71 @@ def test_diffs_of_the_lesson_are_those_of_gspo():
     assert text == with_diffs(text), "a loss has changed: python tests/test_lesson.py"
 
 
-def test_bandit_prints_the_numbers_of_the_page(capsys):
+def test_programs_print_the_numbers_of_the_page(capsys):
     text = PAGE.read_text(encoding="utf-8")
-    blocks = re.search(r"```python\n(# bandit.*?)```\n\n```text\n(.*?)```", text, re.S)
-    with torch.random.fork_rng():
-        exec(blocks[1], {})
-    assert capsys.readouterr().out == blocks[2]
+    programs = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", text)
+    assert [source.split()[1] for source, _ in programs] == ["bandit.py", "means.py"]
+    for source, printed in programs:
+        with torch.random.fork_rng():
+            exec(source, {})
+        assert capsys.readouterr().out == printed
+
+
+def test_batch_worked_by_hand_is_that_of_the_losses():
+    """Its table and its picture come from the losses, and s is the root of the product."""
+    text = PAGE.read_text(encoding="utf-8")
+    assert f"```text\n{exercises.weights_table()}\n```" in text
+    for name, ratios in zip("abcd", exercises.RATIOS, strict=True):
+        s = math.prod(ratios) ** (1 / len(ratios))
+        assert f"| {name} | {s:.4f} |" in text
+    numbers = [ratio for row in exercises.RATIOS for ratio in row]
+    for name in exercises.LOSSES:
+        rows, _ = exercises.weights(getattr(gspo, f"{name}_loss"))
+        numbers += [weight for row in rows for weight in row]
+    picture = (ROOT / "docs/pictures/weights.svg").read_text(encoding="utf-8")
+    shown = re.findall(r">(−?\d[\d.]*)</text>", picture)
+    assert shown == [f"{number:.3g}".replace("-", "−") for number in numbers]
+
+
+def test_clip_fraction_is_that_of_the_default_run():
+    """The page said "60% at first, 10% at the end" when the run said half and a fifth."""
+    rows = (ROOT / "docs/runs/gspo/metrics.jsonl").read_text().splitlines()
+    clipped = [json.loads(row)["clip_fraction"] for row in rows]
+    first, last = fmean(clipped[:10]), fmean(clipped[-10:])
+    assert f"{first:.0%} in the first ten steps" in PAGE.read_text(encoding="utf-8")
+    assert f"{last:.0%} in the last ten" in PAGE.read_text(encoding="utf-8")
+    assert first == pytest.approx(0.5, abs=0.05) and last == pytest.approx(0.2, abs=0.05)
+
+
+def test_pairs_of_runs_are_those_of_the_long_answers():
+    """gspo with 3e-3, and luspo, minus gspo at the same settings and seed."""
+    ends = {}
+    for line in (ROOT / "docs/runs/long/rows.jsonl").read_text().splitlines():
+        run = json.loads(line)
+        if run.get("task", "chains") == "chains" and "16" in run["solved"]:
+            setting = tuple(run[key] for key in ("lr", "updates", "tokens", "more", "seed"))
+            ends[run["row"], setting] = 50 * (run["solved"]["12"] + run["solved"]["16"])
+    for row, above, points in (("gspo, 3e-3", 10, 9), ("luspo", 11, 14)):
+        gains = [end - ends["gspo", at] for (name, at), end in ends.items() if name == row]
+        assert (len(gains), sum(gain > 0 for gain in gains), round(fmean(gains))) == (
+            12,
+            above,
+            points,
+        )
+
+
+def test_objectives_are_those_of_algos():
+    """A row per algorithm: its function, its mean, and its numbers as the signatures have them."""
+    text = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
+    rows = re.findall(r"(?m)^\| `([\w+-]+)` \| .* \| `(\w+)` \| (\w+) \| (.*) \| (.*) \|$", text)
+    assert [name for name, *_ in rows] == list(gspo.ALGOS)
+    for name, function, unit, numbers, paper in rows:
+        loss = gspo.ALGOS[name].loss
+        defaults = inspect.signature(loss).parameters.values()
+        own = [f"{each.name} {each.default:g}" for each in defaults if type(each.default) is float]
+        assert (function, unit) == (loss.__name__, gspo.ALGOS[name].unit + "s"), name
+        assert numbers == (", ".join(own) or "–"), name
+        assert re.search(r"\]\(https://|Williams 1992", paper), name
 
 
 def test_numbers_of_the_text_are_right():

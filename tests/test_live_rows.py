@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from support.extras import fast_scoring
-from tools import BASE, Calls, fast, good, gradients, metrics, newest, rows_of, write_rows
+from tools import BASE, Calls, good, gradients, metrics, newest, rows_of, write_rows
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -28,14 +27,9 @@ def prompts(place):
     return write_rows(place / "rows.jsonl", rows)
 
 
-def every_row(run, batch):
-    """In place of train.find_active_rows: every row is one that can move the policy."""
-    return batch.mask.any(1)
-
-
-def kinds_of_updates(batches) -> set[str]:
+def kinds_of_updates(steps) -> set[str]:
     """Return which of live, dead and mixed updates there are."""
-    updates = [update for batch in batches for update in batch.updates]
+    updates = [update for step in steps for update in step.updates]
     shares = {len(update.active) / len(update.rows) for update in updates}
     return {{0: "dead", 1: "live"}.get(share, "mixed") for share in shares}
 
@@ -43,18 +37,16 @@ def kinds_of_updates(batches) -> set[str]:
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo", "ppo"])  # a mean and advantages of each kind
 def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, tmp_path):
     """Against a run in which all rows are scored and trained on: weights to rounding, and as many
-    steps of AdamW for every parameter. An update of dead rows alone is a step, by momentum."""
-    flags = f"{MIXED} --algo {algorithm}"
+    steps of AdamW for every parameter. An update of dead rows alone is a step, by momentum. Metrics
+    that need no log-probs include dead groups. The others are means over updates that have a live
+    row, and the loss of a skipped row is 0."""
     with gradients() as some:
-        one = good(tmp_path / "live", flags).folder
-    batches = list(seen.batches)
-    monkeypatch.setattr(train, "find_active_rows", every_row)
+        one = good(tmp_path / "live", f"{MIXED} --algo {algorithm}").folder
+    monkeypatch.setattr(train, "has_advantage", lambda advantages, mask: mask.any(1))
     with gradients() as all_of_them:
-        other = good(tmp_path / "all", flags).folder
+        other = good(tmp_path / "all", f"{MIXED} --algo {algorithm}").folder
     assert len(some) == len(all_of_them) == 3 * 3
-    if algorithm != "ppo":  # its baseline is no group's mean
-        assert kinds_of_updates(batches) == {"live", "dead", "mixed"}
-    assert kinds_of_updates(seen.batches[3:]) == {"live"}
+    assert kinds_of_updates(seen.steps[3:]) == {"live"}
 
     start = load_file("models/tiny/model.safetensors")
     mine, theirs = [load_file(newest(each) / "model.safetensors") for each in (one, other)]
@@ -67,35 +59,30 @@ def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, t
     steps = [name for name in mine if name.startswith("step ")]
     assert steps and all(mine[name] == theirs[name] == 9 for name in steps)
 
-
-def test_the_rewards_and_lengths_of_a_step_are_of_all_rows(monkeypatch, seen, tmp_path):
-    """Metrics that need no log-probs include dead groups. The others do not."""
-    one = metrics(good(tmp_path / "live", MIXED).folder)[0]
-    first = [each.row["prompt"][0] for each in seen.batches[0].samples[::4]]
-    for name, begin in (("dead_right", "1"), ("dead_wrong", "2")):
-        assert one[name] == pytest.approx(first.count(begin) / 6)
-    assert one["dead"] == pytest.approx(1 - first.count("3") / 6)
-    monkeypatch.setattr(train, "find_active_rows", every_row)
-    other = metrics(good(tmp_path / "all", MIXED).folder)[0]
+    if algorithm == "ppo":  # its baseline is no group's mean: every row has an advantage
+        return
+    assert kinds_of_updates(seen.steps[:3]) == {"live", "dead", "mixed"}
+    live, every = metrics(one)[0], metrics(other)[0]
     for name in ("reward", "reward_std", "solved", "dead_right", "length_mean", "advantage_abs"):
-        assert one[name] == other[name], name
-    # means over the updates that had a live row
-    assert one["grad_norm"] > other["grad_norm"] > 0
-    assert one["entropy"] != pytest.approx(other["entropy"], rel=1e-4)
-    # the loss is a mean over all rows: a skipped row adds 0
-    live_updates = one["grad_norm"] / other["grad_norm"]
-    assert one["loss"] == pytest.approx(other["loss"] * live_updates, rel=0.01, abs=1e-6)
+        assert live[name] == every[name], name
+    first = [each.row["prompt"][0] for each in seen.steps[0].batch.samples[::4]]
+    assert live["dead_right"] == pytest.approx(first.count("1") / 6)
+    assert live["dead_wrong"] == pytest.approx(first.count("2") / 6)
+    assert live["dead"] == pytest.approx(1 - first.count("3") / 6)
+    assert live["grad_norm"] > every["grad_norm"] > 0
+    assert live["entropy"] != pytest.approx(every["entropy"], rel=1e-4)
+    live_updates = live["grad_norm"] / every["grad_norm"]
+    assert live["loss"] == pytest.approx(every["loss"] * live_updates, rel=0.01, abs=1e-6)
 
 
 def test_without_a_live_row_nothing_moves_and_no_metric_is_made_up(seen, tmp_path):
     """Nor does AdamW without a moment yet: the weights stay, to the bit."""
     folder = good(tmp_path, MIXED.replace("by_prompt", "always")).folder
+    made_up = {"loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "policy_kl"}
     for row in metrics(folder):
-        assert row["advantage_abs"] == 0 and row["dead"] == 1
-        for name in ("loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "policy_kl"):
-            assert name not in row
+        assert row["advantage_abs"] == 0 and row["dead"] == 1 and not made_up & row.keys()
         assert row["length_mean"] > 0 and row["reward"] == pytest.approx(0.7)
-    assert not any(len(batch.active) for batch in seen.batches)
+    assert kinds_of_updates(seen.steps) == {"dead"}
     start = load_file("models/tiny/model.safetensors")
     weights = load_file(newest(folder) / "model.safetensors")
     assert all(torch.equal(weights[name], start[name]) for name in start)
@@ -105,29 +92,30 @@ def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
     """KL, entropy bonus and critic are of dead groups, too."""
     for flags in ("--kl-coef 0.1", "--entropy-coef 0.01", "--algo ppo"):
         good(tmp_path / flags, f"{MIXED} {flags} --steps 1")
-        for update in seen.batches[-1].updates:
+        for update in seen.steps[-1].updates:
             assert sorted(rows_of(update).tolist()) == sorted(update.rows.tolist()), flags
 
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):
-    """Each once. So are passes of the model, frozen and trained on."""
-    calls = Calls(fast_scoring.completion_logprobs)
-    monkeypatch.setattr(fast_scoring, "completion_logprobs", calls.stand_in)
+    """Each once. So are passes of the model, before the updates and in them."""
+    calls = Calls(rollout.completion_logprobs)
+    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
     good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
     alive = 0
-    for batch in seen.batches:
-        every = torch.cat([update.rows for update in batch.updates])
+    for step in seen.steps:
+        every = torch.cat([update.rows for update in step.updates])
         assert sorted(every.tolist()) == list(range(24))
-        for update in batch.updates:
-            live = [row for row in update.rows.tolist() if batch.advantages[row] != 0]
-            learned = [row for rows, _ in update.parts for row in rows.tolist()]
-            assert sorted(learned) == sorted(live)
+        for update in step.updates:
+            live = [row for row in update.rows.tolist() if step.fixed.advantages[row] != 0]
+            assert (
+                sorted(live) == sorted(update.active.tolist()) == sorted(rows_of(update).tolist())
+            )
             alive += len(live)
     scored = {True: 0, False: 0}
-    for positional, _, (logprobs, _) in calls:
-        scored[logprobs.requires_grad] += len(positional[1].lengths)
+    for (_, completions, *_), _, (logprobs, _) in calls:
+        scored[logprobs.requires_grad] += len(completions.lengths)
     check = scored[False] - alive  # of the scorer, before the run
-    assert scored[True] == alive < 3 * 24 and 0 < check < 8
+    assert scored[True] == alive < 3 * 24 and 0 < check <= 8  # by rows and by trees
 
 
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
@@ -136,13 +124,12 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     live rows, in the unit of the algorithm."""
     flags = f"{MIXED} --algo {algorithm} --completions-per-update 24 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
-    [batch] = seen.batches
-    assert 0 < len(batch.active) < 24
-    assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    [(batch, [update], *_)] = seen.steps
+    assert 0 < len(update.active) < 24 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    samples = batch.rollout[update.active]
     policy = rollout.load_model("models/tiny", "cpu")
-    samples = batch.rollout[batch.active]
-    _, entropy = fast.completion_logprobs(policy, samples, temperature=1.0)
+    _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0, entropy_grad=False)
     expected = entropy.sum() / samples.lengths.sum()
     if algorithm == "gspo":
         expected = (entropy.sum(1) / samples.lengths).mean()
-    assert row["entropy"] == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert row["entropy"] == pytest.approx(expected.item(), rel=1e-5)

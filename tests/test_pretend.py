@@ -1,7 +1,6 @@
 """train.py on a pretended CUDA device (pretend.py), each run in a process of its own: nothing mixes
-devices, decode steps are captured and replayed, and a float32 run has the metrics of the CPU."""
+devices, and a float32 run has the metrics of the CPU."""
 
-import ast
 import shutil
 from pathlib import Path
 
@@ -42,9 +41,7 @@ def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
     flags = f"{BASE} {CASES[case]}"
     status, said = pretended(tmp_path / "gpu", flags)
     assert status == 0, said[-3000:]
-    assert "without CUDA graphs" not in said
-    counts = ast.literal_eval(said.splitlines()[-1])
-    assert 0 < counts["captures"] < counts["replays"]
+    assert ", cuda " in Path("out").read_text()
     folder = good(tmp_path / "cpu", flags).folder
     if case == "bf16":
         return
@@ -54,32 +51,14 @@ def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "file, there, instead, word",
-    [
-        (
-            "train.py",
-            "torch.tensor(outcomes, device=config.device)",
-            "torch.tensor(outcomes)",
-            "same device",
-        ),
-        (
-            "support/extras/fast_sampling.py",
-            "sampled, logprobs = sample_token(",
-            "int(step[0])\n        sampled, logprobs = sample_token(",
-            "without CUDA graphs",
-        ),
-    ],
-)
-def test_what_a_gpu_refuses_is_seen(file, there, instead, word, tmp_path):
-    """A transfer that is missing, and a value that is read while a decode step is captured."""
-    source = tmp_path / "source"
+def test_a_transfer_that_is_missing_is_seen(tmp_path):
+    source, there = tmp_path / "source", "torch.tensor(outcomes, device=config.device)"
     source.mkdir()
     for name in ("gspo.py", "rollout.py", "rewards.py", "train.py"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "support", source / "support")
-    text = (source / file).read_text()
+    text = (source / "train.py").read_text()
     assert text.count(there) == 1
-    (source / file).write_text(text.replace(there, instead))
+    (source / "train.py").write_text(text.replace(there, "torch.tensor(outcomes)"))
     _, said = pretended(tmp_path / "gpu", f"{BASE} --steps 1 --dtype float32", source)
-    assert word in said
+    assert "same device" in said

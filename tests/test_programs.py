@@ -12,9 +12,10 @@ import time
 import pytest
 
 import rewards
-from support.extras import sandbox
 from support.user import UserError
 from test_rewards import ADD, RIGHT, VERIFY, cells, fenced
+
+sandbox = pytest.importorskip("support.extras.sandbox")
 
 # ---- which program runs
 
@@ -161,6 +162,7 @@ def test_code_refuses_malformed_tests(answer, no_sandbox):
 
 CALLED = {  # programs that define `add`
     "prints": "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
+    "prints what is written in it": "def add(a, b):\n    print('\\n[3, 42]')\n    raise SystemExit",
     "prints no line": f"import sys\nsys.stdout.write('no newline')\n{RIGHT}",
     "has a main": f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
     "takes our names": f"json = results = 0\ndef print(*words): pass\ndef input(): pass\n{RIGHT}",

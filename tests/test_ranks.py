@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import train
 from forks import fork
+from support import ranks as ranks_module
 from support.ranks import joined_ranks
 from support.user import UserError
 from tools import BASE, ROOT, command_line, good, metrics, newest, same_run, timeless, write_rows
@@ -39,38 +41,41 @@ def prompts(place):
 
 def one_rank(rank, arguments, trouble, troubled):
     """train.main. One rank comes into trouble in step 2: a signal, or an error."""
-    freeze = train.freeze
+    collect = train.collect
 
-    def freeze_in_trouble(run, batch):
-        freeze(run, batch)
-        if batch.step == 2 and rank == troubled:
+    def collect_in_trouble(run, step):
+        if step == 2 and rank == troubled:
             if isinstance(trouble, Exception):
                 raise trouble
             os.kill(os.getpid(), trouble)
+        return collect(run, step)
 
-    train.freeze = freeze_in_trouble
+    train.collect = collect_in_trouble
     return train.main(arguments)
+
+
+def launch(size, logs, function, *arguments) -> tuple[list[int], list[str]]:
+    """function(rank, *arguments) in some processes. Wait for their statuses and what they print."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = str(one.getsockname()[1])
+    together = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes, logs = [], [logs.with_name(f"{logs.name}-log{rank}") for rank in range(size)]
+    for rank, log in enumerate(logs):
+        log.write_text("")
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(fork(function, rank, *arguments, out=log, **together, **own))
+    wait(processes)
+    return [process.exitcode for process in processes], [log.read_text() for log in logs]
 
 
 class Together:
     """Start a run in some processes, and wait for them."""
 
     def __init__(self, size, runs, flags, trouble=None, troubled=None, small=True):
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = str(one.getsockname()[1])
         self.folder = runs / "run"
-        together = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        arguments = command_line(runs, flags, small=small)
-        processes, logs = [], [runs.with_name(f"{runs.name}-log{rank}") for rank in range(size)]
-        for rank, log in enumerate(logs):
-            log.write_text("")
-            given = (rank, arguments, trouble, troubled)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            processes.append(fork(one_rank, *given, out=log, **together, **own))
-        wait(processes)
-        self.statuses = [process.exitcode for process in processes]
-        self.texts = [log.read_text() for log in logs]
+        given = (command_line(runs, flags, small=small), trouble, troubled)
+        self.statuses, self.texts = launch(size, runs, one_rank, *given)
 
     def one_sentence(self) -> str:
         """The error of all processes, and no traceback."""
@@ -129,12 +134,12 @@ SAME = {
     "experts": "--model models/moe --algo grpo --kl-coef 0 --routing-replay --eval-every 1",
     "lora": "--lora-rank 4 --epochs 2",
     "opd": "--algo opd --teacher models/moe",
-    # some process has none of an update, or of a step
-    "one group": "--prompts-per-step 2 --eval-prompts 3 --completions-per-update 2",
+    # the first process has no row of any update
+    "one row": "--prompts-per-step 2 --eval-prompts 3 --completions-per-update 1",
 }
-FAST = [("dapo with refills", 2), ("ppo", 2), ("opd", 2)]
+FAST = [("dapo with refills", 2), ("ppo", 2), ("one row", 2)]
 REST = [(case, size) for case in SAME for size in (2, 4) if (case, size) not in FAST]
-REST.remove(("one group", 4))  # of two groups
+REST.remove(("one row", 4))  # of two groups
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 
 
@@ -157,6 +162,34 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     together(2, tmp_path / "parts", f"{more} 4", small=False)
     parts = good(tmp_path / "parts", f"{more} 6", small=False).folder
     alike(parts, whole)
+
+
+def talk(rank) -> int:
+    """What two processes say to each other, one device alone."""
+    torch.cuda.device_count = torch.cuda.set_device = None  # --device cpu never asks
+    ranks_module.SUMMED_AT_ONCE = 8
+    both = [torch.Generator().manual_seed(seed) for seed in range(2)]
+    shapes, dtypes = [(2, 3), (2,), (), (3, 5), (4,), (4,)], [torch.float32] * 5 + [torch.float64]
+    values = []
+    for generator in both:
+        drawn = [torch.randn(shape, generator=generator) for shape in shapes]
+        values.append([each.to(dtype) for each, dtype in zip(drawn, dtypes)])
+    with joined_ranks("cpu") as ranks:
+        assert ranks.from_first(f"from {rank}") == "from 0"
+        assert ranks.gather(rank) == [0, 1] and ranks.share("abcde") == ("ab", "cde")[rank]
+        assert ranks.sum_numbers({"a": 1, f"b{rank}": 2}) == {"a": 2, "b0": 2, "b1": 2}
+        own = [value.clone() for value in values[rank]]
+        own[0] = own[0].T.contiguous().T  # as some gradients lie
+        ranks.sum(*own)
+        for total, *parts in zip(own, *values):
+            assert torch.equal(total, sum(parts)) and total.dtype == parts[0].dtype
+    return 0
+
+
+def test_two_processes_talk(tmp_path):
+    """Sums of tensors, in messages of bounded size, have the bits of a plain sum."""
+    statuses, texts = launch(2, tmp_path / "talk", talk)
+    assert statuses == [0, 0], texts
 
 
 # ---- decisions and ends
@@ -246,5 +279,9 @@ def test_an_environment_that_torchrun_did_not_make(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     for name, value, word in (("WORLD_SIZE", "2", "variable RANK"), ("RANK", "first", "first")):
         monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks():
+        with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks("cpu"):
             pass
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(UserError, match="8 processes.* GPU, 4"), joined_ranks("cuda"):
+        pass

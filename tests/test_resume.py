@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import folders
-from support.extras import report
+from support import folders, report
+from support.user import UserError
 from tools import (
     BASE,
     command_line,
@@ -57,16 +58,16 @@ def done(one_step, tmp_path):
 
 
 def interrupted(runs, flags, monkeypatch, at):
-    """Run until a signal comes in the report of step `at`."""
-    write_rows = train.write_rows
+    """Run until a signal comes in step `at`."""
+    measure = train.measure
 
-    def stopping(run, batch, row):
-        write_rows(run, batch, row)
-        if row["step"] == at:
+    def stopping(run, done):
+        if done.batch.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
+        return measure(run, done)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "write_rows", stopping)
+        patch.setattr(train, "measure", stopping)
         return launch(runs, flags)
 
 
@@ -85,6 +86,7 @@ RESUMED = {  # flags, the step in which the signal comes
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
     "moe": ("--model models/moe --algo grpo --routing-replay", 1),
     "lora": ("--lora-rank 2 --kl-coef 0.1 --reward pay.py:even+-2*pay.py:steps", 2),
+    "lora-ppo": ("--lora-rank 2 --algo ppo --ref-every 2 --kl-coef 0.1 --stale-steps 2", 1),
 }
 
 
@@ -105,7 +107,7 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     assert (stopped.folder / "report.html").exists()
     progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
-    assert bool(progress["shaping"]) == (case == "lora")
+    assert bool(progress["shaping"]) == (case == "lora")  # of the negative term
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
     told = good(tmp_path, command, small=False).out
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
@@ -114,21 +116,19 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
-    freeze = train.freeze
-
-    def impatient(run, batch):
+    def impatient(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        freeze(run, batch)
 
-    monkeypatch.setattr(train, "freeze", impatient)
+    monkeypatch.setattr(train, "compute_constants", impatient)
     stopped = launch(tmp_path, BASE)
     assert stopped.status == 130 and not newest(stopped.folder)
 
 
 def test_resuming_a_finished_run_says_so(done, tmp_path):
     before = digests(done), timeless(done)
-    assert re.search("--steps 1: .*step-1", not_resumed(tmp_path))
+    report = f"for its report: python train.py --report {done}"
+    assert re.search(f"--steps 1: .*step-1 .*{report}$", not_resumed(tmp_path))
     assert (digests(done), timeless(done)) == before
 
 
@@ -186,9 +186,13 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
         assert newest(tmp_path / "run")
         raise KeyError("date")
 
-    monkeypatch.setattr(train, "Run", functools.partial(train.Run, tracker=broken))
+    Path("trackio.py").write_text(
+        "def init(**settings):\n    pass\n\ndef log(row, step):\n    raise KeyError('date')\n"
+    )
+    monkeypatch.syspath_prepend(".")
     monkeypatch.setattr(report, "write_report", broken)
-    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1")
+    result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1 --track trackio")
+    del sys.modules["trackio"]
     for name in ("report.html", "--track"):
         assert result.out.count(f"warning: {name} was not written: KeyError: 'date'\n") == 1
     assert newest(result.folder).name == "step-2"
@@ -208,7 +212,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     flags, folder = f"{BASE} --eval-every 1 --steps 1", tmp_path / "killed/run"
     whole = good(tmp_path / "whole", flags).folder
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(train, "save", None)
+        patch.setattr(train.checkpoints, "save", None)
         launch(tmp_path / "killed", flags)
     assert metrics(folder) and not newest(folder)
     resumed(tmp_path / "killed")
@@ -250,39 +254,78 @@ def test_a_config_that_was_edited_passes_the_checks_of_flags(text, word, done, t
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
     """A flag that an older run lacks gets its default. A flag that is gone is dropped. Flags that
-    come with the resume hold from then on, and others are kept, but for the place."""
+    come with the resume hold from then on, also those that are the default of a run, and others are
+    kept, but for the place."""
     path, progress = done / "config.json", newest(done) / "trainer/progress.json"
     config = json.loads(path.read_text()) | {"max_slots": 3, "temperature": 0.9}
+    config |= {"epochs": 2, "eval_every": 3}
     del config["entropy_coef"], config["old_logprobs"]
     path.write_text(json.dumps(config))
     progress.write_text(json.dumps(strict(progress.read_text()) | {"shaping": ["even"]}))
     Path("runs").symlink_to(tmp_path)  # as if the folder had been moved
-    flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny"
+    flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny --epochs 1"
     assert train.main(flags.split()) == 0
     completed = strict(path.read_text())
     assert completed["old_logprobs"] == "trainer" and "max_slots" not in completed
     assert [completed[name] for name in ("steps", "lr", "temperature")] == [2, 1e-4, 0.9]
+    assert [completed[name] for name in ("epochs", "eval_every")] == [1, 3]
     assert completed["runs"] == "runs" and metrics(done)[-1]["lr"] == pytest.approx(1e-4)
     assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
 
+class Counting(torch.optim.SGD):
+    """The state of a parameter is an integer, a float and nothing."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                steps, size = state.get("steps", 0) + 1, state.get("size", 1.0) + 1 / 3
+                state |= {"steps": steps, "size": size, "nothing": None}
+                parameter.grad /= steps * size
+        super().step()
+
+
+OPTIMIZERS = {
+    "sgd with momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, fused=True, amsgrad=True),
+    "adafactor": torch.optim.Adafactor,  # a row and a column for a matrix
+    "numbers": Counting,
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_another_optimizer_continues_to_the_same_bits(kind, tmp_path, monkeypatch):
+    """Whatever it keeps of a parameter. The policy's weights are in its own files alone."""
+    make_optimizer = train.make_optimizer
+
+    def another(config, models):
+        names = ("params", "lr", "initial_lr", "norm")
+        groups = make_optimizer(config, models).param_groups
+        return OPTIMIZERS[kind]([{name: group[name] for name in names} for group in groups], lr=1.0)
+
+    monkeypatch.setattr(train, "make_optimizer", another)
+    folder = good(tmp_path / "one", f"{BASE} --algo ppo --save-every 1").folder
+    state = load_file(newest(folder) / "trainer/state.safetensors")
+    kept = {name.split()[1].split(".")[0] for name in state if name.startswith("weights ")}
+    assert kept == {"critic"}
+    whole = shutil.copytree(folder, tmp_path / "whole")
+    shutil.rmtree(newest(folder))
+    resumed(tmp_path / "one")
+    same_run(whole, folder)
+
+
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda key, value: {key: value[:1] if value.dim() else value},  # that would broadcast
-        lambda key, value: {} if key == "exp_avg policy.model.norm.weight" else {key: value},
-        lambda key, value: {key: value, "exp_avg policy.nothing": torch.zeros(2)},
-    ],
-    ids=["of another shape", "one is missing", "one too many"],
+    "name, numbers", [("vector", 1), ("other", 4)], ids=["another shape", "another name"]
 )
-def test_a_state_that_is_not_what_would_be_written_is_refused(change, done, tmp_path):
-    """In one sentence that names the file. Half a state would train without an error."""
-    path, changed = newest(done) / "trainer/state.safetensors", {}
-    for key, value in load_file(path).items():
-        assert "old_policy" not in key  # that of --stale-steps alone
-        changed |= change(key, value)
-    save_file(changed, path)
-    assert str(path) in not_resumed(tmp_path, "--steps 2")
+def test_the_state_of_another_run_is_refused(name, numbers, tmp_path):
+    """In one sentence that names the file. A vector of one number would be copied to all."""
+    parameters = {"vector": torch.nn.Parameter(torch.zeros(4))}
+    optimizer = torch.optim.AdamW(parameters.values())
+    path = tmp_path / "state.safetensors"
+    save_file({f"weights {name}": torch.ones(numbers)}, path, {"numbers": "{}"})
+    with pytest.raises(UserError, match=f"--resume: .*{path}.*{name}"):
+        folders.read_state(path, parameters, set(), optimizer)
 
 
 def test_a_torn_file_of_a_checkpoint_is_one_sentence_with_its_name(done, tmp_path):

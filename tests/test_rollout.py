@@ -1,16 +1,13 @@
 """Sampling and scoring against transformers' own forward pass and `generate`, on tiny
 random models.
 
-`way` runs a test with rollout.py and with the fast files of support/extras. test_fast.py compares
-them."""
+Models that share prefixes are scored in both layouts: rows and trees."""
 
-import contextlib
 import json
 import math
 import os
 import shutil
 import types
-import warnings
 
 import pytest
 import torch
@@ -18,13 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-import pretend
 import rollout as R
-from bench_architectures import build, examine
-from support.extras import fast_sampling, fast_scoring
+from bench_architectures import build, examine, trees_of
 from support.models import checkpoint_layers, critic_of, frozen_copy, refresh
 from support.user import UserError
-from tools import character_tokenizer, fast
+from tools import character_tokenizer
 
 transformers.logging.set_verbosity_error()
 
@@ -46,7 +41,10 @@ KINDS = {
     "trocr": {},  # no position_ids: each batch has prompts of one length
     "mamba": {},
 }
-PLAIN_ONLY = {"trocr", "mamba"}
+# no sdpa, or no position_ids
+ROWS_ONLY = {"gemma2", "gpt_oss", "trocr", "mamba"}
+WITH_TREES = [kind for kind in KINDS if kind not in ROWS_ONLY]
+LAYOUTS = [(kind, False) for kind in KINDS] + [(kind, True) for kind in WITH_TREES]
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [17], [18, 19, 20, 21, 22]]
 
 
@@ -75,31 +73,16 @@ def own_logprobs(model, out, temperature=1.0):
         yield logp.gather(1, ids[0, n:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
+def layout(out, wants_trees, width=24):
+    """Return trees in several rows, or None for a row a text."""
+    return trees_of(out, width) if wants_trees else None
+
+
 def gradients(model):
     """Of all parameters that have one. They are gone afterwards."""
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return found
-
-
-def fast_where_it_fits(plain, quick):
-    def either(model, *given, **options):
-        return (quick if fast.fits(model) else plain)(model, *given, **options)
-
-    return either
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Replace the functions of rollout.py by the fast ones, for models that fit."""
-    for name in ("generate", "completion_logprobs", "completion_values"):
-        monkeypatch.setattr(R, name, fast_where_it_fits(getattr(R, name), getattr(fast, name)))
-
-
-@pytest.fixture(params=["plain", "fast"])
-def way(request):
-    if request.param == "fast":
-        request.getfixturevalue("quick")
 
 
 def watch(monkeypatch, owner, name, note):
@@ -117,7 +100,7 @@ def watch(monkeypatch, owner, name, note):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_completions_are_those_of_transformers_generate(kind, way):
+def test_greedy_completions_are_those_of_transformers_generate(kind):
     """Mixed prompt lengths, two end tokens, fewer slots than rows, group members alike. Recorded
     are log-probs at temperature 1."""
     model = tiny(kind)
@@ -140,7 +123,7 @@ def test_greedy_completions_are_those_of_transformers_generate(kind, way):
             assert out.truncated[row] == (ends[-1] not in (2, 3))
 
 
-def test_an_end_as_the_last_token_that_is_allowed_is_no_truncation(way):
+def test_an_end_as_the_last_token_that_is_allowed_is_no_truncation():
     model = tiny()
     free = sampled(model, eos_ids=[], max_new_tokens=4)
     assert free.truncated.all()
@@ -149,19 +132,21 @@ def test_an_end_as_the_last_token_that_is_allowed_is_no_truncation(way):
     assert ended.lengths[row] == 4 and not ended.truncated[row]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_the_models_own_in_value_and_gradient(kind, way):
+@pytest.mark.parametrize("kind, wants_trees", LAYOUTS)
+def test_scores_are_the_models_own_in_value_and_gradient(kind, wants_trees):
     """Against a forward pass for each row. So are the sampler's. Scores are bit-identical with and
     without gradients."""
     model = tiny(kind)
-    assert fast.fits(model) == (kind not in PLAIN_ONLY)
+    assert R.shares_prefixes(model) == (kind in WITH_TREES)
     out = sampled(model, temperature=0.7)
-    scored, entropy = R.completion_logprobs(model, out, 0.7)
+    trees = layout(out, wants_trees)
+    scored, entropy = R.completion_logprobs(model, out, 0.7, trees)
     assert scored.dtype == entropy.dtype == torch.float32 and scored.shape == out.completions.shape
     torch.testing.assert_close(scored.detach(), out.sampler_logprobs, atol=2e-5, rtol=0)
     assert not scored[~out.completion_mask].any() and not entropy[~out.completion_mask].any()
     with torch.no_grad():
-        assert all(map(torch.equal, R.completion_logprobs(model, out, 0.7), (scored, entropy)))
+        again = R.completion_logprobs(model, out, 0.7, trees)
+    assert all(map(torch.equal, again, (scored, entropy)))
 
     weights = torch.linspace(0.5, 1.5, scored.numel()).view_as(scored)
     (weights * (scored + 0.3 * entropy)).sum().backward()
@@ -177,18 +162,17 @@ def test_scores_are_the_models_own_in_value_and_gradient(kind, way):
     assert max((a - b).abs().max() for a, b in zip(own, found)) < 1e-5 * scale
 
 
-OURS, THEIRS = "plain and fast; checkpointed", "plain; checkpointed"
-SHORTER = "plain and fast, up to the original context; checkpointed"
+BOTH, ROWS = "rows and trees; checkpointed", "rows; checkpointed"
+SHORTER = "rows and trees, up to the original context; checkpointed"
 ARCHITECTURES = {
-    "modernbert-decoder": OURS,  # the head is more than a linear map
-    "falcon_h1": THEIRS,  # so is this one
-    "xglm": THEIRS,  # a body within the body
-    "gemma3": OURS,  # a composite model
-    "diffllama": THEIRS,  # an attention of its own
-    "qwen3_next": THEIRS,  # states
-    "doge": "plain, up to the original context; checkpointed",
-    "llama4_text": THEIRS,  # something changes with the length of a text
-    "ministral3": OURS,
+    "falcon_h1": ROWS,  # the head multiplies
+    "xglm": ROWS,  # a body within the body
+    "gemma3": BOTH,  # a composite model, with windows in some layers
+    "gemma2": ROWS,  # no sdpa
+    "qwen3_next": ROWS,  # states
+    "doge": "rows and trees, up to the original context; checkpointed",
+    "llama4_text": ROWS,  # something changes with the length of a text
+    "ministral3": BOTH,
     "llama + dynamic": SHORTER,
     "phi3 + longrope": SHORTER,
 }
@@ -203,6 +187,7 @@ def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kin
 
 REFUSED = {
     "roberta": "our sampler are up to .* the roberta's own forward",
+    "modernbert-decoder": "our scorer are up to",  # the head has layers of its own
     "rwkv": "a rwkv does not use transformers' KV cache",
 }
 
@@ -213,9 +198,13 @@ def test_a_model_that_we_would_read_otherwise_is_refused(kind):
         R.check_scorer(build(kind), PROMPTS[:2], pad_id=0)
 
 
-def test_a_scorer_that_errs_is_found(monkeypatch):
+def test_a_scorer_that_errs_is_found_and_trees_that_err_are_not_used(monkeypatch):
     model = tiny("gemma2")
-    R.check_scorer(model, PROMPTS[:2], pad_id=0)
+    assert not R.check_scorer(model, PROMPTS[:2], pad_id=0)
+    assert R.check_scorer(tiny(), PROMPTS[:2], pad_id=0)
+    with monkeypatch.context() as patch:  # a node sees all that stands before it in its row
+        patch.setattr(R.Trees, "visible", lambda trees, _: trees.end[:, None] > -1)
+        assert not R.check_scorer(tiny(), PROMPTS[:2], pad_id=0)
     logits = R.logits_of
     for factor in (1.01, math.nan):
         monkeypatch.setattr(R, "logits_of", lambda *given: factor * logits(*given))  # noqa: B023
@@ -237,7 +226,7 @@ def test_a_context_is_that_in_which_a_text_means_the_same():
     assert context(max_position_embeddings=128, rope_parameters=dict(full=long, local=yarn)) == 64
 
 
-def test_a_text_beyond_the_context_is_refused(way):
+def test_a_text_beyond_the_context_is_refused():
     R.check_context(tiny(), PROMPTS, torch.zeros(4, 1, 119))
     with pytest.raises(UserError, match="129 tokens, prompt and completion: this qwen3 reads 128"):
         sampled(tiny(), max_new_tokens=120)
@@ -282,7 +271,7 @@ def test_logits_that_are_not_finite_are_refused(value, temperature):
 
 
 @pytest.mark.parametrize("kind, cache_gb", [("qwen3", 1e-12), ("gemma2", 3e-5)])
-def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb, way):
+def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb):
     """One slot, a few. Rows are stepped in another order, and end where they did."""
     model = tiny(kind)
     whole = sampled(model, group_size=7, max_new_tokens=12)
@@ -293,34 +282,7 @@ def test_completions_do_not_depend_on_the_number_of_slots(kind, cache_gb, way):
     torch.testing.assert_close(whole.sampler_logprobs, other.sampler_logprobs, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("slots", [1, 8, 12])
-def test_cache_gb_bounds_the_keys_and_values_of_samples(slots, monkeypatch, quick):
-    """2 layers x 2 x 2 heads x 8 x 4 bytes = 256 a token, 9 + 24 tokens a slot."""
-    held = []
-
-    def note(slots, *_):
-        held.append(sum(memory.nbytes for memory in slots.keys + slots.values))
-
-    watch(monkeypatch, fast.Slots, "decode_one_token", note)
-    sampled(tiny(), max_new_tokens=24, cache_gb=slots * 256e-9 * 33 + 1e-9)
-    assert set(held) == {slots * 256 * 33}
-
-
-def test_prompts_are_read_in_parts_each_once(monkeypatch, quick):
-    """40 prompts of 1 to 9 tokens, 60 tokens at once with their padding."""
-    model, parts = tiny(), []
-    prompts = [[3 + i % 37, *range(5, 5 + i % 9)] for i in range(40)]  # no two alike
-    whole = sampled(model, prompts)
-    monkeypatch.setattr(fast_sampling, "PROMPT_TOKENS", 60)
-    watch(monkeypatch, fast.Prompts, "__init__", lambda _, model, prompts: parts.append(prompts))
-    out = sampled(model, prompts)
-    assert torch.equal(out.tokens, whole.tokens)
-    read = [list(prompt) for part in parts[1:] for prompt in part]  # the first is a probe
-    assert read == prompts
-    assert all(len(part) * max(map(len, part)) <= 60 for part in parts) and len(parts) > 4
-
-
-def test_uniforms_alone_decide_whoever_samples_and_no_global_state_moves(way):
+def test_uniforms_alone_decide_whoever_samples_and_no_global_state_moves():
     """All prompts at once, or a share of them with its share of the uniforms."""
     model, uniforms = tiny(), random_numbers(4, 3, 16)
     state = torch.get_rng_state()
@@ -334,22 +296,13 @@ def test_uniforms_alone_decide_whoever_samples_and_no_global_state_moves(way):
     assert sampled(model, seed=1).sequences() != whole.sequences()
 
 
-def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_apart(way):
+def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_apart():
     out = sampled(tiny(), [PROMPTS[0], PROMPTS[0]], group_size=16)
     firsts = out.completions[:, 0].view(2, 16)
     assert all(len(set(row.tolist())) > 3 for row in firsts) and not torch.equal(*firsts)
 
 
-def test_every_stepped_row_is_active_and_a_prompt_is_read_once_for_its_group(quick, monkeypatch):
-    read, row_steps = [], []
-    watch(monkeypatch, fast.Slots, "decode_one_token", lambda _, rows, span: row_steps.append(rows))
-    watch(monkeypatch, fast.Prompts, "__init__", lambda _, model, prompts: read.append(prompts))
-    out = sampled(tiny(), max_new_tokens=40, group_size=8)
-    assert sum(row_steps) == out.lengths.sum()
-    assert [[list(prompt) for prompt in part] for part in read] == [PROMPTS[:1], PROMPTS]
-
-
-def test_one_new_token_and_one_token_prompts(way):
+def test_one_new_token_and_one_token_prompts():
     out = sampled(tiny(), [[5], [6]], max_new_tokens=1)
     assert out.tokens.shape == (6, 2) and out.lengths.tolist() == [1] * 6
     scored, _ = R.completion_logprobs(tiny(), out, 1.0)
@@ -357,7 +310,7 @@ def test_one_new_token_and_one_token_prompts(way):
 
 
 @pytest.mark.parametrize("bias, lengths", [(50.0, [1] * 12), (-50.0, [16] * 12)])
-def test_all_rows_ending_at_once_and_none_ending(bias, lengths, way):
+def test_all_rows_ending_at_once_and_none_ending(bias, lengths):
     """A bias of ±50 on the end token, which is also the pad token."""
     model = tiny("phi")
     model.lm_head.bias.data[2] += bias
@@ -367,7 +320,7 @@ def test_all_rows_ending_at_once_and_none_ending(bias, lengths, way):
     assert out.completion_mask.sum(1).tolist() == lengths
 
 
-def test_the_end_token_stays_in_the_mask_when_it_is_the_pad_token(way):
+def test_the_end_token_stays_in_the_mask_when_it_is_the_pad_token():
     out = sampled(tiny(), group_size=8, max_new_tokens=40)
     last = out.completions.gather(1, out.lengths[:, None] - 1)[:, 0]
     assert 0 < out.truncated.sum() < 32
@@ -375,89 +328,6 @@ def test_the_end_token_stays_in_the_mask_when_it_is_the_pad_token(way):
     assert torch.equal(out.completion_mask.sum(1), out.lengths)
     for row, n in zip(out.completions, out.lengths):
         assert 2 not in row[: n - 1] and (row[n:] == 2).all()
-
-
-def test_the_model_is_left_as_it_was_also_after_an_error(way):
-    model = tiny("gpt2")
-    out = sampled(model)
-    before = model.config.to_dict()
-
-    def fail(module, inputs):
-        raise RuntimeError("stopped")
-
-    hook = model.transformer.h[0].register_forward_pre_hook(fail)
-    for work in (lambda: R.completion_logprobs(model, out, 1.0), lambda: sampled(model)):
-        with pytest.raises(RuntimeError, match="stopped"):
-            work()
-    hook.remove()
-    assert model.config.to_dict() == before and model.config._attn_implementation == "eager"
-    assert not hasattr(model.config, "layout") and torch.equal(sampled(model).tokens, out.tokens)
-
-
-@pytest.fixture
-def taped(quick, monkeypatch):
-    """The pace of a GPU, and graphs that record operations. Yield a count of their replays."""
-    modes = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", pretend.Graph)
-    monkeypatch.setattr(torch.cuda, "graph", pretend.capturing)
-    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setitem(fast.PACE, "cpu", fast.Pace(span=2, steps=3, rows=4, graphs=True))
-    monkeypatch.setitem(pretend.COUNTS, "replays", 0)
-    yield lambda: pretend.COUNTS["replays"]
-    assert modes == ["error", "default"] * (len(modes) // 2)
-
-
-@pytest.mark.parametrize(
-    "kind, options",
-    [
-        ("qwen3", {}),
-        ("gemma2", dict(cache_gb=5e-5, temperature=0.7)),
-        ("deepseek_v3", dict(cache_gb=5e-5)),
-        ("gpt_oss", dict(temperature=0.0, eos_ids=[])),
-    ],
-    ids=str,
-)
-def test_captured_steps_sample_what_eager_ones_do(kind, options, taped, monkeypatch):
-    """A captured step is replayed on later contents of the slots, dead slots among them."""
-    model, shapes = tiny(kind), []
-    watch(monkeypatch, fast.Slots, "decode_one_token", lambda slots, *shape: shapes.append(shape))
-    out = sampled(model, **options)
-    assert len(shapes) < 2 * taped()
-    assert shapes[::2] == shapes[1::2]  # each shape once in earnest, then once on the tape
-    replays = taped()
-    monkeypatch.setitem(fast.PACE, "cpu", fast.Pace(span=32, steps=1, rows=1))
-    same = sampled(model, **options)
-    assert torch.equal(out.tokens, same.tokens) and taped() == replays
-    assert torch.equal(out.lengths, same.lengths) and torch.equal(out.truncated, same.truncated)
-    torch.testing.assert_close(out.sampler_logprobs, same.sampler_logprobs, atol=1e-5, rtol=0)
-
-
-def test_a_step_that_cannot_be_captured_runs_as_it_is(taped):
-    """A model that reads a value, as no capture may: one warning, and the same completions."""
-    model = tiny()
-    expected = sampled(model)
-    replays = taped()
-    assert replays
-    model.lm_head.register_forward_pre_hook(lambda _, given: print(end="" * given[0].argmax()))
-    with pytest.warns(UserWarning, match="sampling without CUDA graphs: .*not permitted") as warned:
-        warnings.simplefilter("default")
-        out = sampled(model)
-    assert taped() == replays and len(warned) == 1 and torch.equal(out.tokens, expected.tokens)
-
-
-def test_memory_that_runs_out_in_a_capture_is_no_capture_that_failed(taped, monkeypatch):
-    """It goes on to the caller, who says which flags help. There is no warning."""
-
-    def full(*_):
-        if pretend.CAPTURES:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    watch(monkeypatch, fast.Slots, "decode_one_token", full)
-    with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError):
-        warnings.simplefilter("error")
-        sampled(tiny())
 
 
 def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch):
@@ -470,30 +340,10 @@ def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch):
     assert R.free_gb(torch.device("cpu")) == pytest.approx(0.5e-9 * bytes_here)
 
 
-def test_grouped_heads_never_meet_a_mask_where_that_is_slow(monkeypatch, quick):
-    """As if on a GPU: shared heads are expanded, and the results and gradients stay."""
-    seen, results = [], []
-
-    def note(*_, attn_mask=None, enable_gqa=False, **options):
-        seen.append(enable_gqa and attn_mask is not None)
-
-    watch(monkeypatch, R.F, "scaled_dot_product_attention", note)
-    for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(fast_scoring, "EXPAND_HEADS", devices)
-        model = tiny()
-        logprobs, _ = R.completion_logprobs(model, sampled(model), 1.0)
-        logprobs.sum().backward()
-        results.append([logprobs.detach(), *gradients(model)])
-        assert any(seen) == (not devices)
-        seen.clear()
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-
-
 # ---- rollouts
 
 
-def test_rows_and_joined_rollouts_keep_every_token(way):
+def test_rows_and_joined_rollouts_keep_every_token():
     """A tool's tokens, here some of them, stay in the text and out of the mask."""
     model = tiny()
     first, second = sampled(model), sampled(model, [[9] * 12], max_new_tokens=30, seed=1)
@@ -515,14 +365,16 @@ def test_rows_and_joined_rollouts_keep_every_token(way):
             torch.testing.assert_close(joined[rows], expected, atol=1e-5, rtol=0)
 
 
-def test_what_a_tool_wrote_is_read_and_not_scored(way):
+@pytest.mark.parametrize("wants_trees", [False, True])
+def test_what_a_tool_wrote_is_read_and_not_scored(wants_trees):
     """Values and gradients of the tokens that the policy wrote, within the whole text."""
-    model = tiny("gemma2")
+    model = tiny("gemma3_text")
     out = sampled(model)
     mask = out.completion_mask & (random_numbers(*out.completion_mask.shape) < 0.6)
     results = []
     for one in (out, out._replace(completion_mask=mask)):
-        logprobs, entropy = R.completion_logprobs(model, one, 1.0)
+        trees = layout(one, wants_trees)
+        logprobs, entropy = R.completion_logprobs(model, one, 1.0, trees)
         wanted = torch.where(mask, logprobs + entropy, 0.0)
         wanted.sum().backward()
         results.append([wanted.detach(), *gradients(model)])
@@ -558,28 +410,210 @@ def by_length(lengths, prompt=1):
     return rollout_of([([5] * prompt, [[5] * length for length in lengths])])
 
 
-def test_plain_micro_batches_are_by_length_under_the_budget_with_their_padding():
+# ---- micro-batches and trees
+
+
+def test_micro_batches_of_rows_are_by_length_under_the_budget_with_their_padding():
     """A row that fills the budget alone, and 23 of 11 tokens, nine of which fit in a part."""
+
+    def parts(out, tokens):
+        return [part.rows.tolist() for part in R.micro_batches(out, tokens, shares=False)]
+
     out = by_length([100] + [10] * 23)
-    parts = R.micro_batches(out, 101)
-    assert [len(part) for part in parts] == [1, 9, 9, 5]
-    assert torch.equal(torch.cat(parts).sort().values, torch.arange(24))
+    assert [len(part) for part in parts(out, 101)] == [1, 9, 9, 5]
+    assert sorted(sum(parts(out, 101), [])) == list(range(24))
     out = by_length([5, 1, 9, 3])
-    assert [part.tolist() for part in R.micro_batches(out, 20)] == [[0, 2], [1, 3]]
-    assert len(R.micro_batches(out, 1)) == 4
+    assert parts(out, 20) == [[0, 2], [1, 3]]
+    assert len(parts(out, 1)) == 4
     # every prompt counts: four times 9 + 1, and not 9 + 4
-    parts = R.micro_batches(by_length([1] * 4, prompt=9), 20)
-    assert [len(part) for part in parts] == [2, 2]
+    assert [len(part) for part in parts(by_length([1] * 4, prompt=9), 20)] == [2, 2]
+    assert parts(out[[]], 100) == []
+
+
+P, Q = [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18]
+C, D = [20, 21, 22, 23, 24, 25, 26, 27], [30, 31, 32]
+CASES = {
+    "identical": [(P, [C, C, C]), (Q, [C, C])],
+    "prefixes of each other": [(P, [C, C[:3], C[:1], C[:7], C + D])],
+    "one-token prompts": [([3], [C, D]), ([3], [D, C[:5]]), ([4], [C, C[:2]])],
+    "one-token completions": [(P, [[1], [2], [1]]), (Q, [[2], [2]])],
+    "one token each": [([1], [[5], [5]]), ([2], [[6], [7]])],
+    "duplicate prompts": [(P, [C, D]), (Q, [D]), (P, [C, D, C[:2]])],
+    "a prompt goes on as a completion": [(P, [C, C[:2] + D]), (P + C[:2], [C[2:], D])],
+    "one row": [(Q, [C])],
+    "long and short": [(P + Q + C + P, [D]), ([9], [C + D + C + C, D])],
+}
+
+
+def scores(model, out, trees):
+    """Values, entropies, and gradients of a sum with a weight of its own for each."""
+    logprobs, entropy = R.completion_logprobs(model, out, 0.7, trees)
+    weights = torch.linspace(0.5, 1.5, logprobs.numel()).view_as(logprobs)
+    (weights * (logprobs + 0.3 * entropy)).sum().backward()
+    return [logprobs.detach(), entropy.detach(), *gradients(model)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("forced", [0.0, 0.4])
+def test_trees_have_the_scores_and_gradients_of_rows(kind, forced):
+    """A text a row, several, all in one. Windows of 6 tokens, experts, shared heads. Under autocast
+    the mask has another dtype: bf16 rounds both layouts. Padding that saw no token would make NaN.
+    """
+    model = tiny(kind)
+    for name, groups in CASES.items():
+        out = rollout_of(groups, forced)
+        by_rows = scores(model, out, None)
+        scale = max(1.0, *[float(each.abs().max()) for each in by_rows])
+        for width in (1, 20, 200):
+            by_trees = scores(model, out, trees_of(out, width))
+            for one, other in zip(by_trees, by_rows, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-5 * scale, rtol=0, msg=name)
+        with torch.autocast("cpu", torch.bfloat16):
+            by_trees, _ = R.completion_logprobs(model, out, 0.7, trees_of(out, 20))
+            with torch.no_grad():
+                again, _ = R.completion_logprobs(model, out, 0.7, trees_of(out, 20))
+        assert torch.equal(by_trees, again), name
+        if kind != "qwen3_moe":  # rounding changes experts
+            assert (by_trees - by_rows[0]).abs().mean() < 0.1, name
+
+
+def test_the_trees_of_the_worked_example():
+    """The one of trees.py, and "g z" of "f": in one row, and in two."""
+    a, b, c, d, e, f, g, x, y, z = range(5, 15)
+    out = rollout_of([([a, b], [[c, d, x], [c, e, y]]), ([f], [[g, z]])])
+    trees = trees_of(out, 8)
+    assert trees.ids.tolist() == [[a, b, c, d, e, f, g, 0]]
+    assert trees.positions.tolist() == [[0, 1, 2, 3, 3, 0, 1, 0]]
+    assert trees.end.tolist() == [[5, 5, 5, 4, 5, 7, 7, 8]]
+    assert trees.before.tolist() == [1, 2, 2, 3, 4, 5, 6]
+    assert trees.targets.tolist() == [c, d, e, x, y, g, z]
+    assert trees.index.tolist() == [0, 1, 3, 0, 2, 4, 5, 6]
+    assert R.predicting(out, trees).tolist() == [1, 2, 3, 1, 2, 4, 5, 6]
+    trees = trees_of(out, 6)
+    assert trees.ids.tolist() == [[a, b, c, d, e, 0, 0, 0], [f, g, 0, 0, 0, 0, 0, 0]]
+    assert R.predicting(out, trees).tolist() == [1, 2, 3, 1, 2, 4, 8, 9]
+
+
+def random_groups(groups, size, prompt, longest, seed=0):
+    """Completions of random tokens: a group shares its prompt alone."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def tokens(count):
+        return torch.randint(3, 40, (count,), generator=draw).tolist()
+
+    lengths = torch.randint(longest // 2, longest + 1, (groups, size), generator=draw).tolist()
+    return rollout_of([(tokens(prompt), [tokens(n) for n in row]) for row in lengths])
+
+
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("tokens", [1, 80, 200, 1000])
+def test_micro_batches_compute_no_more_tokens_than_they_may(shares, tokens, monkeypatch):
+    """Padding included, or one row. Together they are all completions, with their log-probs."""
+    model, shapes, rows = tiny("gemma3_text"), [], []
+    out = random_groups(6, 8, prompt=40, longest=10)
+    whole, _ = R.completion_logprobs(model, out, 1.0)
+    watch(monkeypatch, model.model, "forward", lambda ids, **_: shapes.append(ids.shape))
+    for part in R.micro_batches(out, tokens, shares):
+        logprobs, _ = R.completion_logprobs(model, part.completions, 1.0, part.trees)
+        torch.testing.assert_close(logprobs, whole[part.rows], atol=1e-5, rtol=0)
+        rows += part.rows.tolist()
+        assert (part.trees is not None) == (shares and tokens > 1)
+    assert sorted(rows) == list(range(48))
+    assert all(shape.numel() <= tokens or tokens == shape[0] == 1 for shape in shapes)
+
+
+def test_groups_stay_together_but_at_borders_and_rows_of_trees_are_of_one_size():
+    """16 groups of about 105 nodes, in micro-batches of 256, then in two rows."""
+    out = random_groups(16, 8, prompt=40, longest=10)
+    parts = R.micro_batches(out, 256, shares=True)
+    places = {(row // 8, i) for i, part in enumerate(parts) for row in part.rows.tolist()}
+    assert len(parts) == 7 and len(places) <= 16 + 7 - 1
+    [part] = R.micro_batches(out, 10_000, shares=True)
+    used = part.trees.positions.count_nonzero(1) + 1
+    assert len(used) == 2 and used.min() > 0.8 * used.max()
+
+
+def test_trees_are_used_where_they_save_enough_and_their_mask_costs_less():
+    """Groups, completions of each, tokens of a prompt and a completion."""
+    for sizes, expected in (
+        ((4, 8, 100, 20), True),
+        ((4, 8, 10, 200), False),  # 10 of 200 tokens are shared
+        ((8, 1, 100, 20), False),  # nothing is
+        ((1, 8, 200, 4000), False),  # long completions
+        ((1, 8, 4000, 4000), False),  # half of them is shared, and the mask would be 36,000 wide
+        ((1, 64, 1500, 100), True),
+    ):
+        out = random_groups(*sizes)
+        parts = R.micro_batches(out, 10**6, shares=True)
+        assert all((part.trees is not None) == expected for part in parts), sizes
+        assert all(part.trees is None for part in R.micro_batches(out, 10**6, shares=False))
+
+
+@pytest.mark.parametrize("kind, masks_of_a_pass", [("qwen3", 1), ("gemma3_text", 2)])
+def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(
+    kind, masks_of_a_pass, monkeypatch
+):
+    """One tensor for all layers of a kind. Its rows are a multiple of 8 numbers. (Windows of rows
+    need the library's own mask.)"""
+    model, masks = tiny(kind), []
+    out = rollout_of(CASES["duplicate prompts"])
+
+    def note(*_, attn_mask=None, **options):
+        masks.append(attn_mask)
+
+    watch(monkeypatch, torch.nn.functional, "scaled_dot_product_attention", note)
+    R.completion_logprobs(model, out, 1.0)
+    assert masks.count(None) == {"qwen3": 2, "gemma3_text": 1}[kind]
+    for dtype in (torch.float32, torch.bfloat16):
+        masks.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            R.completion_logprobs(model, out, 1.0, trees_of(out, 30))
+        assert {mask.dtype for mask in masks} == {dtype}
+        assert all(mask.shape[-1] % 8 == 0 for mask in masks)
+        assert len({mask.data_ptr() for mask in masks}) == masks_of_a_pass
+
+
+# ---- results of a user's sampler
+
+
+def test_results_of_a_users_sampler_are_checked():
+    """Each of these would train, without an error, on something else than it says."""
+    model, uniforms = tiny(), random_numbers(4, 3, 16)
+    good = R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=2)
+    R.check_samples(good, PROMPTS, uniforms, model)
+    tool = good.completion_mask & (random_numbers(*good.completion_mask.shape) < 0.5)
+    R.check_samples(good._replace(completion_mask=tool), PROMPTS, uniforms, model)
+    full = torch.ones_like(good.completion_mask)
+    unknown = good.tokens.clone()
+    unknown[:, 9] = 40  # the first token of completions
+    wrong = {
+        "a rollout.Rollout, found tuple": tuple(good),
+        "12 completions": good[:9],
+        "in the order of the prompts": good[list(range(11, -1, -1))],
+        "lengths of 1 to 16": good._replace(lengths=good.lengths + 9),
+        "lengths of 1 to": good._replace(lengths=0 * good.lengths),
+        "without padding": good._replace(completion_mask=full),
+        "completion_mask": good._replace(completion_mask=good.completion_mask.float()),
+        "token ids below 40": good._replace(tokens=unknown),
+        "finite log-probs": good._replace(sampler_logprobs=good.sampler_logprobs + math.nan),
+        "at most 0": good._replace(sampler_logprobs=good.sampler_logprobs.exp()),
+        "all tensors on cpu": good._replace(lengths=good.lengths.to("meta")),
+    }
+    for words, samples in wrong.items():
+        with pytest.raises(UserError, match="--sampler: expected .*" + words):
+            R.check_samples(samples, PROMPTS, uniforms, model)
 
 
 # ---- scoring
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gpt2", "mamba"])
-def test_gradient_checkpointing_changes_nothing(kind, way):
-    """Layers run again in the backward pass, when our attention has been left. Dropout stays out,
-    and a copy is checkpointed, too."""
-    dropout = {"gemma2": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5)}
+@pytest.mark.parametrize(
+    "kind, wants_trees",
+    [("gemma3_text", True), ("gpt2", True), ("gpt2", False), ("mamba", False)],
+)
+def test_gradient_checkpointing_changes_nothing(kind, wants_trees):
+    """Layers run again in the backward pass. Dropout stays out, and a copy is checkpointed, too."""
+    dropout = {"gemma3_text": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5)}
     model = tiny(kind, **dropout.get(kind, {}))
     out = sampled(model)
     runs, results = [], []
@@ -588,13 +622,13 @@ def test_gradient_checkpointing_changes_nothing(kind, way):
 
     def scored(model):
         runs.clear()
-        logprobs, entropy = R.completion_logprobs(model, out, 1.0)
+        logprobs, entropy = R.completion_logprobs(model, out, 1.0, layout(out, wants_trees))
         (logprobs.sum() + entropy.sum()).backward()
         results.append([logprobs.detach(), *gradients(model)])
         return len(runs)
 
     assert scored(model) == 1
-    checkpoint_layers(model, [fast.attention_now])
+    checkpoint_layers(model, [])
     assert scored(model) == 2  # forward, and again in the backward pass
     assert torch.equal(sampled(model).tokens, out.tokens)
     scored(frozen_copy(model, torch.float32).requires_grad_(True))
@@ -617,7 +651,14 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
     out = by_length([100] * 20, prompt=4)
     tokens = torch.randint(3, 400, (20, 104), generator=torch.Generator().manual_seed(0))
     out, sizes = out._replace(tokens=tokens), []
-    model.lm_head.register_forward_hook(lambda *given: sizes.append(given[2].numel()))
+    head = R.logits_of
+
+    def counting(*given):
+        logits = head(*given)
+        sizes.append(logits.numel())
+        return logits
+
+    monkeypatch.setattr(R, "logits_of", counting)
     logprobs, entropy = R.completion_logprobs(model, out, 1.0)
     assert len(sizes) == 4 and sum(sizes) == 2000 * 400
     (logprobs.sum() + entropy.sum()).backward()
@@ -649,7 +690,7 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
 def test_log_softmax_comes_from_float32_logits(dtype):
     """Under autocast, and of a copy in bf16: its hidden states through a float32 head. The results
     are bit-identical with and without gradients."""
-    model = frozen_copy(tiny(attention="sdpa"), dtype)
+    model = frozen_copy(tiny(), dtype)
     out = sampled(model)
     seen = []
     model.model.norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -667,7 +708,7 @@ def test_log_softmax_comes_from_float32_logits(dtype):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch, quick):
+def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch):
     """As every other linear map: in values and gradients it is rounding, and it saves time and
     memory on a GPU. Without autocast, and with gradient checkpointing, nothing changes."""
     tiny(kind).save_pretrained(tmp_path)
@@ -683,7 +724,7 @@ def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            checkpoint_layers(model, [fast.attention_now])
+            checkpoint_layers(model, [])
         with torch.autocast("cpu", torch.bfloat16):
             logprobs, _ = R.completion_logprobs(model, out, 1.0)
         logprobs.sum().backward()
@@ -712,14 +753,15 @@ def test_a_bf16_sampler_is_frozen_and_refreshed_in_place():
     assert sampled(sampler).sampler_logprobs.dtype == torch.float32
 
 
-def test_a_critic_begins_at_zero_and_reads_the_state_before_each_token(way):
+@pytest.mark.parametrize("wants_trees", [False, True])
+def test_a_critic_begins_at_zero_and_reads_the_state_before_each_token(wants_trees):
     """By hand: weights . hidden state + bias, of a forward pass of each text alone."""
     policy = tiny()
     out = sampled(policy)
-    critic = critic_of(policy)
-    assert not R.completion_values(critic, out).any()
+    critic, trees = critic_of(policy), layout(out, wants_trees)
+    assert not R.completion_values(critic, out, trees).any()
     critic.value.data = torch.randn(33, generator=torch.Generator().manual_seed(0))
-    values = R.completion_values(critic, out)
+    values = R.completion_values(critic, out, trees)
     assert not values[~out.completion_mask].any()
     for row, text, size in zip(values, out.sequences(), out.prompt_lengths):
         with torch.no_grad():
@@ -860,47 +902,16 @@ def test_ends_are_the_tokenizers_and_the_generation_configs(folder):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_bf16_sampler_and_the_scorer_agree(way):
-    policy = tiny(attention="sdpa").cuda()
+@pytest.mark.parametrize("wants_trees", [False, True])
+def test_on_a_gpu_a_bf16_sampler_and_the_scorer_agree(wants_trees):
+    policy = tiny().cuda()
     out = sampled(frozen_copy(policy, torch.bfloat16), group_size=32, max_new_tokens=60)
+    trees = layout(out, wants_trees, width=1024)
     with torch.autocast("cuda", torch.bfloat16):
-        scored, _ = R.completion_logprobs(policy, out, 1.0)
+        scored, _ = R.completion_logprobs(policy, out, 1.0, trees)
         with torch.no_grad():
-            assert torch.equal(scored, R.completion_logprobs(policy, out, 1.0)[0])
+            assert torch.equal(scored, R.completion_logprobs(policy, out, 1.0, trees)[0])
     gap = (scored.detach() - out.sampler_logprobs)[out.completion_mask]
     assert gap.abs().mean() < 0.02 and math.isfinite(gap.sum().item())
     last = out.completions.gather(1, out.lengths[:, None] - 1)[:, 0]
     assert torch.equal(last == 2, ~out.truncated)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("options", [{}, dict(cache_gb=4e-4, temperature=0.7)], ids=str)
-def test_on_a_gpu_captured_steps_sample_what_eager_ones_do(options, monkeypatch):
-    """No warning: there are graphs. Rounding may differ where rows do, and with it a few tokens."""
-    model = tiny(attention="sdpa").cuda()
-    options |= dict(group_size=32, max_new_tokens=100, generate=fast.generate)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="Synchronization debug mode")
-        out = sampled(model, **options)
-    monkeypatch.setattr(fast_sampling, "capture", lambda step, shape: None)
-    same = sampled(model, **options)
-    equal = [a == b for a, b in zip(out.sequences(), same.sequences())]
-    assert sum(equal) / len(equal) > 0.98
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_capture_that_breaks_off_leaves_no_trace():
-    """A model that reads a value: its completions, and memory and random numbers as before."""
-    model = tiny(attention="sdpa").cuda()
-    expected = sampled(model, generate=fast.generate)
-    model.lm_head.register_forward_pre_hook(lambda _, given: print(end="" * given[0].argmax()))
-    with pytest.warns(UserWarning, match="sampling without CUDA graphs"):
-        out = sampled(model, generate=fast.generate)
-    assert torch.equal(out.tokens, expected.tokens)
-    held = torch.zeros(2**28, device="cuda")
-    reserved = torch.cuda.memory_reserved()
-    del held
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved - 2**30
-    assert torch.rand(9, device="cuda").max() < 1

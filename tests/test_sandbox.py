@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from support.extras import sandbox
+sandbox = pytest.importorskip("support.extras.sandbox")
+
 
 ALL = sandbox.LAYERS
 SPACES, FILES, CALLS = ALL

@@ -15,10 +15,12 @@ import gspo
 import rollout
 import train
 from support import tasks
-from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool
 from support.user import UserError
 from test_ranks import alike, together
 from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
+
+pytest.importorskip("support.extras.tools")
+from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool  # noqa: E402
 
 END, LIMIT = 1, 16
 PROMPTS = ["1+2=", "34*5+6=", "7="]
@@ -132,6 +134,30 @@ def test_scores_are_the_samplers_around_replies(model):
     out = sampled(model)
     scored, _ = rollout.completion_logprobs(model, out, temperature=1.0)
     torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
+
+
+def test_a_stop_text_may_begin_in_an_earlier_turn(model):
+    """Two tokens, of which the first asks the tool, which mostly says nothing. A completion ends
+    where the policy first completes the text, with the same tokens up to there."""
+    free = sampled(model, lambda text: "=7" if len(text) % 3 == 0 else "")
+    texts = TOKENIZER.batch_decode(free.completions, skip_special_tokens=True)
+    stop = next(text[i : i + 2] for text in texts for i in [text.find(";")] if 0 <= i < 8)
+    stops = rollout.StopTexts(TOKENIZER, [stop])
+    out = sampled(model, lambda text: "=7" if len(text) % 3 == 0 else "", stops=stops)
+    ended = 0
+    for row, (ids, own) in enumerate(zip(free.completions.tolist(), free.completion_mask)):
+        length = int(free.lengths[row])
+        places = [
+            end
+            for end in range(2, length + 1)
+            if own[end - 1] and TOKENIZER.decode(ids[end - 2 : end]) == stop
+        ]
+        expected = places[0] if places else length
+        ended += bool(places)
+        assert out.completions[row, :expected].tolist() == ids[:expected]
+        assert out.lengths[row] == expected and not out.completion_mask[row, expected:].any()
+        assert bool(out.truncated[row]) == (not places and bool(free.truncated[row]))
+    assert ended
 
 
 # ---- calls of the tool
@@ -260,12 +286,13 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
         knobs = "--teacher models/tiny --epochs 2"
     flags = f"{WITH} --algo {algorithm} {knobs} --seed 1"
     plain = good(tmp_path / "plain", flags)
-    for batch in seen.batches:
-        forced = batch.rollout.lengths.sum() - batch.rollout.completion_mask.sum()
-        assert forced > 0 and torch.equal(batch.mask, batch.rollout.completion_mask)
+    for batch in [step.batch for step in seen.steps]:
+        completions = batch.rollout
+        forced = completions.lengths.sum() - completions.completion_mask.sum()
+        assert forced > 0 and torch.equal(batch.mask, completions.completion_mask)
         row = metrics(plain.folder)[batch.step - 1]
-        assert row["tool_tokens"] == pytest.approx(float(forced / batch.rollout.lengths.sum()))
-        rows = zip(batch.rollout.completion_mask.int().tolist(), batch.rollout.lengths.tolist())
+        assert row["tool_tokens"] == pytest.approx(float(forced / completions.lengths.sum()))
+        rows = zip(completions.completion_mask.int().tolist(), completions.lengths.tolist())
         calls = [re.findall("0+", "".join(map(str, own[:length]))) for own, length in rows]
         assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls))
         assert row["tool_faults"] == 0
@@ -276,10 +303,10 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
         found = score(model, samples, *more, **options)
         return [torch.where(samples.completion_mask, one, 3.7) for one in found]
 
-    def guessing(critic, samples):
-        return torch.where(samples.completion_mask, values(critic, samples), -2.5)
+    def guessing(critic, samples, *more):
+        return torch.where(samples.completion_mask, values(critic, samples, *more), -2.5)
 
-    monkeypatch.setattr(rollout, "check_scorer", lambda *arguments: None)  # it has no tool
+    monkeypatch.setattr(rollout, "check_scorer", lambda *arguments: True)  # it has no tool
     monkeypatch.setattr(rollout, "completion_logprobs", babbling)
     monkeypatch.setattr(rollout, "completion_values", guessing)
     other = good(tmp_path / "other", flags)

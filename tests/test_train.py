@@ -1,8 +1,11 @@
 """The loop of train.py: from the rollout to the gradient, and the metrics."""
 
+import dataclasses
+import functools
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import gspo
 import rollout
 import train
-from support.extras import fast_scoring
+from support import flags
 from tools import (
     BASE,
     Calls,
@@ -26,7 +29,9 @@ from tools import (
     newest,
     random_policy,
     refused,
+    rows_of,
     spied,
+    strict,
     write_rows,
     z_scores,
 )
@@ -59,21 +64,25 @@ def gpt2(models):
     ],
 )
 def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
-    """The log-probs that `freeze` scored without gradients and those of the updates are
-    bit-identical, row for row, as long as nothing moves."""
-    good(tmp_path, f"{BASE} --algo {algorithm} {flags} --lr 1e-30 --micro-batch-tokens 24")
-    for batch in seen.batches:
-        assert len(batch.active) > 0 and torch.equal(batch.new_logprobs, batch.old_logprobs)
-        assert sum(len(update.parts) for update in batch.updates) > 4  # of several micro-batches
+    """The log-probs of pi_old, without gradients, and those of the updates are bit-identical, row
+    for row, as long as nothing moves."""
+    good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 {flags}")
+    for step in seen.steps:
+        rows = torch.cat([rows_of(update) for update in step.updates])
+        old = step.fixed.old_logprobs
+        assert old[rows].any() and torch.equal(step.result.new_logprobs, old)
+    parts = [part for step in seen.steps for update in step.updates for part in update.parts]
+    assert len(parts) > 8  # several micro-batches an update
+    assert len({part.trees is None for part in parts}) == 2 or "--max-new-tokens 40" in flags
 
 
 def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen, tmp_path):
     """The sampler's log-probs are near the scorer's before the first update, and not after it."""
     good(tmp_path, f"{BASE} --old-logprobs sampler --steps 1 --epochs 2")
-    [batch] = seen.batches
-    first = batch.updates[0].active
-    before = (batch.first_logprobs - batch.old_logprobs)[first].abs().max()
-    after = (batch.new_logprobs - batch.old_logprobs)[first].abs().max()
+    [step] = seen.steps
+    first, old = step.updates[0].active, step.fixed.old_logprobs
+    before = (step.result.first_logprobs - old)[first].abs().max()
+    after = (step.result.new_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
 
 
@@ -103,6 +112,10 @@ def same_gradient(ours, theirs, tolerance=1e-4):
         assert float((one - other).abs().max()) < tolerance * scale
 
 
+def pays_of(batch) -> list[float]:
+    return [each.score.reward for each in batch.samples]
+
+
 ONE_UPDATE = "--steps 1 --completions-per-update 16 --max-grad-norm 1e9 --max-new-tokens 20"
 ONE_UPDATE += " --micro-batch-tokens 70 --overlong-cache 0 --no-dynamic-sampling"
 
@@ -114,7 +127,7 @@ def reference_apart(monkeypatch):
 
     def apart(config, ranks):
         run = start(config, ranks)
-        for parameter in run.ref_policy.parameters():
+        for parameter in run.models.ref_policy.module.parameters():
             parameter += 0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
         return run
 
@@ -150,16 +163,17 @@ def test_first_gradient_is_reinforce_by_plain_forwards(
     flags += " --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt"
     with gradients() as steps:
         [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    batch = seen.batches[0]
+    batch = seen.steps[0].batch
     lengths = batch.rollout.lengths.tolist()
     assert len(set(lengths)) > 1  # ragged, or the units would be the same
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    pays = by_group([each.score.reward for each in batch.samples], 4, advantages)
+    reference = seen.run.models.ref_policy.module
+    pays = by_group(pays_of(batch), 4, advantages)
     loss, kl = 0.0, 0.0
     for i, (advantage, n) in enumerate(zip(pays, lengths)):
         divisor = {"completion": 16 * n, "token": sum(lengths), "constant": 16 * 20}[unit]
         logprobs = plain_logprobs(policy, batch, i, 0.8)
-        x = plain_logprobs(seen.run.ref_policy, batch, i, 0.8) - logprobs
+        x = plain_logprobs(reference, batch, i, 0.8) - logprobs
         loss = loss - advantage * logprobs.sum() / divisor
         kl = kl + (x.exp() - x - 1).sum() / (16 * n if unit == "constant" else divisor)
     same_gradient(steps[0], torch.autograd.grad(loss + 0.3 * kl, list(policy.parameters())))
@@ -204,17 +218,74 @@ def test_gradients_are_clipped_to_the_norm(tmp_path):
     assert metrics(result.folder)[0]["grad_norm"] > 0.01  # the norm before clipping
 
 
+@pytest.mark.parametrize("algorithm", ["gspo", "dapo", "reinforce++"])
+def test_the_loss_of_a_micro_batch_is_that_of_a_loop(algorithm):
+    """- ratio A - 0.1 entropy + 0.3 KL over completions of 3 tokens and 1, which are part of an
+    update of 5 completions or tokens. A KL that is in the reward is a metric alone."""
+    row, n = gspo.ALGOS[algorithm], 5
+    row = dataclasses.replace(row, loss=functools.partial(row.loss, clip_low=0.99, clip_high=9.0))
+    tensors = torch.rand(5, 2, 3, generator=torch.Generator().manual_seed(0))
+    tensors[:, 1, 1:] = math.nan  # padding
+    new, old, ref, entropy, _ = tensors
+    mask, advantages = torch.tensor([[1, 1, 1], [1, 0, 0]]) > 0, torch.tensor([2, -1.0])
+    fixed = train.Fixed(mask, advantages, old, old, ref, *tensors[3:])
+    config = SimpleNamespace(entropy_coef=0.1, kl_coef=0.3)
+    new.requires_grad_()
+    loss, found = train.policy_loss(row, config, new, entropy, fixed, torch.tensor(n))
+    expected = dict(loss=0.0, kl=0.0, entropy=0.0)
+    for i, (advantage, length) in enumerate([(2.0, 3), (-1.0, 1)]):
+        logs = [(new[i, t] - old[i, t]).item() for t in range(length)]
+        if algorithm == "gspo":
+            logs = [statistics.fmean(logs)] * length
+        for t, log_ratio in enumerate(logs):
+            weight = 1 / n / (length if row.unit == "completion" else 1)
+            x = (ref[i, t] - new[i, t]).item()
+            kl, bonus = math.exp(x) - 1 - x, float(entropy[i, t])
+            in_loss = 0.0 if algorithm == "reinforce++" else 0.3 * kl
+            expected["loss"] += weight * (in_loss - math.exp(log_ratio) * advantage - 0.1 * bonus)
+            expected["kl"] += weight * kl
+            expected["entropy"] += weight * bonus
+    found = {**found, "loss": loss.detach()}
+    assert {name: float(found[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("algorithm", gspo.ALGOS)
 def test_every_algorithm_trains(algorithm, seen, tmp_path):
     """An algorithm that needs a critic has one."""
     flags = f"--algo {algorithm} {needed(algorithm)} --steps 1 --prompts-per-step 2"
     good(tmp_path, f"{BASE} {flags} --eval-prompts 1")
-    assert (seen.run.critic is not None) == (gspo.ALGOS[algorithm].reads == "values")
-    before, after = load_file("models/tiny/model.safetensors"), seen.run.policy.state_dict()
+    made = seen.run.models
+    assert (made.critic is not None) == (gspo.ALGOS[algorithm].reads == "values")
+    before, after = load_file("models/tiny/model.safetensors"), made.policy.module.state_dict()
     assert any(not torch.equal(after[name], before[name]) for name in before)
 
 
 # ---- to the advantages
+
+
+def test_inputs_of_advantages_that_nobody_knows_are_refused():
+    zeros = torch.zeros(4, 3)
+    row = dataclasses.replace(gspo.ALGOS["grpo"], reads="tea leaves")
+    batch = SimpleNamespace(rewards=zeros[:, 0], token_rewards=zeros, mask=zeros > 0)
+    with pytest.raises(ValueError, match="reads='tea leaves'"):
+        train.compute_advantages(row, SimpleNamespace(group_size=4), batch)
+
+
+@pytest.mark.parametrize("name", ["--prompts-per-step", "--group-size"])
+def test_a_batch_that_no_memory_holds_is_refused_before_it_is_made(name, tmp_path):
+    sentence = refused(tmp_path, f"{name} 9999999999999")
+    assert f"{name} 9999999999999: expected at most 1000000" in sentence
+
+
+def test_no_number_of_a_loss_is_named_like_a_flag_of_the_run():
+    """It would get that flag's value. The length in Dr. GRPO's divisor is meant to."""
+    own, taken = {field.name for field in dataclasses.fields(train.OwnFlags)}, {}
+    for algorithm, row in gspo.ALGOS.items():
+        for function in filter(None, (row.loss, row.advantages, row.value_loss)):
+            taken.setdefault(algorithm, set()).update(flags.keywords(function).keys() & own)
+    assert {algorithm: names for algorithm, names in taken.items() if names} == {
+        "dr-grpo": {"max_new_tokens"}
+    }
 
 
 def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tmp_path):
@@ -225,30 +296,39 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
     write_rows("mixed.jsonl", mixed)
     flags = "--seed 1 --data mixed.jsonl --reward pay.py:by_prompt --algo dapo --eval-prompts 2"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    decode = seen.run.tokenizer.decode
-    for batch, row in zip(seen.batches, rows, strict=True):
-        assert len(batch.samples) == 16
-        ids, sizes = batch.rollout.sequences(), batch.rollout.prompt_lengths.tolist()
-        for each, sequence, size in zip(batch.samples, ids, sizes, strict=True):
-            assert decode(sequence[:size]) == each.row["prompt"]
+    for (batch, *_), row in zip(seen.steps, rows, strict=True):
+        for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
             assert each.row["prompt"] in (f"{first}+{each.row['answer']}=" for first in "34")
-            assert decode(sequence[size:], skip_special_tokens=True) == each.text
-        groups = [batch.samples[i : i + 4] for i in range(0, 16, 4)]
-        for group in groups:
+            text = seen.run.tokenizer.decode(ids, skip_special_tokens=True)
+            assert text == each.row["prompt"] + each.text
+        for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.score.reward for each in group}) > 1
             assert len({each.row["prompt"] for each in group}) == 1
+        assert len(batch.samples) == 16
         assert row["prompts_drawn"] >= 8  # refilled, and dropped prompts are still counted
     assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
 
 
+def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_path):
+    """pay.py:steps rewards steps, too. dapo reads outcomes alone: equal ones make a dead group."""
+    good(tmp_path, f"{BASE} --algo dapo --reward pay.py:steps")
+    for step in seen.steps:
+        outcomes = torch.tensor([each.score.reward for each in step.batch.samples]).view(-1, 4)
+        assert (outcomes.amin(1) < outcomes.amax(1)).all()
+        assert step.fixed.advantages.view(-1, 4).any(1).all()
+
+
 def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
-    """Five rollouts of four prompts a step, all dead: nothing moves, not by costs of length."""
+    """Five rollouts of four prompts a step, all dead: nothing moves, not by costs of length. A
+    verifier's failures in dropped groups are counted."""
     rows = [{"prompt": f"{1 + (i > 0)}+{i % 9}=", "answer": "0"} for i in range(40)]
     write_rows("dead.jsonl", rows)
-    result = good(tmp_path, f"{BASE} --data dead.jsonl --reward pay.py:by_prompt --algo dapo")
+    flags = f"{BASE} --data dead.jsonl --algo dapo"
+    result = good(tmp_path, flags, "--reward", "pay.py:by_prompt + pay.py:broken")
     [warning] = [line for line in result.out.splitlines() if "--dynamic-sampling" in line]
     assert "0 of 20 groups" in warning and "expected 4" in warning
     assert [row["prompts_drawn"] for row in metrics(result.folder)] == [20] * 2
+    assert all(row["verifier_faults"] > 20 for row in metrics(result.folder))
     same_weights(newest(result.folder), "models/tiny")
 
 
@@ -258,14 +338,13 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     flags = f"{BASE} {ONE_UPDATE} --max-new-tokens 12 --entropy-coef 0.1"
     good(tmp_path / "without", flags)
     good(tmp_path / "with", f"{flags} --overlong-filter")
-    before, after = seen.batches
-    whole = ~after.rollout.truncated
-    assert 0 < int(whole.sum()) < 16 == len(before.active)
-    assert sorted(after.active.tolist()) == whole.nonzero()[:, 0].tolist()
-    torch.testing.assert_close(
-        before.new_logprobs[whole], after.new_logprobs[whole], rtol=1e-5, atol=1e-6
-    )
-    assert torch.equal(after.mask, after.rollout.completion_mask & whole[:, None])
+    before, after = seen.steps
+    own, whole = after.batch.rollout.completion_mask, ~after.batch.rollout.truncated
+    assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active)
+    assert sorted(after.updates[0].active.tolist()) == whole.nonzero()[:, 0].tolist()
+    assert torch.equal(after.fixed.mask, own & whole[:, None])
+    of_all, of_whole = (step.result.new_logprobs[whole] for step in (before, after))
+    torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("flags", ["--algo grpo", "--algo ppo", "--algo dapo"])
@@ -273,8 +352,8 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tm
     """Nothing moves, so every ratio is 1: an update of truncated completions alone has none."""
     flags += " --overlong-filter --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
     [row] = metrics(good(tmp_path, f"{BASE} --steps 1 --no-dynamic-sampling {flags}").folder)
-    [batch] = seen.batches
-    emptied = [bool(batch.rollout.truncated[update.rows].all()) for update in batch.updates]
+    [(batch, updates, *_)] = seen.steps
+    emptied = [bool(batch.rollout.truncated[update.rows].all()) for update in updates]
     assert 0 < sum(emptied) < len(emptied) and row["truncated"] < 1
     assert row["bad_updates"] == 0
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
@@ -283,11 +362,11 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tm
 def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     """Of at most 12 with a cache of 5: length 12 costs 1, 8 costs 1/5, 7 and less nothing."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
-    batch = seen.batches[0]
+    [(batch, *_)] = seen.steps
     lengths = batch.rollout.lengths.tolist()
     assert min(lengths) <= 7 < max(lengths)
-    for reward, each, n in zip(batch.rewards.tolist(), batch.samples, lengths):
-        assert reward == pytest.approx(each.score.reward - max(0, n - 7) / 5, abs=1e-6)
+    expected = [pay - max(0, n - 7) / 5 for pay, n in zip(pays_of(batch), lengths)]
+    assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("every", [2, 0])
@@ -297,13 +376,6 @@ def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
     kl = [row["kl"] for row in metrics(good(tmp_path, f"{BASE} {flags}").folder)]
     assert kl[0] == 0 < kl[1]
     assert kl[2] == 0 if every else kl[2] > kl[1]
-
-
-def test_a_stale_sampler_is_one_step_behind(tmp_path):
-    """--stale-steps 2: fresh in steps 1 and 3, behind in 2. pi_old is the trainer's still."""
-    rows = metrics(good(tmp_path, f"{BASE} --stale-steps 2 --steps 3").folder)
-    drift = [row["sampler_kl"] for row in rows]
-    assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
 
 
 def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
@@ -316,22 +388,20 @@ def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
-def test_tis_weighs_the_advantages_by_the_mismatch(monkeypatch, seen, tmp_path):
-    """Old minus sampler of +-log 1.5 by turns: weights 1.5 and 1/1.5 per token, capped at 1.2."""
-    freeze = train.freeze
-
-    def apart(run, batch):
-        freeze(run, batch)
-        turns = torch.where(torch.arange(batch.old_logprobs.shape[1]) % 2 == 0, 1.0, -1.0)
-        batch.rollout.sampler_logprobs.copy_(batch.old_logprobs - math.log(1.5) * turns)
-
-    monkeypatch.setattr(train, "freeze", apart)
-    good(tmp_path, f"{BASE} --algo grpo --kl-coef 0 --steps 1 --tis-cap 1.2")
-    [batch] = seen.batches
-    plain = by_group([each.score.reward for each in batch.samples], 4, z_scores)
+def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_path):
+    """--stale-steps 2: fresh in steps 1 and 3, behind in 2. pi_old is the trainer's still. The
+    weights are min(pi_old / pi_sampler, 1.02) per token."""
+    flags = f"{BASE} --algo grpo --kl-coef 0 --stale-steps 2 --steps 3 --tis-cap 1.02"
+    drift = [row["sampler_kl"] for row in metrics(good(tmp_path, flags).folder)]
+    assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
+    batch, _, fixed, _ = seen.steps[1]
+    plain = by_group(pays_of(batch), 4, z_scores)
+    apart, weights = (fixed.old_logprobs - batch.rollout.sampler_logprobs).tolist(), []
     for i, n in enumerate(batch.rollout.lengths.tolist()):
-        expected = [plain[i] * (1.2 if t % 2 == 0 else 1 / 1.5) for t in range(n)]
-        assert batch.advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        weights += [min(math.exp(x), 1.02) for x in apart[i][:n]]
+        expected = [plain[i] * weight for weight in weights[-n:]]
+        assert fixed.advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert min(weights) < 0.99 and 0.1 < statistics.fmean(x == 1.02 for x in weights) < 0.9
 
 
 def test_an_entropy_bonus_raises_the_entropy(tmp_path):
@@ -340,6 +410,19 @@ def test_an_entropy_bonus_raises_the_entropy(tmp_path):
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["entropy"] > rows[0]["entropy"] + 1e-3
     assert rows[0]["loss"] == pytest.approx(-0.5 * rows[0]["entropy"], rel=1e-4)
+
+
+def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
+    """Two steps of warm-up, times the fraction of the four steps that is left as a step begins."""
+    cosine = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3)]
+    expected = dict(constant=[0.5, 1, 1, 1], linear=[0.5, 0.75, 0.5, 0.25], cosine=[0.5, *cosine])
+    for schedule, factors in expected.items():
+        config = SimpleNamespace(steps=4, warmup_steps=2, lr_schedule=schedule)
+        found = [train.lr_factor(config, step) for step in (1, 2, 3, 4)]
+        assert found == pytest.approx(factors)
+    flags = f"{BASE} --steps 4 --warmup-steps 2 --lr-schedule linear"
+    rows = metrics(good(tmp_path, flags).folder)
+    assert [row["lr"] / 1e-3 for row in rows] == pytest.approx(expected["linear"])
 
 
 # ---- rewards that are not 0 or 1
@@ -361,7 +444,9 @@ def other_rewards(place):
 
 def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
     """2 to 4: nothing is refilled, no group is dead, and nothing is called solved."""
-    result = good(tmp_path, f"{other_rewards} other.py:far --algo dapo --eval-every 1 --steps 1")
+    result = good(
+        tmp_path, f"{other_rewards} other.py:far --algo dapo --max-new-tokens 60 --steps 1"
+    )
     [row] = metrics(result.folder)
     assert row["prompts_drawn"] == 4 and row["dead"] == 0
     assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
@@ -378,58 +463,52 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     still differ, so that they move the policy."""
     flags = f"{other_rewards} {reward} --algo gspo --prompts-per-step 8 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
-    [batch] = seen.batches
-    correct = [each.score.terms["right"] for each in batch.samples]
+    [step] = seen.steps
+    correct = [each.score.terms["right"] for each in step.batch.samples]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
     assert row["solved"] == pytest.approx(sum(correct) / 32)
     assert row["solved_any"] == sum(max(group) for group in groups) / 8
     assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
     assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
     assert row["dead"] == row["dead_right"] + row["dead_wrong"]
-    easy = [i for i, each in enumerate(batch.samples) if each.row["prompt"][0] == "1"]
-    assert batch.advantages[easy].any()
+    easy = [each.row["prompt"][0] == "1" for each in step.batch.samples]
+    assert step.fixed.advantages[easy].any()
 
 
 # ---- the critic
 
 
-def test_the_critic_learns_a_constant_reward(tmp_path):
-    """Every reward is 0.7: the value loss starts near 0.7^2 / 2 and falls to a third."""
-    # the limit is high so that few are cut off, whose reward is 0.7 + V
-    flags = f"{BASE} --algo ppo --reward pay.py:always --max-new-tokens 80 --steps 3"
-    flags += " --critic-lr 3e-3 --lr 1e-6 --value-clip 9 --gae-lambda 1"
-    first, _, last = (row["value_loss"] for row in metrics(good(tmp_path, flags).folder))
-    assert first > 0.05 and last < 0.3 * first
-
-
-def test_truncated_rows_bootstrap_from_the_critic(monkeypatch, seen, tmp_path):
-    """V after the end token is 0, after a cut it is the critic's."""
+def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tmp_path):
+    """V after the end token is 0, after a cut it is the critic's. explained_variance is 1 -
+    var(return - value) / var(return) over the tokens. So are the means: not over padding."""
     calls = spied(monkeypatch, "ppo", "advantages")
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
-    row = metrics(good(tmp_path, flags).folder)[1]
-    (_, _, _, bootstrap), _, _ = calls[1]  # the critic's value head starts at zero: the second step
-    batch = seen.batches[1]
+    rows = metrics(good(tmp_path, flags).folder)
+    assert not seen.steps[0].fixed.values.any()
+    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
+    batch, _, fixed, _ = seen.steps[1]
+    (_, _, _, bootstrap), _, _ = calls[1]
     truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
-    last = batch.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
+    last = fixed.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
     assert last.all() and torch.equal(bootstrap, last * truncated)
-    # the mean is over tokens, not over padding
-    assert row["advantage_abs"] == pytest.approx(float(batch.advantages[batch.mask].abs().mean()))
+    size = float(fixed.advantages[fixed.mask].abs().mean())
+    assert rows[1]["advantage_abs"] == pytest.approx(size)
+    values, returns = fixed.values[fixed.mask].numpy(), fixed.returns[fixed.mask].numpy()
+    expected = 1 - (returns - values).var() / returns.var()
+    assert values.all() and rows[1]["explained_variance"] == pytest.approx(expected, abs=1e-4) != 0
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
 def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path):
-    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token. The
-    loss has no KL: it is a metric alone."""
-    large = torch.tensor(1e6)
-    monkeypatch.setattr(gspo, "kl_penalty", lambda *_, **__: (large, {"kl": large}))
+    """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
     calls = spied(monkeypatch, algorithm, "advantages")
-    rows = metrics(good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2").folder)
-    assert all(row["kl"] > 1e5 and abs(row["loss"]) < 1e3 for row in rows)
+    good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
     (token_rewards, *_), _, _ = calls[1]
-    batch, nonzero = seen.batches[1], 0
+    batch, _, fixed, _ = seen.steps[1]
+    kl, nonzero = fixed.old_logprobs - fixed.ref_logprobs, 0
     for i, n in enumerate(batch.rollout.lengths.tolist()):
-        expected = (-0.2 * (batch.old_logprobs[i, :n] - batch.ref_logprobs[i, :n])).tolist()
+        expected = (-0.2 * kl[i, :n]).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
         expected[-1] += batch.samples[i].score.reward
         assert token_rewards[i, :n].tolist() == pytest.approx(expected, abs=1e-6)
@@ -445,10 +524,10 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
     flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    [batch] = seen.batches
-    pays = [each.score.reward for each in batch.samples]
+    [(batch, _, fixed, _)] = seen.steps
+    pays = pays_of(batch)
     advantages = by_group(pays, 4, z_scores)
-    assert batch.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
+    assert fixed.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
     expected = {
         "reward": sum(pays) / 16,
         "reward_std": math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15),
@@ -458,16 +537,38 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
         "advantage_abs": sum(map(abs, advantages)) / 16,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-    phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "freeze", "improve")]
+    phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "constants", "improve")]
     assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
 
 
-def test_drift_is_a_kl_and_two_spreads():
-    """Log-ratios 0.1 and 0.3 in a completion, -0.2 in another. Padding does not count."""
-    kl = math.fsum(math.exp(x) - 1 - x for x in (0.1, 0.3, -0.2)) / 3
-    ratios, mask = torch.tensor([[0.1, 0.3], [-0.2, 9.0]]), torch.tensor([[1, 1], [1, 0]]) > 0
-    found = list(map(float, train.drift("policy", ratios, mask).values()))
-    assert found == pytest.approx([kl, statistics.pstdev([0.1, 0.3, -0.2]), 0.2], rel=1e-4)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
+    """A step of one group, which is one update. The ratios s of its first pass are exactly 1. Those
+    of its second have the KL and the spread that metrics.jsonl has."""
+    flags = f"{BASE} --steps 1 --prompts-per-step 1 --completions-per-update 4 --epochs {epochs}"
+    flags += " --max-new-tokens 12 --lr 1e-2"
+    folder = good(tmp_path, flags).folder
+    [row] = metrics(folder)
+    first, *shown = map(strict, Path(folder, "samples.jsonl").read_text().splitlines())
+    assert "tokens" not in first and len(shown) == 4
+    for each in shown:
+        assert each["group"] == 0 and len(each["tokens"]) == len(each["log_ratios"])
+        read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>", "<unk>")]
+        assert "".join(read) == each["completion"]
+    pays = [each["reward"] for each in shown]
+    advantages = [each["advantage"] for each in shown]
+    assert [len(each["advantage"]) for each in shown] == [len(each["tokens"]) for each in shown]
+    assert [each[0] for each in advantages] == pytest.approx(z_scores(pays), abs=1e-4)
+    means = [statistics.fmean(each["log_ratios"]) for each in shown]
+    tokens = [x for each in shown for x in each["log_ratios"]]
+    kl = statistics.fmean(math.expm1(x) - x for x in tokens)
+    assert row["policy_kl"] == pytest.approx(kl, rel=1e-3)
+    assert row["policy_token_std"] == pytest.approx(statistics.pstdev(tokens), rel=1e-3)
+    assert row["policy_sequence_std"] == pytest.approx(statistics.pstdev(means), rel=1e-3)
+    if epochs == 1:
+        assert [math.exp(mean) for mean in means] == [1.0] * 4
+    else:
+        assert kl > 1e-5 and len({len(each["tokens"]) for each in shown}) > 1  # with padding
 
 
 @pytest.mark.parametrize(
@@ -497,7 +598,7 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
     flags = "--algo dapo --reward pay.py:never --eval-every 1 --eval-samples 3 --temperature 0.7"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     kinds, numbers = [], {}
-    for (_, prompts, uniforms), keyword, _ in calls[1:]:  # the first checks the scorer
+    for (_, prompts, uniforms), keyword, _ in calls:
         kinds.append((len(prompts), uniforms.shape[1], keyword["temperature"]))
         numbers.setdefault(kinds[-1], []).append(uniforms)
     greedy, sampled, training = (8, 1, 0.0), (8, 3, 0.7), [(4, 4, 0.7)] * 5
@@ -510,11 +611,41 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
         assert all(torch.equal(uniforms, evaluated[0]) for uniforms in evaluated)
 
 
+SAMPLER = '''
+import rollout
+
+def sampler(model, prompts, uniforms, **options):
+    """Half of the uniforms: other samples than rollout.generate's."""
+    with open("calls", "a") as file:
+        file.write(f"{len(prompts)} {options['temperature']} ")
+    return rollout.generate(model, prompts, uniforms / 2, **options)
+'''
+
+
+def test_a_sampler_of_ones_own_samples_rollouts_and_evaluations(place, tmp_path):
+    (place / "mine.py").write_text(SAMPLER)
+    one = good(tmp_path / "one", f"{BASE} --steps 1 --sampler mine.py:sampler").folder
+    assert (place / "calls").read_text() == "8 0.0 4 1.0 8 0.0 "
+    other = good(tmp_path / "other", f"{BASE} --steps 1").folder
+    assert metrics(one)[0]["reward"] != metrics(other)[0]["reward"]
+
+
+def test_the_lenient_twin_judges_the_same_completions(tmp_path):
+    """math wants a mark, and finds none. math_lenient takes the last number."""
+    rows = [{"prompt": f"{i}+1=", "answer": str(n)} for i in range(5) for n in range(10)]
+    write_rows("rows.jsonl", rows)
+    flags = "--data rows.jsonl --eval-data rows.jsonl --reward math --eval-prompts 50 --steps 1"
+    result = good(tmp_path, f"{BASE} {flags}")
+    [row] = metrics(result.folder)
+    assert row["eval_solved"] == 0 < row["eval_solved_lenient"] < 0.5
+    assert "lenient" in result.out
+
+
 # ---- faults
 
 
 @pytest.mark.parametrize(
-    "poison, where", [(math.nan, "loss"), (math.inf, "loss"), (math.inf, "gradient")]
+    "poison, where", [(math.nan, "loss"), (math.inf, "loss"), (math.inf, "grad_norm")]
 )
 def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_path):
     """Update 2 of 4 in step 1: weights stay finite, three updates are done, the row says one."""
@@ -529,7 +660,9 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
 
     spied(monkeypatch, "rloo", "loss", spoil)  # no clip that could hold the gradient back
     with gradients() as steps:
-        folder = good(tmp_path, f"{BASE} --algo rloo --max-grad-norm 1e9").folder
+        result = good(tmp_path, f"{BASE} --algo rloo --max-grad-norm 1e9")
+    folder, told = result.folder, f"step 1: an update is skipped, not finite: {where}"
+    assert result.out.count("is skipped") == 1 and told in result.out
     assert len(steps) == 7  # of 8
     norms = [math.sqrt(sum(float(each.square().sum()) for each in step)) for step in steps[3:]]
     assert metrics(folder)[1]["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-4)
@@ -549,6 +682,8 @@ def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
     spied(monkeypatch, "rloo", "loss", spoil)
     folder = good(tmp_path, f"{BASE} --algo rloo --entropy-coef 0.01").folder
     assert [row["bad_updates"] for row in metrics(folder)] == [3, 3]
+    sentence = refused(tmp_path, "--resume --name run", small=False)  # it is complete
+    assert f"for its report: python train.py --report {folder}" in sentence
     sentence = refused(tmp_path, "--resume --steps 4 --name run", small=False)
     assert "step 3: 6 updates in a row" in sentence
     weights = load_file(newest(folder) / "model.safetensors")
@@ -556,13 +691,13 @@ def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
 
 
 def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_path):
-    """Of the critic, in freeze: no advantage is a number, no update is made, the run goes on."""
+    """Of the critic: no advantage is a number, no update is made, and the run goes on."""
 
-    def spoil(number, result):  # 4 in freeze, 4 in updates, a step
+    def spoil(number, result):  # a step has 4 before the updates, and 4 in them
         return result * math.nan if number < 8 else result
 
-    calls = Calls(fast_scoring.completion_values, spoil)
-    monkeypatch.setattr(fast_scoring, "completion_values", calls.stand_in)
+    calls = Calls(rollout.completion_values, spoil)
+    monkeypatch.setattr(rollout, "completion_values", calls.stand_in)
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
     assert [row["bad_updates"] for row in rows] == [4, 0]
     assert ["advantage_abs" in row for row in rows] == [False, True]
@@ -573,7 +708,7 @@ def test_a_verifier_that_raises_is_told_scored_0_and_counted(seen, tmp_path):
     told = [line for line in result.out.splitlines() if "boom" in line]
     assert told and "broken" in told[0] and "ArithmeticError" in told[0]
     assert "\x1b" not in result.out + result.err  # the raised message has an escape sequence
-    for row, batch in zip(metrics(result.folder), seen.batches, strict=True):
+    for row, (batch, *_) in zip(metrics(result.folder), seen.steps, strict=True):
         assert 0 < row["verifier_faults"] == sum(len(each.text) % 2 for each in batch.samples)
         assert row["reward/broken"] == 0 and row["reward"] == pytest.approx(row["reward/even"])
 
@@ -603,6 +738,6 @@ def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_p
     flags = f"{BASE} --algo opd --teacher models/moe --reward-coef 0 --steps 4 --lr 5e-3"
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
-    for row, batch in zip(rows, seen.batches, strict=True):
-        unlikely = (batch.teacher_logprobs[batch.mask].exp() < 1e-3).float().mean()
+    for row, step in zip(rows, seen.steps, strict=True):
+        unlikely = (step.fixed.teacher_logprobs[step.fixed.mask].exp() < 1e-3).float().mean()
         assert row["teacher_unlikely"] == pytest.approx(float(unlikely))

@@ -26,11 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gspo
 import train
-from support.extras import fast_sampling, fast_scoring
 
 ROOT = Path(train.__file__).parent
-# both files, as one
-fast = SimpleNamespace(**vars(fast_scoring) | vars(fast_sampling))
 
 # ------------------------------------------------------------------------------ a small run
 
@@ -256,7 +253,7 @@ def gradients():
 def rows_of(update) -> torch.Tensor:
     """Indices into the batch of the completions that an update learns from, in the order of its
     micro-batches."""
-    return torch.cat([rows for rows, _ in update.parts])
+    return torch.cat([torch.tensor([], dtype=torch.long), *[part.rows for part in update.parts]])
 
 
 # ------------------------------------------------------------------------------ advantages by hand

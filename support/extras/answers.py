@@ -1,4 +1,4 @@
-"""`--reward math`: do two answers mean the same? `same_answer(given, gold)` reads LaTeX and text.
+"""`--reward math_symbolic`: do two answers mean the same? `same_answer(given, gold)` reads LaTeX.
 
 Both answers become trees. Trees are compared by their values where they have values (letters get
 numbers, at several points), piece by piece where they are points, sets and the like, else as text.
@@ -7,6 +7,7 @@ Answers come from models that are trained on the verdict: nothing is evaluated, 
 import itertools
 import random
 import re
+import unicodedata
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import comb, factorial
@@ -14,20 +15,17 @@ from typing import NamedTuple
 
 import mpmath
 
-from rewards import DENIAL, final_answer, gold_answer, verifier
+from rewards import DENIAL, final_answer, gold_answer, table, verifier
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read. A longer one is compared as text
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
 MAX_WORK = 22_000  # of a comparison, in something like microseconds
 
 
-def math_answer(completion: str, answer: str | int | float) -> bool:
+@verifier
+def math_symbolic(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer is the gold one: `same_answer`."""
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
-
-
-math_answer.lenient = "math_lenient"
-verifier(math_answer, "math")
 
 
 class Unreadable(ValueError):
@@ -57,12 +55,6 @@ SIGNS, NAMES = GREEK.split()[::2], GREEK.split()[1::2]
 SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789+-n0123456789n")
 
 
-def table(rows: str) -> dict[str, str]:
-    """Return {"\\times": "*", "×": "*", ...} of the row `*←\\times,×`."""
-    pairs = [row.split("←") for row in rows.split()]
-    return {other: ours for ours, others in pairs for other in others.split(",")}
-
-
 MEANINGS = {other: f" {ours} " for other, ours in table(SYMBOLS).items()}
 MEANINGS |= {sign: f" \\{name} " for sign, name in zip(SIGNS, NAMES)}
 MEANINGS |= dict.fromkeys((r"\ ", "{, }", *NOTHING.split()), " ")
@@ -84,8 +76,6 @@ TEXT_BOX = re.compile(
     r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|emph|mathrm|mbox|hbox|operatorname)"
     r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 )
-DIFFERENTIAL = r"(?:d|\\partial) ?([a-zA-Z]?)"
-
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
 SAYS = "is|are|equals|about|approximately"
@@ -112,9 +102,8 @@ def repeated(found: re.Match) -> str:
 
 REWRITES = (  # a pattern, and its replacement
     (re.compile('"'), " "),
-    (re.compile(r"\A(?:\\text\s*\{)?(?:[Oo]ption|[Cc]hoice) \(?([A-E])\)?\}?\Z"), r"\1"),
     (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
-    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)", re.IGNORECASE), "ℝ"),
+    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)(?! \w)", re.IGNORECASE), "ℝ"),
     (re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
     (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
     (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
@@ -126,7 +115,6 @@ REWRITES = (  # a pattern, and its replacement
     (re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
     (re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
     (re.compile(r"\\!\s*"), ""),  # 32,\! 349
-    (re.compile(rf"\\[dt]?frac\{{{DIFFERENTIAL}\}}\{{{DIFFERENTIAL}\}}"), r"D_{\1\2}"),
     (SYMBOL, our_symbol),  # from here on all is in our symbols
     (re.compile(r"\A\s+"), ""),
     (re.compile(r"\s+"), " "),
@@ -138,6 +126,7 @@ REWRITES = (  # a pattern, and its replacement
     (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
     (re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3\frac12, 3 1/2
 )
+UNIT_WORD = re.compile(r"(?:/?[a-zA-Z]++(?:\^\{?-?[1-3]\}?)?)++|[/*]")
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
     r"""
@@ -234,37 +223,12 @@ ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 SCALES |= {"trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7}
-EITHER = """or|either|else|otherwise|alternatively|versus|vs|instead|rather|oder|entweder|bzw|
-    beziehungsweise|sondern|ou|sinon|soit|sino"""  # in English, German, French and Spanish
-NUMERALS = """zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|[a-z]+teen|
-    (?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[a-z]+illion|zwei|drei|vier|sechs|sieben|acht|neun|zehn|elf|deux|trois|
-    quatre|cinq|sept|huit|neuf|dix|onze|douze|dos|tres|cuatro|cinco|seis|siete|ocho|nueve|diez|doce"""
-CHANGES_VALUE = re.compile(  # words beside a number that are neither its unit nor its name
-    rf"""
-    \b (?:
-        (?: and [ ] an? [ ] )? hal(?:f|ves) | (?: third | quarter ) s?
-      | [a-z]+ty-(?: first | second | third ) s?
-      | {EITHER} | {NUMERALS} | und | et | nicht | kein | pas
-      | [a-z-]* (?: four | fif | six | seven | eigh | nin | ten | eleven | twelf | teen | tie
-        | hundred | thousand | illion ) ths?
-      | squared | cubed? | factorial | tens | score | gross | below | double | twice | triple
-      | minus | negative | over | plus | point | base | modulo | mod | choose | percent (?:age)?
-      | mil | mill | mln | mn | mio | mrd | bil | bn | tn | doz | mega | kilo | giga | mille
-      | pp[mbt] | bps? | basis | fold | times [ ] \w+ | square [ ] of | root | inverse | and | so
-      | reciprocal | opposite | logarithm | is | are | was | to | by | less | least | most | about
-      | approximately | roughly | almost | nearly | maybe | perhaps | too | not | no | never
-      | neither | \w*n't | wrong | false | incorrect | invalid | if | unless | than | except | but
-      | rejected | impossible | excluded | without | does | fails | cannot | remainder
-      | (?-i: [kMBxX] )
-    ) \b
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
 POWERS = {"square": "2", "cubic": "3"}
 CURRENCIES = ("dollar", "euro", "yen", "rupee")
 SAME_UNIT = table("""
-    cm←centimeter  m←meter  ft←feet,foot  in←inches,inch  mi←mile  mL←milliliter,ml  L←liter
-    min←minute  s←second  h←hour,hr  /←per  mi·/·h←mph  square←sq  degree←°  dollar←usd  rupee←Rs,rs
+    cm←centimeter  m←meter  ft←feet,foot  in←inche,inch  mi←mile  mL←milliliter,ml  L←liter
+    min←minute  s←second,sec  h←hour,hr,hrs  lb←lbs  /←per  mi·/·h←mph  square←sq  degree←°
+    dollar←USD,usd  rupee←Rs,rs
 """)  # other ways to write a unit
 
 
@@ -366,8 +330,8 @@ class Parser:
         while words and words[0].lower().rstrip("s") in SCALES:
             scale = SCALES[words.pop(0).lower().rstrip("s")]
             value = combine("*", value, number(scale))
-        if CHANGES_VALUE.search(" ".join(words)):
-            raise Unreadable("words that change the value")
+        if not all(map(UNIT_WORD.fullmatch, words)) or len(words) > 3:
+            raise Unreadable("no unit")
         unit = unit_of(" ".join([currency, *words]))
         return Node("quantity", (value,), unit) if unit else value
 
@@ -434,6 +398,8 @@ class Parser:
             return self.letter_or_call(re.sub("[{} ]", "", token))
         if not re.match(r"\.?[0-9]", token) or "_" in token:  # 204_5 is of another base
             raise Unreadable(f"{token} has no value")
+        if re.match("0[0-9]", token):  # 0,05 is neither 0 and 5 nor 0.05
+            raise Unreadable("a zero in front")
         return number(re.sub("[, ]", "", token))
 
     def letter_or_call(self, name: str) -> Node:
@@ -539,21 +505,18 @@ def unit_of(text: str) -> str:
     """Return one way to write a unit: `mi·/·h` for miles per hour and for mph."""
     found = []
     for part in re.findall(r"[a-zA-Z°]+|-?[0-9]|/", text):
-        word = part.lower() if len(part) > 2 else part
-        singular = word.removesuffix("s") or word
-        found.append(SAME_UNIT.get(word, SAME_UNIT.get(singular, singular)))
+        word = part.lower().removesuffix("s") if len(part) > 3 else part  # ms is not m
+        found.append(SAME_UNIT.get(word, word))
     if found[1:] and found[0] in POWERS:  # square inches are in^2
         found = [found[1], POWERS[found[0]], *found[2:]]
     return "·".join(found)
 
 
 def is_name(node: Node) -> bool:
-    """Return whether a node may be left out before `=`: x, AB, f(x), (x, y), sin A, NO/BO."""
-    if node.kind == "word":
-        return not CHANGES_VALUE.search(node.value)
-    kinds = (*FUNCTIONS, "product", "()", "absolute", "inverse", "ratio", "matrix", "row")
-    has_names = node.kind in kinds and all(map(is_name, node.items))
-    return has_names or node.kind in ("letter", "call")
+    """Return whether a node may be left out before `=`: x, AB, f(x), (x, y), Area."""
+    if node.kind in ("product", "()"):
+        return all(map(is_name, node.items))
+    return node.kind in ("letter", "call", "word")
 
 
 def is_named(node: Node) -> bool:
@@ -651,13 +614,13 @@ def power(base, exponent):
     """Return base^exponent, for a negative base and an odd root the real one."""
     degree = exponent.denominator if are_exact(exponent) else 0
     if degree == 1:
-        size = bits_of(base) if are_exact(base) else abs(MP.mag(base))
+        size = bits_of(base) if are_exact(base) else abs(MP.mag(base)) + 1
         if size * abs(exponent) > MAX_BITS:
             raise Unreadable("9^9^9")
         return bounded(base ** int(exponent))
     if degree % 2 and base.imag == 0 and inexact(base) < 0:
         return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
-    return bounded(inexact(base) ** inexact(exponent))
+    return bounded(MP.chop(inexact(base) ** inexact(exponent), NOISE))
 
 
 def small_whole(value) -> int:
@@ -668,8 +631,7 @@ def small_whole(value) -> int:
 
 def called(compute, *arguments):
     """Call a function of mpmath: a result that is only the error of the last digits becomes 0."""
-    value = compute(*map(inexact, arguments))
-    return Fraction(0) if abs(value) <= NOISE else bounded(value)
+    return bounded(MP.chop(compute(*map(inexact, arguments)), NOISE))
 
 
 OPERATIONS = {  # kind of a node -> its function of one or two values
@@ -856,10 +818,9 @@ AS_TEXT = re.compile(  # 3:30 pm, 10-20 years, 3-2, 1/2/2024
     re.VERBOSE | re.IGNORECASE,
 )
 VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
-UNORDERED = re.compile(  # products whose order may count: A^{-1}B, A^TB, AB - BA, A × B
+UNORDERED = re.compile(  # products whose order may count: AB - BA, A × B
     rf"""
-      (?: (?<![ ,~{{])[A-Z]\)? | \{{[A-Z]\}} ) \^(?: T | \{{(?:T|-1)\}} )
-    | ([A-Z])([A-Z])\W+\2\1
+      ([A-Z])([A-Z])\W+\2\1
     | {VECTOR} [\s)]* (?:\\times|×) [\s(]* {VECTOR}
     """,
     re.VERBOSE,
@@ -868,14 +829,8 @@ CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5, but not (A) or (B)
     r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
     r"([^A-E\n}][^A-E\n]*)"
 )
-HEDGE = re.compile(  # words behind a choice that name another one or take it back
-    rf"""\b (?: {EITHER} ) \b | \b not \W* [0-9] | (?<! [(\w] ) [a-e] \)
-    | \b none \b (?! \W* \Z | \W+ of \W+ (?: these | the \W+ above ) \W* \Z )""",
-    re.VERBOSE | re.IGNORECASE,
-)
-SUM_OF_LETTERS = re.compile(r"(?:[0-9]*[a-wA-W]\s*\+\s*)+[0-9]*[a-wA-W]\s*=(.+)")  # m + n = 601
-BARE_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-PERCENT = re.compile(r"(.*?)\s*(?:\\?%|percent|\\text\s*\{\s*percent\s*\})")
+BARE_NUMBER = re.compile(r"-?[1-9](?:[0-9]*|[0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
+PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:percent|\\?%)\s*\})\.?\Z")
 # words by their look: a vowel, one capital or all
 ORDINARY = re.compile(r"\b(?=\w*[aeiouyAEIOUY])(?:[A-Z]?[a-z]+|[A-Z]{3,})\b")
 
@@ -892,7 +847,8 @@ def same_answer(given: str, gold: str) -> bool:
 
 
 def without_math_signs(text: str) -> str:
-    """Return 8\\% for $8\\%$, and 8 for **8**. A $ without a partner is money."""
+    """Return 8\\% for $8\\%$, and 8 for **8** and for a wide ８. A lone $ is money."""
+    text = re.sub("[！-～]+", lambda wide: unicodedata.normalize("NFKC", wide[0]), text)
     text = re.sub(r"\A\*\*([^*]+)\*\*\Z", r"\1", text)
     signs = re.findall(r"(?<!\\)\$", text)
     return re.sub(r"(?<!\\)\$", r"\\$" if len(signs) == 1 else "", text).strip()
@@ -935,34 +891,30 @@ def as_text(answer: str) -> str:
 
 def same_text(given: str, gold: str) -> bool:
     """Compare texts up to boxes, white space around punctuation, and case in plain words."""
-    words = text_words(given)
-    return words == text_words(gold) and words not in ([], ["nan"])
-
-
-def text_words(text: str) -> list[str]:
-    text = SYMBOL.sub(our_symbol, TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
-    is_plain = re.fullmatch(r"[a-zA-Z\s.,;:!?'()-]*", text)
-    text = re.sub(r"_\{(\w+)\}", r"_\1", " ".join(text.split()))  # 204_{5}
-    text = re.sub(r"\{(\w)\}", r" \1 ", text)  # \pmod{4} is \pmod 4
-    text = re.sub(r" *([^\w ]) *", r"\1", text).rstrip(".")
-    if is_plain:
-        text = ORDINARY.sub(lambda found: found[0].lower(), text)
-    return text.split()
+    words = []
+    for text in (given, gold):
+        text = SYMBOL.sub(our_symbol, TEXT_BOX.sub(r" \1 ", text.replace('"', " ")))
+        is_plain = re.fullmatch(r"[a-zA-Z\s.,;:!?'()-]*", text)
+        text = re.sub(r"_\{(\w+)\}", r"_\1", " ".join(text.split()))  # 204_{5}
+        text = re.sub(r"\{(\w)\}", r" \1 ", text)  # \pmod{4} is \pmod 4
+        text = re.sub(r" *([^\w ]) *", r"\1", text).rstrip(".")
+        if is_plain:
+            text = ORDINARY.sub(lambda found: found[0].lower(), text)
+        words.append(text.split())
+    return words[0] == words[1] and words[0] not in ([], ["nan"])
 
 
 def gold_allows(given: str, gold: str) -> bool:
-    """Return whether the gold answer is this one, written in another way: a choice and its value,
-    the name of the quantity, a percentage."""
+    """Return whether the gold answer is this one as a choice with its value, or as a percentage.
+
+    25% is 25 where a percentage is asked. 0.7% is not 0.7."""
     choice, gold_choice = CHOICE_WITH_VALUE.fullmatch(given), CHOICE_WITH_VALUE.fullmatch(gold)
     if gold_choice and not choice:  # D and 30 are (D) 30
         return any(same_meaning(given, part) for part in gold_choice.groups())
     if choice:  # (A) 5 is A, and 5
         words = re.sub(r"\\[a-zA-Z]+", " ", TEXT_BOX.sub(r" \1 ", choice[2]))
-        is_denied = DENIAL.search(words) or HEDGE.search(words)
+        is_denied = DENIAL.search(words) or re.search(r"\bor\b|\bnot\b", words)
         return not is_denied and any(same_meaning(part, gold) for part in choice.groups())
-    if named := SUM_OF_LETTERS.fullmatch(given):
-        return BARE_NUMBER.fullmatch(gold) is not None and same_meaning(named[1], gold)
-    if percent := PERCENT.fullmatch(gold):  # 50 is 50%, but 0.5 may be 50% or 0.5%
-        is_large = BARE_NUMBER.fullmatch(given) is not None and Fraction(given) >= 1
-        return is_large and same_meaning(given, percent[1])
-    return False
+    bare, bare_gold = PERCENT.sub("", given), PERCENT.sub("", gold)
+    are_large = all(map(BARE_NUMBER.fullmatch, (bare, bare_gold)))
+    return (bare, bare_gold) != (given, gold) and are_large and same_meaning(bare, bare_gold)

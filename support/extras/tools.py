@@ -51,6 +51,20 @@ def parse_tool(place: str) -> Tool:
         return Tool(function_of(where), after)
 
 
+NO_TOKEN = 2**31 - 1  # padding in which no stop text is found
+
+
+def first_stop(stops: Callable | None, text: list[int], start: int) -> int | None:
+    """Return the first length above start at which the completion ends with a stop text, which may
+    have begun in an earlier turn."""
+    if stops is None:
+        return None
+    beginnings = [torch.tensor(text[:end]) for end in range(start + 1, len(text) + 1)]
+    aligned = {"padding_side": "left", "padding_value": NO_TOKEN}
+    found = stops(pad_sequence(beginnings, batch_first=True, **aligned)).nonzero()
+    return start + 1 + int(found[0]) if len(found) else None
+
+
 class Turns:
     """Replace rollout.generate by one with a tool.
 
@@ -95,14 +109,15 @@ class Turns:
             for i, row in enumerate(rows):
                 start = lengths[row]
                 end = min(start + int(turn.lengths[i]), limit)
+                text = [*tokens[row, :start].tolist(), *turn.completions[i, : end - start].tolist()]
+                stop = first_stop(stops, text, start)
+                end = stop or end
                 new, count = slice(start, end), end - start
                 tokens[row, new] = turn.completions[i, :count]
                 logprobs[row, new] = turn.sampler_logprobs[i, :count]
                 own[row, new] = True
-                written = tokens[row, :end].tolist()
-                ended[row] = written[-1] in eos_ids
-                if stops is not None:
-                    ended[row] |= bool(stops(torch.tensor([written])))
+                written = text[:end]
+                ended[row] = written[-1] in eos_ids or stop is not None
                 if end < limit and not ended[row] and self.is_asked(written):
                     reply = self.reply(self.read(written))[: limit - end]
                     new = slice(end, end + len(reply))
@@ -133,11 +148,10 @@ class Turns:
             self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
             return []
 
-    def measure(self, run, samples: Rollout) -> dict[str, float | Tensor]:
-        """Return replies per completion, the share of the tool's tokens, and new failures."""
-        if self.fault:
-            run.warn("tool", f"the tool failed and gave no reply: {self.fault}")
-        failed = run.ranks.sum_numbers({"tool_faults": self.faults})
+    def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
+        """Return replies per completion, the share of the tool's tokens, and new failures. `fault`
+        has the first of them."""
+        failed = ranks.sum_numbers({"tool_faults": self.faults})
         self.faults = 0
         own, lengths = samples.completion_mask, samples.lengths
         steps = torch.arange(own.shape[1], device=own.device)

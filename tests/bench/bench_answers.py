@@ -1,8 +1,9 @@
-"""Search for slow comparisons of answers. It takes half a minute.
+"""Search for slow comparisons of answers, of made texts and of a random grammar. It takes a minute.
 
 python tests/bench/bench_answers.py
 """
 
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -111,5 +112,37 @@ def slowest() -> None:
         print(f"{took:8.1f} {length:6d}  {name}")
 
 
+ATOMS = r"""
+    1 2 7 i x y n e \pi 0.5 \frac13 -1 1/3 10^9 10^{40} 10^{-30} 99^{99} 10^9i x+10^9i
+"""
+FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh ln log exp"
+ONE = r"\sqrt{A} \sqrt[3]{A} \sqrt[n]{A} |A| (A)!"
+TWO = r"(A+B) (A-B) (A)(B) \frac{A}{B} (A)^{B} (A)^{B} \binom{A}{B} \log_{A}(B) (A,B) A=B \{A,B\}"
+
+
+def expression(rng: random.Random, depth: int) -> str:
+    if depth == 0 or rng.random() < 0.12:
+        return rng.choice(ATOMS.split())
+    functions = [rf"\{name}(A)" for name in FUNCTIONS.split()]
+    rule = rng.choice(rng.choice((functions, ONE.split(), TWO.split())))
+    left, right = expression(rng, depth - 1), expression(rng, depth - 1)
+    return "".join({"A": left, "B": right}.get(sign, sign) for sign in rule)
+
+
+def slowest_of_grammar(count: int = 20_000, seed: int = 0) -> None:
+    """Seconds of processor time of the slowest comparisons of random expressions."""
+    rng, found = random.Random(seed), []
+    for _ in range(count):
+        text = expression(rng, rng.randint(2, 5))
+        other = rng.choice((f"{text}+0", f"({text})\\cdot 1", expression(rng, 2)))
+        start = time.process_time()
+        same_answer(text, other)
+        found.append((time.process_time() - start, text[:90]))
+    print(f"{count} random expressions; the slowest, milliseconds")
+    for took, text in sorted(found, reverse=True)[:5]:
+        print(f"{1000 * took:8.1f}  {text}")
+
+
 if __name__ == "__main__":
     slowest()
+    slowest_of_grammar()

@@ -212,7 +212,7 @@ def compare(model, new_tokens: int, shares: bool) -> tuple[str, str]:
     rows, by_rows = scored(model, out)
     gaps = {"sampler": out.sampler_logprobs - own, "rows": rows - own}
     if shares:
-        trees, by_trees = scored(model, out, R.plant(out, 24))
+        trees, by_trees = scored(model, out, trees_of(out, 24))
         scale = max(float(gradient.abs().max()) for gradient in by_rows)
         far = max(float((a - b).abs().max()) for a, b in zip(by_rows, by_trees, strict=True))
         gaps |= {"trees": trees - own, "gradients of trees": torch.tensor(far / scale)}
@@ -232,6 +232,12 @@ def sampled(model, new_tokens: int):
     return R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
 
 
+def trees_of(out, width: int):
+    """Return the layout of all completions as trees in rows of at most so many nodes."""
+    trees = R.grow(R.in_order(out.sequences()), width)
+    return R.micro_batch(out, list(range(len(out.lengths))), trees).trees
+
+
 def scored(model, out, trees=None):
     """Return log-probs and the gradients of a sum."""
     logprobs, entropy = R.completion_logprobs(model, out, 1.0, trees)
@@ -243,7 +249,7 @@ def scored(model, out, trees=None):
 
 def with_checkpointing(model, shares: bool) -> str:
     out = sampled(model, 8)
-    trees = R.plant(out, 24) if shares else None
+    trees = trees_of(out, 24) if shares else None
     before, _ = R.completion_logprobs(model, out, 1.0, trees)
     try:
         checkpoint_layers(model, [])

@@ -46,7 +46,7 @@ def rootless_loss(
     return loss, policy_metrics(log_ratio, stopped, advantages, mask, "completion", denom)
 
 
-def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, *, per="completion"):
+def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, per="completion"):
     """Compute k3 with pi / pi_ref, which is upside down."""
     x = torch.where(mask > 0, logprobs - ref_logprobs.detach(), 0.0)
     loss = masked_mean(x.exp() - x - 1, mask, per, denom)
@@ -55,6 +55,7 @@ def upside_down_penalty(logprobs, ref_logprobs, mask, denom=None, *, per="comple
 
 gspo.ALGOS["rootless"] = gspo.Algorithm(rootless_loss)
 
+import rollout  # noqa: E402
 import train  # noqa: E402  # after the row above, which --algo then takes
 from bench_pictures import sampled, short_run  # noqa: E402
 
@@ -146,14 +147,17 @@ WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
 }
 
 
-def gradients(run, batch, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def gradients(run, batch, fixed, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the gradient of one completion's objective, (1 / L) sum of weight A grad log pi, for
     each weight, and its log-ratios."""
-    one = torch.tensor([row])
-    mask, advantage = batch.mask[row], float(batch.advantages[row])
-    logprobs = run.logprobs(run.policy, batch.rollout[one])[0][0][mask]
-    log_ratio = logprobs.detach() - batch.old_logprobs[row][mask]
-    parameters, found = list(run.policy.parameters()), {}
+    policy, mask, advantage = (
+        run.models.policy.module,
+        fixed.mask[row],
+        float(fixed.advantages[row]),
+    )
+    logprobs = rollout.completion_logprobs(policy, batch.rollout[[row]], 1.0)[0][0][mask]
+    log_ratio = logprobs.detach() - fixed.old_logprobs[row][mask]
+    parameters, found = list(policy.parameters()), {}
     for name, weight in WEIGHTS.items():
         objective = (weight(log_ratio, advantage) * advantage * logprobs).mean()
         parts = torch.autograd.grad(objective, parameters, retain_graph=True)
@@ -168,12 +172,13 @@ def variance(_) -> None:
     log_ratios = collections.defaultdict(list)
     with short_run() as run:
         for step in range(1, 15):
-            batch = sampled(run, step)
-            train.improve(run, batch)
-            for row in batch.active.tolist() if step > 6 else []:
+            batch, updates, fixed = sampled(run, step)
+            train.improve(run, step, updates, fixed)
+            active = torch.cat([update.active for update in updates]).tolist()
+            for row in active if step > 6 else []:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
-                found, log_ratio = gradients(run, batch, row)
+                found, log_ratio = gradients(run, batch, fixed, row)
                 for name, gradient in found.items():
                     totals[bucket, name] = totals[bucket, name] + gradient
                     squares[bucket, name].append(float(gradient.square().sum()))

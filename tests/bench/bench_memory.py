@@ -1,24 +1,22 @@
 """Memory of training: counted for models of any size, and measured on the machine at hand.
 
-    python tests/bench/bench_memory.py                  # the table of docs/memory.md: some minutes
+    python tests/bench/bench_memory.py                  # the table of docs/memory.md: minutes
     python tests/bench/bench_memory.py --write          # the same, put into the page
     python tests/bench/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
 
 It counts the bytes of all floating-point tensors that live at a time (counting.py). Meanwhile our
-own functions sample, score and train in bfloat16 autocast, as on a GPU with its fused attention.
-CUDA itself, fragmentation and a kernel's own workspace are not counted. ROOM is for them."""
+own functions load, sample, score and train in bfloat16 autocast, with attention that is fused, as
+on a GPU. CUDA itself and what its allocator cannot use are not counted. ROOM is for them."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -29,21 +27,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import gspo  # noqa: E402
 import rollout  # noqa: E402
-import train  # noqa: E402
 from counting import Counting  # noqa: E402
-from support import data, tasks  # noqa: E402
-from support.extras import fast_sampling, fast_scoring  # noqa: E402
-from support.ranks import Ranks  # noqa: E402
+from support import tasks  # noqa: E402
+from support.models import checkpoint_layers, frozen_copy, refresh  # noqa: E402
 
 GB = 1e9
-CARDS = (24, 80)  # GB
-ROOM = 1.5  # GB of a card that we do not count on
+CARDS = (24, 40, 80)  # GB
+ROOM = 1.5  # GB of a card: 1 for CUDA and its libraries, 0.5 that the allocator cannot use
 CACHE_GB = 2  # KV caches while sampling, in the table. With less, few completions run at once
 LORA_RANK = 16
-LIMITS = ["--micro-batch-tokens", "4096", "--cache-gb", str(CACHE_GB)]
+TOKENS = 4096  # of a micro-batch, padding included
+LIMITS = ["--micro-batch-tokens", str(TOKENS), "--cache-gb", str(CACHE_GB)]
 PROMPT, LONGEST = 200, 1024  # tokens
-MANY = 24  # prompts: CACHE_GB has room for 14 completions of the 0.6B model, of others for fewer
-
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NAMES += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
@@ -63,129 +58,111 @@ PUBLISHED = [name for name in SHAPES if name.endswith("B")]
 
 @dataclasses.dataclass
 class Memory:
-    """Bytes on the device. The last three are peaks: they have weights and moments in them."""
+    """Bytes on the device. The last four are peaks: all that lives then is in them."""
 
     parameters: int  # their number
     weights: int  # policy and sampler
     moments: int  # AdamW's
     gradients: int
+    loading: int  # a float32 policy, its sampler in bfloat16, then adapters
+    refreshing: int
     sampling: int
-    scoring: int  # without gradients
-    updating: int  # a micro-batch that is not the first: gradients are there
+    updating: int  # a micro-batch that is not the first: gradients and moments are there
 
     @property
     def peak(self) -> int:
-        return max(self.sampling, self.scoring, self.updating)
+        return max(self.loading, self.refreshing, self.sampling, self.updating)
 
 
-@contextlib.contextmanager
-def as_on_a_gpu() -> Iterator[None]:
-    """Run as on a GPU, without CUDA graphs, which share the memory of a step. Each decode step has
-    all slots and attends to all positions."""
-    pace = fast_sampling.Pace(span=2**20, steps=1, rows=2**20)
-    with (
-        mock.patch.dict(fast_sampling.PACE, cpu=pace),
-        mock.patch.object(fast_scoring, "EXPAND_HEADS", {"cpu"}),
-        mock.patch.object(rollout, "check_scorer", lambda *_: None),
-        mock.patch.object(train, "plan", lambda run, batch: batch.updates),
-    ):
-        yield
+def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Memory:
+    """Return the most bytes of a run, phase by phase. rank: of adapters; 0: all weights."""
+    with Counting() as counting:
+        policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
+        made = []
 
+        def load():
+            made.append(frozen_copy(policy, torch.bfloat16))
+            if rank:
+                options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
+                from support.extras.lora import add_adapters
 
-def count_memory(shape: dict, *flags: str) -> Memory:
-    """Return the most bytes of a run with these flags of train.py, phase by phase."""
-    given = ["--model", str(ROOT), "--device", "cpu", "--dtype", "bfloat16", *flags]
-    with Counting() as counting, as_on_a_gpu():
-        run = new_run(train.parse_flags(given), shape)
+                add_adapters(policy, options, torch.bfloat16)
+
+        loading = counting.peak_of(load)
+        [sampler] = made
+        if checkpointing:
+            checkpoint_layers(policy, [])
+        trained = [each for each in policy.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
         weights = counting.bytes_now
-        batch = one_update(run)
-        [update] = batch.updates
-        updating = counting.peak_of(lambda: train.accumulate_gradients(run, batch, update))
+        refreshing = counting.peak_of(lambda: refresh(sampler, policy))
+        completions = full_micro_batch()
+        accumulate(policy, completions)
+        updating = counting.peak_of(lambda: accumulate(policy, completions))
 
         before = counting.bytes_now
-        run.optimizer.step()
+        optimizer.step()
         moments = counting.bytes_now - before
-        run.optimizer.zero_grad()
-        gradients = before + moments - counting.bytes_now
-
+        optimizer.zero_grad()
         return Memory(
-            parameters=run.old_policy.num_parameters(),
+            parameters=sampler.num_parameters(),
             weights=weights,
             moments=moments,
-            gradients=gradients,
-            sampling=counting.peak_of(lambda: sample(run)),
-            scoring=counting.peak_of(lambda: train.freeze(run, batch)),
+            gradients=before + moments - counting.bytes_now,
+            loading=loading,
+            refreshing=refreshing + moments,
+            sampling=counting.peak_of(lambda: sample(sampler)),
             updating=updating + moments,
         )
 
 
-def new_run(config: train.Config, shape: dict) -> train.Run:
-    """Make the policies and the optimiser as train.py does, of a model without numbers."""
-    policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-    run = train.Run(
-        config=config,
-        algorithm=gspo.ALGOS[config.algo],
-        ranks=Ranks(),
-        tokenizer=None,
-        eos_ids=[0],
-        pad_id=0,
-        stops=None,
-        reward=None,
-        lenient=None,
-        prompts=iter([]),
-        held_out=[{data.IDS: [1]}],
-        policy=policy,
-        **train.frozen_policies(config, policy),
+def count_deep(shape: dict, rank: int) -> Memory:
+    """count_memory from two shallow models, in seconds: every layer adds the same. Of the 0.6B
+    model it is within 0.1 GB of the count of all layers. Not so with gradient checkpointing, where
+    another moment is the peak of a deep model."""
+    few, many = (
+        vars(count_memory(shape | {"num_hidden_layers": layers}, rank)) for layers in (4, 6)
     )
-    train.plug_in(run)
-    run.generate = fast_sampling.generate  # as on a GPU
-    run.optimizer = train.make_optimizer(run)
-    return run
+    more = (shape["num_hidden_layers"] - 4) / 2
+    return Memory(**{name: few[name] + more * (many[name] - few[name]) for name in few})
 
 
-def one_update(run: train.Run) -> train.Batch:
-    """Two micro-batches of a group each, as long as --micro-batch-tokens lets it be: when the
-    second runs, the gradients of the first are there."""
-    size = run.config.group_size
-    length = min(LONGEST, (run.config.micro_batch_tokens - PROMPT) // size)
-    rows = torch.arange(2 * size)
-    prompts = [[5 + row // size] * PROMPT for row in rows.tolist()]  # groups differ in them
-    tokens = (2 + rows % size)[:, None].repeat(1, length)  # completions from their first token on
-    zeros = torch.zeros(len(rows), length)
-    lengths = torch.full_like(rows, length)
-    samples = rollout.Rollout.of(prompts, tokens, zeros, lengths, lengths > 0, pad_id=0)
-    batch = train.Batch(
-        step=1,
-        rollout=samples,
-        samples=[],
-        mask=samples.completion_mask,
-        dead=torch.zeros(2, dtype=torch.bool),
-        correct=None,
-        faults=[],
-    )
-    parts = [(part, batch.rollout[part]) for part in rows.split(size)]
-    batch.updates = [train.Update(rows, rows, parts)]
-    batch.advantages = torch.zeros(len(rows))
-    batch.old_logprobs = batch.ref_logprobs = batch.values = batch.returns = zeros
-    batch.new_logprobs = zeros.clone()
-    return batch
+def full_micro_batch() -> rollout.Rollout:
+    """As many rows of 1,024 tokens as a micro-batch has room for. Ragged rows, padding included,
+    take no more."""
+    rows = torch.arange(TOKENS // LONGEST)
+    lengths = torch.full_like(rows, LONGEST - PROMPT)
+    tokens = (2 + rows)[:, None].repeat(1, LONGEST - PROMPT)
+    prompts = [[5] * PROMPT for _ in rows]
+    zeros = torch.zeros(tokens.shape)
+    return rollout.Rollout.of(prompts, tokens, zeros, lengths, lengths > 0, pad_id=0)
 
 
-def sample(run: train.Run) -> None:
-    """More prompts than have room at once, so that an evaluation or a rollout takes no more.
+def accumulate(policy, completions: rollout.Rollout) -> None:
+    """Add the gradient of GSPO's loss of a micro-batch."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = rollout.completion_logprobs(policy, completions, 1.0, entropy_grad=False)
+    mask, advantages = completions.completion_mask, torch.zeros(len(logprobs))
+    loss, _ = gspo.gspo_loss(logprobs, completions.sampler_logprobs, advantages, mask)
+    loss.backward()
 
-    Every token that is sampled is 0 (`some_integers`), and so each completion ends at once: it
-    makes no difference to the memory of slots, and all prompts are read."""
-    prompts = [[2 + i % 8, 2 + i // 8] + [2] * (PROMPT - 2) for i in range(MANY)]
-    uniforms = torch.zeros(MANY, 1, LONGEST)
-    limits = {"cache_gb": run.config.cache_gb, "eos_ids": run.eos_ids, "pad_id": run.pad_id}
-    run.generate(run.old_policy, prompts, uniforms, **limits)
+
+def sample(sampler) -> None:
+    """As many completions at once as the caches have room for. Of their tokens all but the last few
+    are read as a prompt, which fills the caches at once. All that are sampled are 0: no end."""
+    config, new = sampler.config, 4
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    width = PROMPT + LONGEST
+    many = max(1, int(CACHE_GB * GB / (2 * numbers * width)))
+    prompts = [[2 + i % 8, 2 + i // 8] + [2] * (width - new - 2) for i in range(many)]
+    uniforms = torch.zeros(many, 1, new)
+    rollout.generate(sampler, prompts, uniforms, cache_gb=CACHE_GB, eos_ids=[1], pad_id=1)
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
 LESS = "--gradient-checkpointing"  # the flag that needs less memory
-HEAD = ["", "trained", "weights", "AdamW", "gradients"]
+HEAD = ["", "trained", "weights", "AdamW", "gradients", "loading", "refreshing"]
 HEAD += [f"sampling, {CACHE_GB} GB of KV cache", "updating", f"updating, `{LESS}`"]
 HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card in CARDS]]
 
@@ -194,13 +171,13 @@ def memory_table(names: list[str]) -> str:
     """Return Markdown rows in GB, and whether a card has room, with which flag."""
     lines = [HEAD, ["---"] * len(HEAD)]
     for name in names:
-        for trained, flags in (("all", []), ("LoRA", ["--lora-rank", str(LORA_RANK)])):
-            memory = count_memory(SHAPES[name], *LIMITS, *flags)
-            less = count_memory(SHAPES[name], *LIMITS, *flags, LESS)
-            numbers = [memory.weights, memory.moments, memory.gradients, memory.sampling]
+        for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
+            memory = count_deep(SHAPES[name], rank)
+            less = count_memory(SHAPES[name], rank, checkpointing=True)
+            numbers = [memory.weights, memory.moments, memory.gradients, memory.loading]
+            numbers += [memory.refreshing, memory.sampling, memory.updating, less.updating]
             # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
-            reference, critic = 2 * memory.parameters, 16 * memory.parameters
-            numbers += [memory.updating, less.updating, reference, critic]
+            numbers += [2 * memory.parameters, 16 * memory.parameters]
             cells = [f"{number / GB:.1f}" for number in numbers]
             for card in CARDS:
                 ways = ((memory, "yes"), (less, f"with `{LESS}`"))

@@ -45,7 +45,11 @@ PEERS = {  # contestant -> its name in the table
     "trl-defaults": "TRL, its defaults",
     "trl-wide": "TRL, its band and mean",
 }
-PHASES = ("seconds_sample", "seconds_score", "seconds_freeze")  # the rest of a step is the updates
+PHASES = (
+    "seconds_sample",
+    "seconds_score",
+    "seconds_constants",
+)  # the rest of a step is the updates
 LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
@@ -214,7 +218,7 @@ class Watch(transformers.TrainerCallback):
         # the time before the updates without sampling and rewards: mostly old log-probs
         seconds = self.seconds
         rest = seconds.pop("prepare") - seconds["seconds_sample"] - seconds["seconds_score"]
-        row = {"step": number, **seconds, "seconds_freeze": rest}
+        row = {"step": number, **seconds, "seconds_constants": rest}
         size = self.settings["group_size"]
         groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
         row["reward"] = statistics.fmean(self.rewards)
@@ -285,7 +289,7 @@ def table(turns: list[dict]) -> str:
         "seconds a step": lambda r: mean(r, "seconds"),
         "– sampling": lambda r: mean(r, "seconds_sample"),
         "– rewards": lambda r: mean(r, "seconds_score"),
-        "– old log-probs": lambda r: mean(r, "seconds_freeze"),
+        "– old log-probs": lambda r: mean(r, "seconds_constants"),
         "– updates, and the rest": lambda r: mean(r, "seconds_update"),
         f"seconds to reward {LEVEL}": lambda r: reached(r).get("elapsed"),
         f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),

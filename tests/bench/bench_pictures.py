@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,8 +36,8 @@ import long  # noqa: E402
 import rollout  # noqa: E402
 import train  # noqa: E402
 from support import tasks  # noqa: E402
-from support.extras.report import Plot, Story, points_of, read_story  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.report import Story, points_of, read_story  # noqa: E402
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion. One of 8 operations has 50
@@ -106,6 +107,52 @@ def box(look: str, x: float, y: float, width: float, height: float, rx: int = 5)
     return tag("rect", class_=look, x=float(x), y=float(y), **size)
 
 
+class Plot(NamedTuple):
+    """A chart's axes, and the way from values to places."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+    left: float = 50.0
+    right: float = 300.0
+    top: float = 6.0
+    bottom: float = 130.0
+
+    def x(self, value: float) -> float:
+        first, last = self.x_range
+        return self.left + (value - first) / (last - first) * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        """Return the place of a value. Values beyond the axis lie on its ends."""
+        low, high = self.y_range
+        share = min(max((value - low) / (high - low), 0), 1)
+        return self.bottom - share * (self.bottom - self.top)
+
+    def line(self, points: list[tuple[float, float]], look: str) -> str:
+        places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
+        return f'<path class="{look}" d="M{"L".join(places)}"/>'
+
+    def dots(self, points: list[tuple[float, float]], look: str, form=",.3g", radius=2.5):
+        """Draw dots that show their numbers under the mouse."""
+        for x, y in points:
+            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
+            note = f"<title>step {x:g}: {y:{form}}</title>"
+            yield f'<circle class="{look}" {place}>{note}</circle>'
+
+    def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
+        """Draw lines across, each with its label."""
+        for value, label in labels.items():
+            y = self.y(value)
+            yield f'<path class="axis" d="M{self.left} {y:.1f}H{self.right}"/>'
+            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+
+    def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
+        """Write the numbers of the steps below, after the axis's name."""
+        y = self.bottom + 15
+        yield f'<text x="{self.left - 6}" y="{y}" text-anchor="end">{name}</text>'
+        for value in values:
+            yield f'<text x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>'
+
+
 def band(plot: Plot, low: float, high: float, look: str) -> str:
     """Return a strip between two values."""
     top, bottom = plot.y(high), plot.y(low)
@@ -154,38 +201,38 @@ def short_run() -> Iterator[train.Run]:
         mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
         tempfile.TemporaryDirectory() as folder,
     ):
-        run = train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
-        with run.lock:
-            yield run
+        yield train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
 
 
-def sampled(run: train.Run, step: int) -> train.Batch:
-    """Return the batch of a step before its updates."""
-    batch = train.sample(run, step)
-    train.score(run, batch)
-    train.freeze(run, batch)
-    train.compare(run, batch)
-    return batch
+def sampled(run: train.Run, step: int) -> tuple[train.Batch, list[train.Update], train.Fixed]:
+    """Return a step before its updates."""
+    batch = train.collect(run, step)
+    advantages, returns = train.compute_advantages(run.algorithm, run.config, batch)
+    updates = train.plan(run, batch, train.has_advantage(advantages, batch.mask))
+    constants = train.compute_constants(run, batch, updates)
+    fixed = train.Fixed(batch.mask, advantages, returns, **constants._asdict())
+    return batch, updates, fixed
 
 
-def train_and_compare(run: train.Run, step: int) -> list[Completion]:
-    """Return the completions of a step, scored before its updates and after them."""
-    batch = sampled(run, step)
+def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.Step]:
+    """Return the completions of a step, scored before its updates and after them, and the step."""
+    batch, updates, fixed = sampled(run, step)
     before = score(run, batch.rollout)
-    train.improve(run, batch)
+    result = train.improve(run, step, updates, fixed)
     log_ratios = score(run, batch.rollout) - before
     found = []
     for i, length in enumerate(batch.rollout.lengths.tolist()):
         ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found
+    return found, train.Step(batch, updates, fixed, result)
 
 
 @torch.no_grad()
 def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
     """Return log-probs (N, T) under the present policy."""
-    return rollout.completion_logprobs(run.policy, samples, run.config.temperature)[0]
+    policy = run.models.policy.module
+    return rollout.completion_logprobs(policy, samples, run.config.temperature)[0]
 
 
 # ---- curve.svg and real.svg ----------------------------------------------------------------------
@@ -397,7 +444,8 @@ def main() -> None:
         with short_run() as run:
             for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
                 next(run.prompts)
-            found = [one for step in range(STEPS) for one in train_and_compare(run, step + 1)]
+            steps = [train_and_compare(run, step + 1)[0] for step in range(STEPS)]
+            found = [one for step in steps for one in step]
         # the completion with the most ratios that differ visibly from 1, and all fit on the axis
         some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
         varied = max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))

@@ -1,11 +1,11 @@
-"""Speed of sampling and of log-probs: plain (rollout.py), fast (support/extras), transformers.
+"""Speed of sampling and of log-probs: rollout.py with each layout, and transformers.
 
     python tests/bench/bench_rollout.py                           # 3 M parameters: minutes
     python tests/bench/bench_rollout.py --model qwen3-0.6b --rows 64 256 --longest 1024    # a GPU
 
 The same model, prompts and long-tailed lengths for all. Contestants take turns, and the ratios are
-medians over the turns. Samples of random weights share no prefix. The last table is of samples of
-the built-in policy, which do."""
+medians over the turns. Completions of random weights share their prompt alone. The last table is of
+completions of the built-in policy, which share more."""
 
 import argparse
 import statistics
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import bench_memory  # noqa: E402
 import rollout as R  # noqa: E402
 from support import tasks  # noqa: E402
-from support.extras import fast_sampling, fast_scoring  # noqa: E402
 
 GROUP, PROMPT, SCORED_PROMPT = 8, 24, 200
 TURNS = 5
@@ -73,13 +72,10 @@ class Lengths(StoppingCriteria):
 
     def __init__(self, lengths, prompt=0):
         self.lengths, self.prompt = lengths, prompt
-        self.width = int(lengths.max())
 
     def __call__(self, tokens, scores=None, **options):
         tokens = tokens[:, self.prompt :]
-        count = (tokens < 2**31 - 1).sum(1)  # of fast sampling's: larger numbers are no tokens
-        first = tokens.gather(1, (tokens.shape[1] - count)[:, None])[:, 0]
-        return count >= self.lengths[first % len(self.lengths)]
+        return tokens.shape[1] >= self.lengths[tokens[:, 0] % len(self.lengths)]
 
 
 def sampling(model, rows, longest):
@@ -89,10 +85,10 @@ def sampling(model, rows, longest):
     uniforms = torch.rand(rows // GROUP, GROUP, longest, generator=draw)
     ids, sampled = prompts.to(model.device), {}
 
-    def ours(name, generate):
+    def ours():
         stops = Lengths(lengths)
-        out = generate(model, prompts.tolist(), uniforms, eos_ids=[], pad_id=0, stops=stops)
-        sampled[name] = int(out.lengths.sum())
+        out = R.generate(model, prompts.tolist(), uniforms, eos_ids=[], pad_id=0, stops=stops)
+        sampled["ours"] = int(out.lengths.sum())
 
     def theirs():
         out = model.generate(
@@ -108,14 +104,9 @@ def sampling(model, rows, longest):
         )
         sampled["generate"] = int(lengths[out[:, PROMPT] % len(lengths)].sum())
 
-    contestants = {
-        "plain": lambda: ours("plain", R.generate),
-        "fast": lambda: ours("fast", fast_sampling.generate),
-        "generate": theirs,
-    }
-    times = in_turns(model.device, contestants)
-    speeds = [f"{sampled[name] / statistics.median(times[name]):.0f}" for name in contestants]
-    show(rows, *speeds, ratio(times, "plain", "generate"), ratio(times, "fast", "plain"))
+    times = in_turns(model.device, {"ours": ours, "generate": theirs})
+    speeds = [f"{sampled[name] / statistics.median(times[name]):.0f}" for name in times]
+    show(rows, *speeds, ratio(times, "ours", "generate"))
 
 
 def padded(model, out):
@@ -138,10 +129,10 @@ def random_rollout(model, rows, longest):
     return R.Rollout.of(prompts, tokens, torch.zeros(rows, longest), lengths, lengths > 0, 0)
 
 
-def score(model, way, out, parts):
-    """Forward and backward of some parts of a rollout."""
-    for part in parts:
-        logprobs, entropy = way(out[part])
+def score(model, out, tokens, shares):
+    """Forward and backward of a rollout, as trees or rows."""
+    for part in R.micro_batches(out, tokens, shares):
+        logprobs, entropy = R.completion_logprobs(model, part.completions, 1.0, part.trees)
         (logprobs.sum() + entropy.sum()).backward()
     model.zero_grad()
 
@@ -151,23 +142,25 @@ def scoring(model, rows, longest):
     out = random_rollout(model, rows, longest).to(model.device)
     tokens = 2 * (SCORED_PROMPT + longest) * GROUP
 
-    def ours(way):
-        parts = way.micro_batches(out, tokens)
-        score(model, lambda part: way.completion_logprobs(model, part, 1.0), out, parts)
-
     def theirs():
-        by_length = out.lengths.argsort(descending=True).split(16)
-        score(model, lambda part: padded(model, part), out, by_length)
+        for part in out.lengths.argsort(descending=True).split(16):
+            logprobs, entropy = padded(model, out[part])
+            (logprobs.sum() + entropy.sum()).backward()
+        model.zero_grad()
 
-    contestants = {"fast": lambda: ours(fast_scoring), "plain": lambda: ours(R), "padded": theirs}
+    contestants = {
+        "trees": lambda: score(model, out, tokens, True),
+        "rows": lambda: score(model, out, tokens, False),
+        "padded": theirs,
+    }
     times = in_turns(model.device, contestants)
     useful = [f"{1e6 * statistics.median(t) / out.lengths.sum():.0f}" for t in times.values()]
-    show(rows, *useful, ratio(times, "fast", "plain"), ratio(times, "fast", "padded"))
+    show(rows, *useful, ratio(times, "trees", "rows"), ratio(times, "rows", "padded"))
 
 
 def sharing():
-    """32 groups of 8 completions of the built-in policy, and a pass with gradients over a quarter:
-    shared prefixes go through the model once, or once per completion."""
+    """32 groups of 8 completions of the built-in policy, and a pass with gradients over 64: shared
+    prefixes go through the model once, or once per completion."""
     task = tasks.TASKS["arithmetic"]
     source = str(tasks.built_in_policy(task, "tiny"))
     model, tokenizer = R.load_model(source, "cpu"), R.inspect_model(source)[0]
@@ -177,19 +170,15 @@ def sharing():
     ends = R.end_and_pad_ids(model, tokenizer)
     out = R.generate(model, prompts, uniforms, **ends)
 
-    def scored(way):
-        parts = [torch.arange(64)]
-        score(model, lambda part: way.completion_logprobs(model, part, 1.0), out, parts)
-
-    sampled = {
-        "plain": lambda: R.generate(model, prompts, uniforms, **ends),
-        "fast": lambda: fast_sampling.generate(model, prompts, uniforms, **ends),
+    quarter = out[list(range(64))]
+    layouts = {
+        "trees": lambda: score(model, quarter, 2**14, True),
+        "rows": lambda: score(model, quarter, 2**14, False),
     }
-    passes = {"plain": lambda: scored(R), "fast": lambda: scored(fast_scoring)}
-    ratios = [ratio(in_turns(model.device, each), "fast", "plain") for each in (sampled, passes)]
+    times = in_turns(model.device, layouts)
     texts = zip(out.sequences(), out.prompt_lengths.tolist())
     prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
-    show(int(out.lengths.sum()), len(prefixes), *ratios)
+    show(int(out.lengths.sum()), len(prefixes), ratio(times, "trees", "rows"))
 
 
 def main():
@@ -205,15 +194,13 @@ def main():
     model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[flags.model])).eval()
     if flags.model != "3m":
         model.to("cuda", torch.bfloat16)
-    ratios = ("plain / `generate`", "fast / plain")
-    head("sampled", "plain, tokens/s", "fast", "`generate`", *ratios)
+    head("sampled", "ours, tokens/s", "`generate`", "ours / `generate`")
     for rows in flags.rows:
         sampling(model, rows, flags.longest)
-    head("scored", "fast, µs a token", "plain", "padded", "fast / plain", "fast / padded")
+    head("scored", "trees, µs a token", "rows", "padded", "trees / rows", "rows / padded")
     scoring(model, 64, flags.longest // 2)
     if model.device.type == "cpu":
-        shared = "fast log-probs / plain, forward and backward of 64"
-        head("tokens", "distinct prefixes", "fast sampling / plain", shared)
+        head("tokens", "distinct prefixes", "trees / rows, forward and backward of 64")
         sharing()
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from bench_memory import GB, LIMITS, ROOT, SHAPES, count_memory, measure
+from bench_memory import GB, ROOT, SHAPES, count_deep, measure
 
 
 def gpu_tests() -> str:
@@ -40,10 +40,10 @@ def training() -> str:
     """Return the seconds of the phases of the second step, and its memory beside the counted."""
     lines = ["| trained | seconds by phase | tokens/s | measured, GB | counted, GB |"]
     lines.append("|---" * 5 + "|")
-    for trained, extra in (("all", []), ("LoRA", ["--lora-rank", "16"])):
-        row = measure("0.6B", "--device", "cuda", *extra)
+    for trained, rank in (("all", 0), ("LoRA", 16)):
+        row = measure("0.6B", "--device", "cuda", "--lora-rank", str(rank))
         phases = [f"{key[8:]} {row[key]:.2f}" for key in row if key.startswith("seconds_")]
-        counted = count_memory(SHAPES["0.6B"], *extra, *LIMITS).peak / GB
+        counted = count_deep(SHAPES["0.6B"], rank).peak / GB
         cells = [trained, ", ".join(phases), f"{row['tokens_per_second']:.0f}"]
         lines.append(f"| {' | '.join(cells)} | {row['memory_gb']:.2f} | {counted:.2f} |")
     return "\n".join(lines)

@@ -4,13 +4,17 @@
     VERL/bin/python tests/bench/peer_defects.py verl                    # 0.9
     BOOK/bin/python tests/bench/peer_defects.py book rlhf-book/code POLICY
     MLX/bin/python tests/bench/peer_defects.py mlx                      # 5.10.2, mlx[cpu], torch
+    ANY/bin/python tests/bench/peer_defects.py areal                    # 1.0.4, --no-deps, torch
+    ANY/bin/python tests/bench/peer_defects.py skyrl                    # 0.3.0, --no-deps, torch
 
 POLICY is a folder of the built-in policy, a checkpoint of `python train.py --algo gspo`. Nothing is
 asserted: versions change, and a line that no longer shows a defect is good news. Seeds are fixed.
 Each takes less than a minute on a CPU. If a project intends it, the docstring quotes it."""
 
+import ast
 import contextlib
 import importlib
+import importlib.util
 import io
 import json
 import sys
@@ -200,6 +204,54 @@ def mlx_ratio() -> None:
     )
 
 
+# ---- AReaL and SkyRL -----------------------------------------------------------------------------
+
+
+def functions_of(package: str, file: str, *names: str) -> dict:
+    """Return functions of an installed package, without its imports, which need a cluster."""
+    path = Path(importlib.util.find_spec(package).origin).parent / file
+    found = {
+        node.name: node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name in names
+    }
+    scope = {"torch": torch}
+    for name in names:
+        found[name].decorator_list = []
+        exec("from __future__ import annotations\n" + ast.unparse(found[name]), scope)
+    return scope
+
+
+def areal_mean() -> None:
+    """GSPO's ratio with a mean over tokens: the longer completion counts by its length."""
+    needed = ("_compute_sequence_level_ratio_and_advantages", "ppo_actor_loss_fn")
+    loss = functions_of("areal", "utils/functional/functional.py", *needed)["ppo_actor_loss_fn"]
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    old = torch.zeros(2, 3)
+    value, _ = loss(
+        logprobs, old, old, torch.ones(2, 3), 3e-4, mask, importance_sampling_level="sequence"
+    )
+    value.backward()
+    shares = (logprobs.grad / logprobs.grad.sum()).sum(1)
+    print(
+        "AReaL, sequence ratio, completions of 1 and 3 tokens with A = 1: "
+        f"{shares[0]:.0%} and {shares[1]:.0%} of the gradient, GSPO's are 50% each"
+    )
+
+
+def skyrl_returns() -> None:
+    """REINFORCE++: the return begins anew at tokens of a tool. A reward at the end does not reach
+    the tokens before the tool's answer."""
+    name = "compute_reinforce_plus_plus_outcome_advantage"
+    scope = functions_of("skyrl", "backends/skyrl_train/utils/ppo_utils.py", name)
+    scope["masked_whiten"] = lambda values, mask: values
+    mask = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
+    _, returns = scope[name](rewards, mask, gamma=1.0)
+    print(f"SkyRL, two tokens, a tool's answer, one token, reward 1: returns {returns[0].tolist()}")
+
+
 # ---- the RLHF book's code ------------------------------------------------------------------------
 
 
@@ -253,6 +305,8 @@ def main() -> None:
         "trl": (trl_level, trl_positions, trl_sequence_weight),
         "verl": (verl_dual_clip, verl_geo_mean),
         "mlx": (mlx_ratio,),
+        "areal": (areal_mean,),
+        "skyrl": (skyrl_returns,),
         "book": (book_kl, book_dead_groups, book_temperature),
     }
     for show in shown[peer]:

@@ -1,0 +1,100 @@
+"""Make a command line of a dataclass. Its fields are the flags, with their range and help.
+
+A wrong value is one sentence that names the flag, before anything else loads."""
+
+import argparse
+import dataclasses
+import math
+import re
+import typing
+
+from support.user import UserError, dashed, did_you_mean, need
+
+RULES = ("heading", "low", "above", "high", "choices", "needs")
+
+
+def flag(default, help: str, **rules):
+    """Return a dataclass field that is a flag. A default of None means: something else decides.
+
+    heading starts a section of --help. low and high are bounds that are allowed, above is one that
+    is not. choices are the values. needs names a flag without which this one does nothing."""
+    assert set(rules) <= set(RULES)
+    metadata = dict.fromkeys(RULES) | rules | {"help": help}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose error is one sentence, without the usage."""
+
+    def error(self, message):
+        raise UserError(message.removeprefix("argument "))
+
+
+def parse(kind: type, description: str, arguments: list[str], *, defaults=None, elsewhere=None):
+    """Return an instance of a dataclass from a command line. defaults {name: value} replace its
+    own. elsewhere {flag of another project: ours} is for hints."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=description, formatter_class=form, allow_abbrev=False)
+    parser._negative_number_matcher = re.compile("-[0-9.]")  # --reward -1*math is a value
+    fields = dataclasses.fields(kind)
+    group = parser
+    for field in fields:
+        if field.metadata["heading"]:
+            group = parser.add_argument_group(field.metadata["heading"])
+        options = {"help": field.metadata["help"], "default": argparse.SUPPRESS}
+        if field.default is not None:
+            options["help"] += f"; default {field.default}"
+        value_type = kinds_of(field)[0]
+        if value_type is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif value_type == list[str]:
+            options |= {"action": "append", "metavar": "STR"}
+        else:
+            options |= {"type": value_type, "metavar": value_type.__name__.upper()}
+        if field.metadata["choices"]:
+            options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
+        group.add_argument(dashed(field.name), **options)
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        wrong = [word for word in unknown if word.startswith("--")] or unknown
+        name = wrong[0].partition("=")[0].replace("_", "-")
+        hint = did_you_mean(name, [dashed(field.name) for field in fields])
+        if name in (elsewhere or {}):
+            hint = f"; for {name} use {elsewhere[name]}"
+        raise UserError(f"{', '.join(wrong)}: there is no such flag{hint}")
+    flags = kind(**(defaults or {}) | vars(found))
+    for field in fields:
+        check(field, getattr(flags, field.name))
+    return flags
+
+
+def kinds_of(field: dataclasses.Field) -> tuple[type, ...]:
+    """Return the types of a field: (float, NoneType) for `float | None`."""
+    return typing.get_args(field.type) or (field.type,)
+
+
+def check(field: dataclasses.Field, value) -> None:
+    """Raise UserError for a wrong value, which may also come from the config.json of a run."""
+    wrong, rules = f"{dashed(field.name)} {value}", field.metadata
+    kinds = [typing.get_origin(kind) or kind for kind in kinds_of(field)]
+    is_kind = type(value) in kinds or (float in kinds and type(value) is int)
+    need(is_kind, f"{wrong}: expected {kinds[0].__name__}")
+    if value is None:
+        return
+    if isinstance(value, list):
+        texts = all(isinstance(each, str) and each for each in value)
+        need(texts, f"{dashed(field.name)}: expected a text that is not empty")
+    if isinstance(value, str):
+        is_utf_8 = value == value.encode(errors="replace").decode()
+        need(is_utf_8, f"{dashed(field.name)} {value!a}: expected UTF-8")
+    if isinstance(value, float):
+        need(math.isfinite(value), f"{wrong}: expected a finite number")
+    if rules["choices"]:
+        known = ", ".join(rules["choices"]) + did_you_mean(value, rules["choices"])
+        need(value in rules["choices"], f"{wrong}: expected one of {known}")
+    if rules["low"] is not None:
+        need(value >= rules["low"], f"{wrong}: expected at least {rules['low']}")
+    if rules["above"] is not None:
+        need(value > rules["above"], f"{wrong}: expected a number above {rules['above']}")
+    if rules["high"] is not None:
+        need(value <= rules["high"], f"{wrong}: expected at most {rules['high']}")

@@ -1,0 +1,99 @@
+"""Sentences about problems and their usual remedies: of a step for the console, of a run for its
+page. docs/metrics.md has the numbers."""
+
+import math
+from statistics import fmean, variance
+
+RECENT = 10  # the sentences about a run are about so many steps
+MANY = 1 / 3  # of a step's completions that are truncated
+RATES = "the usual cause. Below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
+
+
+def of_truncation(share: float) -> str:
+    return f"{share:.0%} of completions are truncated: raise --max-new-tokens"
+
+
+def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str, str]:
+    """Return kind -> sentence about a step, from its row of metrics.jsonl. The console shows each
+    kind once. For `quiet_steps` steps no completion had an advantage."""
+    found = {}
+    if row["truncated"] > MANY:
+        found["truncated"] = of_truncation(row["truncated"])
+    drawn = round(row["prompts_drawn"])
+    kept = round(drawn * (1 - row["dead"]))
+    if config.dynamic_sampling and kept < config.prompts_per_step:
+        groups = f"{kept} of {drawn} groups have different rewards"
+        found["refills"] = f"--dynamic-sampling: {groups}, expected {config.prompts_per_step}"
+    if faults:
+        found["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
+    if quiet_steps == 10:
+        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
+        if row["truncated"] == 1:
+            why = "all completions are truncated (--max-new-tokens)"
+        found["quiet"] = f"10 steps taught nothing: {why}"
+    return found
+
+
+def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
+    """Return sentences about the last steps, a problem and its remedy."""
+    if not rows:
+        return ["no step is done yet"]
+    recent = rows[-RECENT:]
+    now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
+    found = []
+    dead, right = now["dead"], now.get("dead_right", 0.0)
+    if right > 0.9:
+        found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
+    elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
+        found.append(f"{dead:.0%} of groups are dead: take easier prompts or a larger --group-size")
+    if now["verifier_faults"] > 0:
+        found.append("a verifier fails, and its reward is 0: the console has the error")
+    if now["truncated"] > MANY:
+        found.append(of_truncation(now["truncated"]))
+    if rows[-1]["step"] < flags["warmup_steps"]:
+        found.append("the learning rate still warms up (--warmup-steps): wait")
+
+    completions = flags["prompts_per_step"] * flags["group_size"]
+    updates = completions // flags["completions_per_update"] * flags["epochs"]
+    clipped = now.get("clip_fraction")
+    if updates == 1:
+        found.append("one update a step: every ratio is 1. Lower --completions-per-update")
+    elif flags["clip_low"] is not None and clipped is not None:
+        if clipped == 0:
+            found.append("nothing is clipped: the policy hardly moves. Raise --lr")
+        if clipped > 0.95 * (1 - 1 / updates):  # the first update clips nothing
+            found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
+    if now["bad_updates"] > 0:
+        found.append("updates were skipped because of NaN or inf: lower --lr")
+    if now.get("entropy", 1.0) < 0.01 and now.get("solved", 0.0) < 0.9:
+        found.append("exploration ended, the entropy is near 0: lower --lr or use --entropy-coef")
+    return found + of_reward(rows, now, flags) + of_format(rows, before)
+
+
+def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
+    """Say that the reward fell, or that it never rose."""
+    rewards = [row["reward"] for row in rows]
+    levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
+    best, last = max(levels), fmean(rewards[-RECENT:])
+    if last < (best + min(levels[0], 0.0)) / 2:
+        return [f"the reward fell from {best:.2f} to {last:.2f}: lower --lr or the updates a step"]
+    size = min(RECENT, len(rewards) // 2)
+    if size < 5 or now.get("solved", 0.0) > 0.9:
+        return []
+    early, late = rewards[:size], rewards[-size:]
+    noise = math.sqrt((variance(early) + variance(late)) / size)  # standard error of the rise
+    first, last = fmean(early), fmean(late)
+    if last - first > 2 * noise:
+        return []
+    change = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
+    return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is {RATES}"]
+
+
+def of_format(rows: list[dict], before: dict | None) -> list[str]:
+    """Say how much of a rise of eval_solved since `before`, the first evaluation, is format."""
+    strict, lenient = "eval_solved", "eval_solved_lenient"
+    gaps = [row[lenient] - row[strict] for row in [before or {}, *rows] if lenient in row]
+    if not gaps or gaps[0] - gaps[-1] <= 0.1:
+        return []
+    change = f"{lenient} - {strict} went from {gaps[0]:.0%} to {gaps[-1]:.0%}"
+    return [f"a rise of {strict} alone is format, not ability: {change}"]

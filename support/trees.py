@@ -1,0 +1,146 @@
+"""Texts with equal beginnings as trees, so that a forward pass reads these once.
+
+A tree is a row of the forward pass, where a node, a token, sees its ancestors. Nodes are numbered
+in the order of the sorted texts: the descendants of node j are j + 1 up to end[j] - 1, and i sees j
+where j <= i < end[j]. Below are the completions "c d x" and "c e y" of prompt "a b". Their last
+tokens are predicted, not read.
+
+    node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
+    token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
+    position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1, once
+    end       5  5  5  4  5
+"""
+
+import bisect
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
+
+
+class Trees(NamedTuple):
+    """The trees of a micro-batch, R rows of U nodes. Equal tokens after equal texts are predicted
+    once."""
+
+    ids: Tensor  # (R, U) tokens
+    positions: Tensor  # (R, U) depth in the tree
+    end: Tensor  # (R, U) the node of the row after the last descendant
+    before: Tensor  # (predictions,) the node that predicts, of all R * U
+    targets: Tensor  # (predictions,) the token
+    index: Tensor  # (tokens,) of the prediction, for each token that is scored
+
+    def visible(self, window: int | None = None) -> Tensor:
+        """Return (R, U, U) whether node i sees node j, within a sliding window of positions."""
+        node = torch.arange(self.ids.shape[1], device=self.ids.device)
+        sees = (node[:, None] >= node) & (node[:, None] < self.end[:, None, :])
+        if window is not None:
+            distance = self.positions[:, :, None] - self.positions[:, None, :]
+            sees &= distance < window
+        return sees
+
+
+class Tree(NamedTuple):
+    """The nodes of a row."""
+
+    ids: list[int]
+    positions: list[int]
+    end: list[int]
+    paths: dict[int, list[int]]  # number of a text -> its nodes
+
+
+class Text(NamedTuple):
+    number: int
+    ids: list[int]
+    shared: int  # tokens at the beginning that the text before has, too
+
+
+def in_order(texts: list[list[int]]) -> list[Text]:
+    """Return the texts sorted, so that those with equal beginnings are neighbours. Without their
+    last tokens, which are not read."""
+    texts = [text[:-1] for text in texts]
+    found, before = [], []
+    for number in sorted(range(len(texts)), key=texts.__getitem__):
+        ids = texts[number]
+        differ = (n for n, (one, other) in enumerate(zip(before, ids)) if one != other)
+        shared = next(differ, min(len(before), len(ids)))
+        found.append(Text(number, ids, shared))
+        before = ids
+    return found
+
+
+def grow_evenly(texts: list[list[int]], tokens: int) -> tuple[list[Tree], int]:
+    """Return trees in as few rows as possible, and the smallest width for that: padding is
+    computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a text has
+    more than so many tokens."""
+    texts = in_order(texts)
+    longest = max(len(text.ids) for text in texts)
+    widest = min(max(NODES_OF_A_ROW, 2 * longest), tokens)
+    widths = range(multiple_of_8(longest), widest + 1, 8)
+    if not widths:
+        return [], 0
+    fewest = rows_needed(texts, widths[-1])
+    # the narrower, the more rows. bisect wants numbers that rise
+    first = bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(texts, width))
+    width = widths[first]
+    return grow(texts, width), width
+
+
+def rows_needed(texts: list[Text], width: int) -> int:
+    rows, size = 0, width  # full: the first text begins a row
+    for _, ids, shared in texts:
+        size += len(ids) - shared
+        if size > width:
+            rows, size = rows + 1, len(ids)
+    return rows
+
+
+def multiple_of_8(number: int) -> int:
+    return 8 * math.ceil(number / 8)
+
+
+def grow(texts: list[Text], width: int) -> list[Tree]:
+    """Return the trees of sorted texts, each of at most so many nodes, or of one text."""
+    trees, path = [], []
+    for number, text, shared in texts:
+        if not trees or len(trees[-1].ids) + len(text) - shared > width:
+            trees.append(Tree([], [], [], {}))
+            shared = 0
+        ids, positions, end, paths = trees[-1]
+        new = range(len(ids), len(ids) + len(text) - shared)
+        ids += text[shared:]
+        positions += range(shared, len(text))
+        end += new
+        paths[number] = path = path[:shared] + list(new)
+        for node in path:
+            end[node] = new.stop
+    return trees
+
+
+def join(trees: list[Tree], text: Tensor, position: Tensor, targets: Tensor) -> Trees:
+    """Return trees as tensors. A target (tokens,) is scored after the token at its position
+    (tokens,) in its text (tokens,): texts count in the order of their numbers."""
+    width = multiple_of_8(max(len(tree.ids) for tree in trees))
+    rows, paths = [], {}
+    for row, tree in enumerate(trees):
+        padding = range(len(tree.ids), width)
+        # a node on padding sees itself: a softmax over nothing would be NaN
+        ends = [*tree.end, *(node + 1 for node in padding)]
+        zeros = [0] * len(padding)
+        rows.append((tree.ids + zeros, tree.positions + zeros, ends))
+        for number, path in tree.paths.items():
+            paths[number] = [row * width + node for node in path]
+    device = targets.device
+    ids, positions, end = torch.tensor(rows, device=device).unbind(1)
+    paths = [paths[number] for number in sorted(paths)]
+    nodes = torch.tensor([node for path in paths for node in path], device=device)
+    sizes = torch.tensor([len(path) for path in paths], device=device)
+    begins = sizes.cumsum(0) - sizes  # of each text's path in nodes
+    node_before = nodes[begins[text] + position]
+
+    # pairs of a node and the token after it: each is predicted once
+    vocabulary = int(targets.max()) + 1 if len(targets) else 1
+    pairs, index = (node_before * vocabulary + targets).unique(return_inverse=True)
+    return Trees(ids, positions, end, pairs // vocabulary, pairs % vocabulary, index)

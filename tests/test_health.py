@@ -1,0 +1,81 @@
+"""Sentences name the problems of a step and of a run, and nothing that is healthy."""
+
+from types import SimpleNamespace
+
+from support.health import health, warnings
+from test_report import FLAGS, step_row
+
+# (a row, flags, a word of the only sentence, or "" if all is healthy)
+STEPS = [
+    ({"dead": 0.97, "dead_right": 0.95}, {}, "harder prompts"),
+    ({"dead": 1.0, "dead_right": 0.0}, {}, "easier prompts"),
+    ({"dead": 1.0, "dead_right": 0.0}, {"teacher": "models/large"}, ""),  # it needs no rewards
+    ({"truncated": 0.4}, {}, "--max-new-tokens"),
+    ({"verifier_faults": 3}, {}, "verifier fails"),
+    ({}, {"completions_per_update": 256}, "one update a step"),
+    ({"clip_fraction": 0.0}, {}, "nothing is clipped"),
+    ({"clip_fraction": 0.0}, {"clip_low": None}, ""),
+    ({"clip_fraction": 0.74}, {}, "almost everything is clipped"),
+    ({"clip_fraction": 0.2}, {"completions_per_update": 256, "epochs": 2}, ""),
+    ({}, {"warmup_steps": 2}, "warms up"),
+    ({"bad_updates": 1}, {}, "NaN or inf"),
+    ({"entropy": 0.001}, {}, "exploration ended"),
+    ({"entropy": 0.001, "solved": 0.97}, {}, ""),  # all is solved: it may be sure
+]
+
+
+def test_health_names_what_is_wrong_and_that_alone():
+    for row, flags, word in STEPS:
+        found = health([step_row(1, **row)], FLAGS | flags)
+        assert len(found) == bool(word) and all(word in sentence for sentence in found), row
+    unjudged = step_row(1)  # no verifier says which completions are right
+    del unjudged["solved"], unjudged["dead_right"]
+    assert health([unjudged], FLAGS) == []
+
+
+def run_of(rewards, **more) -> list[dict]:
+    return [step_row(step, reward=reward, **more) for step, reward in enumerate(rewards, 1)]
+
+
+def test_health_sees_a_collapse_and_no_slow_beginning():
+    rows = run_of([0.1] * 10 + [0.8] * 20 + [0.3] * 10)
+    [sentence] = health(rows, FLAGS)
+    assert "fell from 0.80 to 0.30" in sentence
+    assert health(rows[:30], FLAGS) == []
+
+
+def test_a_reward_that_does_not_rise_names_the_learning_rate():
+    """A rise by less than two standard errors is none: noise of 0.1 a step, ten steps, 0.045 twice.
+    Few steps say nothing, and a task that is solved cannot rise."""
+    noise = [0.1, -0.1] * 5
+    flat = [0.3 + each for each in noise] * 2
+    [sentence] = health(run_of(flat), FLAGS | {"lr": 1e-6})
+    assert "0.30 in the first 10 steps, 0.30 in the last 10" in sentence
+    assert "--lr 1e-06 is the usual cause" in sentence
+    for rise, sentences in ((0.08, 1), (0.1, 0)):
+        rows = run_of(flat[:10] + [each + rise for each in flat[10:]])
+        assert len(health(rows, FLAGS)) == sentences
+    assert health(run_of(flat[:9]), FLAGS) == []
+    assert health(run_of(flat, solved=0.95), FLAGS) == []
+
+
+def test_health_tells_format_from_ability():
+    """Before training eval_solved is 3% and eval_solved_lenient 40%. Not every step has them."""
+    before = {"step": 0, "eval_solved": 0.03, "eval_solved_lenient": 0.40}
+    for lenient, sentences in ((0.55, 1), (0.80, 0)):  # the second time both rise
+        last = step_row(2, eval_solved=0.50, eval_solved_lenient=lenient)
+        found = health([step_row(1), last], FLAGS, before)
+        assert len(found) == sentences
+        assert all("not ability" in each and "from 37% to 5%" in each for each in found)
+
+
+def test_the_console_warns_of_a_step():
+    """Two of 8 groups are kept where 4 are asked for. More than a third is many."""
+    row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0}
+    config = SimpleNamespace(dynamic_sampling=True, prompts_per_step=4)
+    found = warnings(row, config, ["KeyError: 'a'"], quiet_steps=10)
+    assert found["truncated"] == "40% of completions are truncated: raise --max-new-tokens"
+    assert "2 of 8 groups have different rewards, expected 4" in found["refills"]
+    assert found["fault"].endswith("KeyError: 'a'") and "all rewards are equal" in found["quiet"]
+    config.prompts_per_step = 2
+    assert warnings(row | {"truncated": 0.3}, config, [], quiet_steps=11) == {}

@@ -1,0 +1,120 @@
+"""Models: their heads, their copies, and the memory that copies take while they are made."""
+
+import copy
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+from bench_architectures import build
+from bench_memory import SHAPES
+from counting import Counting
+from support.models import body_of, default_dtype, frozen_copy, load_model, logits_of, refresh
+
+SCALES = {
+    "cohere": dict(logit_scale=0.25),
+    "falcon_h1": dict(lm_head_multiplier=0.25),
+    "granite": dict(logits_scaling=8.0),
+    "gemma2": dict(final_logit_softcapping=2.0),
+    "phi": {},  # its head has a bias
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_the_head_scales_and_caps_as_the_model_does(kind):
+    """In float32, of a copy in bf16 under autocast, too."""
+    model = build(kind, **SCALES[kind])
+    ids, seen = torch.arange(5, 12)[None], []
+    hook = body_of(model).register_forward_hook(lambda *given: seen.append(given[2][0][0]))
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[0]
+        hook.remove()
+        torch.testing.assert_close(logits_of(model, seen[0]), expected)
+        rounded = frozen_copy(frozen_copy(model, torch.bfloat16), torch.float32)
+        hidden = seen[0].to(torch.bfloat16)
+        expected = logits_of(rounded, hidden.float())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(logits_of(frozen_copy(model, torch.bfloat16), hidden), expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "zamba", "glm4_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_has_the_bits_and_ties_of_a_cast_model(kind, dtype):
+    """And stays in its place when it is refreshed."""
+    model = build(kind, tie_word_embeddings=True)
+    expected = copy.deepcopy(model)
+    for parameter in expected.parameters():
+        parameter.data = parameter.data.to(dtype)
+    made = frozen_copy(model, dtype)
+    assert made.get_output_embeddings().weight is made.get_input_embeddings().weight
+    assert not any(parameter.requires_grad for parameter in made.parameters())
+    places = {parameter.data_ptr() for parameter in model.parameters()}
+    assert not places & {parameter.data_ptr() for parameter in made.parameters()}
+    for own in ("named_parameters", "named_buffers"):
+        pairs = zip(getattr(made, own)(), getattr(expected, own)(), strict=True)
+        for (name, value), (its_name, its_value) in pairs:
+            assert name == its_name and torch.equal(value, its_value), name
+            assert value.dtype == its_value.dtype, name
+    places = [parameter.data_ptr() for parameter in made.parameters()]
+    for parameter in model.parameters():
+        parameter.data += 1
+    refresh(made, model)
+    assert places == [parameter.data_ptr() for parameter in made.parameters()]
+    for copied, parameter in zip(made.parameters(), model.parameters(), strict=True):
+        assert torch.equal(copied, parameter.to(dtype))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_no_float32_copy_is_ever_made():
+    """Peaks, in bytes a parameter: 4 for the policy, 2 for a copy in bf16. Adapters free a layer in
+    float32 before they cast the next, and a refresh merges one at a time."""
+    from support.extras.lora import add_adapters
+
+    config = transformers.Qwen3Config(**SHAPES["tiny"] | {"num_hidden_layers": 12})
+    lora = SimpleNamespace(seed=0, lora_rank=1, lora_alpha=2.0)
+    with Counting() as counting:
+        policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        count, copies = policy.num_parameters(), []
+        peak = counting.peak_of(lambda: copies.append(frozen_copy(policy, torch.bfloat16)))
+        assert peak == pytest.approx(6 * count, rel=0.01)
+        assert counting.peak_of(lambda: refresh(copies[0], policy)) == pytest.approx(peak, rel=0.01)
+        peak = counting.peak_of(lambda: add_adapters(policy, lora, torch.bfloat16))
+        assert peak < 6.3 * count and counting.bytes_now < 4.6 * count
+        before = counting.bytes_now
+        assert counting.peak_of(lambda: refresh(copies[0], policy)) - before < 0.5 * count
+
+
+def test_a_teacher_is_loaded_in_its_final_dtype(models):
+    """But for buffers: in bf16 rotary frequencies would blur positions."""
+    teacher = load_model(str(models / "tiny"), "cpu", torch.bfloat16)
+    exact = load_model(str(models / "tiny"), "cpu")
+    assert {parameter.dtype for parameter in teacher.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
+    assert torch.equal(teacher.model.rotary_emb.inv_freq, exact.model.rotary_emb.inv_freq)
+    assert not teacher.training
+
+
+def test_a_gpu_is_hidden_from_these_tests():
+    """From all but those of `-k on_a_gpu`, so that the suite passes on any machine."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
+
+
+def test_attention_is_never_that_of_cudnn():
+    """It has given NaN gradients and wrong results (support/models.py)."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("native, expected", [(True, "bfloat16"), (False, "float32")])
+def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, monkeypatch, capsys):
+    """torch says that a T4 supports it, because it emulates it."""
+
+    def supported(including_emulation=True):
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    assert default_dtype("cuda") == expected and default_dtype("cpu") == "float32"
+    assert ("Tesla T4" in capsys.readouterr().out) == (not native)
