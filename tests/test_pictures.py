@@ -64,27 +64,28 @@ def test_curve_begins_before_training_and_is_the_mean_of_seeds():
 
 
 def test_rates_picture_has_the_mean_of_seeds_its_interval_and_the_start():
-    """Two seeds end at 0.5 and 0.6: mean 0.55, standard error 0.05, and t is 12.7. So the shaded
-    area, 1.3 wide, leaves the axis above and below."""
+    """Two seeds end at 0.5 and 0.502: mean 0.501, standard error 0.001, and t is 12.7."""
     runs = [
         {"row": row, "lr": lr, "seed": seed, "tokens": tokens, "more": ""}
         | {"solved": {"0": 0.4, "12": end - 0.1, "16": end + 0.1}}
         for row in pictures.RATES_ROWS
         for lr in (1e-4, 4e-4)
-        for seed, end in enumerate((0.5, 0.6))
+        for seed, end in enumerate((0.5, 0.502))
         for tokens in (80, 170)
     ]
     half_a_block = {"row": "gspo", "lr": 1e-4, "seed": 2, "tokens": 80, "more": ""}
     root = drawn(pictures.rates_picture([*runs, half_a_block]))
     plot = Plot((0, 1), (0, 1), left=58, right=356, top=66, bottom=306)
     curves = of_class(root, "curve") + of_class(root, "edge")
-    assert len(curves) == 5
-    for curve, area in zip(curves, of_class(root, "area"), strict=True):
-        assert_near(places(curve), [(58, plot.y(0.55)), (356, plot.y(0.55))])
-        assert_near([y for _, y in places(area)], [306, 306, 66, 66])
+    assert len(curves) == 5 and len(of_class(root, "thin")) == 10
+    for curve in curves:
+        assert_near([y for _, y in places(curve)], [plot.y(0.501)] * 2)
+    for bar in of_class(root, "thin"):
+        ends = [plot.y(0.501 - 0.012706), plot.y(0.501 + 0.012706)]
+        assert_near([y for _, y in places(bar)], ends)
     assert_near(places(of_class(root, "null")[0]), [(58, plot.y(0.4)), (356, plot.y(0.4))])
     told = root.find(f"{SVG}desc").text
-    assert "2 seeds, learning rates 0.0001 to 0.0004: gspo from 55% to 55%" in told
+    assert "2 seeds, learning rates 0.0001 to 0.0004: gspo from 50% to 50%" in told
 
 
 def test_labels_of_close_lines_are_moved_apart():

@@ -295,7 +295,7 @@ def rates_picture(rows: list[dict]) -> str:
     runs = long.runs_of(rows, tokens=80, more="")
     runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
     rates = [*runs["gspo"]]
-    plot = Plot((math.log(rates[0]), math.log(rates[-1])), (0, 1), 58, 356, 66, 306)
+    plot = Plot((math.log(rates[0]) - 0.1, math.log(rates[-1]) + 0.1), (0, 1), 58, 356, 66, 306)
     drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
     for lr in rates:
         drawn.append(words(plot.x(math.log(lr)), 322, long.short(lr), anchor="middle"))
@@ -305,14 +305,15 @@ def rates_picture(rows: list[dict]) -> str:
     drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
     lines, told = {}, []
     for color, (row, by_rate) in enumerate(runs.items()):
-        low, middle, high = [], [], []
+        aside = (color - 2) * 0.04  # bars of several rows stand side by side
+        points = []
         for lr, there in by_rate.items():
             mean, half = long.interval([long.outcome(run) / 100 for run in there.values()])
-            for curve, value in ((low, mean - half), (middle, mean), (high, mean + half)):
-                curve.append((math.log(lr), value))
-        drawn.append(plot.line(low + high[::-1], f"area color{color}"))
-        lines[row] = middle
-        told.append(f"{row} from {middle[0][1]:.0%} to {middle[-1][1]:.0%}")
+            points.append((math.log(lr) + aside, mean))
+            bar = [(points[-1][0], mean - half), (points[-1][0], mean + half)]
+            drawn.append(plot.line(bar, f"thin color{color}"))
+        lines[row] = points
+        told.append(f"{row} from {points[0][1]:.0%} to {points[-1][1]:.0%}")
     names = apart([plot.y(middle[-1][1]) + 5 for middle in lines.values()], gap=18)
     for color, (row, middle) in enumerate(lines.items()):
         look, mark = RATES_ROWS[row]
@@ -322,7 +323,7 @@ def rates_picture(rows: list[dict]) -> str:
     about = f"16 updates a rollout, answers of 80 tokens, {len(seeds)} seeds"
     drawn.append(words(16, 48, about, "dim"))
     drawn.append(words(356, 342, "learning rate", "dim", "end"))
-    drawn.append(words(16, 342, "shaded: 95% interval of the mean", "dim"))
+    drawn.append(words(16, 342, "bars: 95% interval of the mean", "dim"))
     described = f"{about}, learning rates {rates[0]:g} to {rates[-1]:g}: {'; '.join(told)}."
     return svg("Held-out problems solved, by learning rate", described, 356, drawn)
 
