@@ -131,8 +131,10 @@ class Chosen:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.right -= self.exercises(report)
-            for name in self.exercises(report):  # of the first failure: expected and found values
-                self.reasons.setdefault(name, report.longrepr.reprcrash.message)
+            lines = report.longrepr.reprcrash.message.splitlines()
+            values = [line for line in lines if line.startswith(("Expected", "Greatest absolute"))]
+            for name in self.exercises(report):
+                self.reasons.setdefault(name, (values or lines)[0])
 
 
 def run_tests(tests: dict[str, tuple[str, ...]], *words: str) -> Chosen:
@@ -169,7 +171,7 @@ def check_bugs() -> bool:
         message = inspect.getdoc(getattr(bugs, name))
         print(f"{name}: right" if name in found.right else f"{name}: not yet. {message}")
         if name in found.reasons:
-            print(found.reasons[name])
+            print("   ", found.reasons[name])
     return found.right == tests.keys()
 
 
