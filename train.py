@@ -695,8 +695,8 @@ def measure(run: Run, done: Step) -> dict:
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
     row["truncated"] = rollouts.truncated.float().mean()
-    size = advantages.abs()
-    row["advantage_abs"] = size.mean() if size.dim() == 1 else size[mask].mean()
+    magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
+    row["advantage_abs"] = magnitude.mean()
     for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
         row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
@@ -881,9 +881,20 @@ def start(config: Config, ranks: Ranks) -> Run:
     size += ", scored with shared prefixes" if models.share_prefixes else ", scored a text a row"
     say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
     return Run(
-        config, algorithm, ranks, tokenizer, reward, prompts, held_out, generate, endings, models,
-        optimizer, progress, console.Log(config.device),
-    )  # fmt: skip
+        config=config,
+        algorithm=algorithm,
+        ranks=ranks,
+        tokenizer=tokenizer,
+        reward=reward,
+        prompts=prompts,
+        held_out=held_out,
+        generate=generate,
+        endings=endings,
+        models=models,
+        optimizer=optimizer,
+        progress=progress,
+        log=console.Log(config.device),
+    )
 
 
 def make_models(
@@ -895,7 +906,7 @@ def make_models(
     share_prefixes = rollout.check_scorer(policy, prompts, pad_id)
     if config.device == "cuda" and config.dtype == "bfloat16":
         # the float32 head would take most of the time. TF32 moves log s by 5e-5, a bf16 body by
-        # 2.5e-3. The check has compared in float32
+        # 2.5e-3 (on a CPU, random weights, docs/metrics.md). The check has compared in float32
         torch.set_float32_matmul_precision("high")
 
     score = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
@@ -940,12 +951,19 @@ def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 
-def open_output(run: Run) -> Output:
-    """Evaluate the policy, then make the run's folder: a run that fails before writes nothing."""
-    config, progress, answers = run.config, run.progress, []
-    if progress.step == 0:  # a resumed run has it in its checkpoint
-        progress.before, answers = evaluate(run, pass_k=config.eval_samples)
+def evaluate_before(run: Run) -> list[dict]:
+    """Evaluate the policy before its first step, and return some answers. A resumed run has this
+    evaluation in its checkpoint."""
+    progress, answers = run.progress, []
+    if progress.step == 0:
+        progress.before, answers = evaluate(run, pass_k=run.config.eval_samples)
     say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
+    return answers
+
+
+def open_output(run: Run, answers: list[dict]) -> Output:
+    """Make the run's folder, with the answers before the first step."""
+    config, progress = run.config, run.progress
     folder, lock, tracker = None, None, None
     if run.ranks.first:
         folder, lock = folders.claim(config, progress.step, progress.before)
@@ -990,7 +1008,8 @@ def main(arguments: list[str] | None = None) -> int:
             if config.model in BUILT_IN:  # more threads only wait for each other at this size
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = start(config, ranks)
-            train(run, open_output(run))
+            answers = evaluate_before(run)  # a run that fails here writes nothing
+            train(run, open_output(run, answers))
         return 0
     except BaseException as error:
         return fail(error, ranks, config)

@@ -108,7 +108,7 @@ class Log:
     def __init__(self, device: str):
         self.device = torch.get_device_module(device)
         self.seconds, self.warned = collections.Counter(), set()
-        self.began = self.begun = time.perf_counter()  # the run, the step
+        self.run_start = self.step_start = time.perf_counter()
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -120,15 +120,15 @@ class Log:
 
     def elapsed(self) -> float:
         """Return the seconds since the run began."""
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.run_start
 
     def start_step(self) -> None:
         self.seconds.clear()
-        self.begun = time.perf_counter()
+        self.step_start = time.perf_counter()
 
     def end_step(self) -> dict[str, float]:
         """Return the seconds of the phases and of the step."""
-        return self.seconds | {"seconds_step": time.perf_counter() - self.begun}
+        return self.seconds | {"seconds_step": time.perf_counter() - self.step_start}
 
     def warn(self, kind: str, message: str) -> None:
         """Print a warning of this kind once a run."""
