@@ -52,11 +52,14 @@ from support.console import percent, say
 from support.data import printable
 from support.models import (
     checkpoint_layers,
+    context_of,
     critic_of,
+    end_and_pad_ids,
     find_model,
     free_memory,
     frozen_copy,
     has_experts,
+    load_model,
     refresh,
 )
 from support.process import StopSignal, fail
@@ -853,14 +856,11 @@ def start(config: Config, ranks: Ranks) -> Run:
 
     # tokens
     source, tokenizer, model_config = find_model(config, ranks)
-    stops = rollout.StopTexts(tokenizer, config.stop) if config.stop else None
+    stops = data.StopTexts(tokenizer, config.stop) if config.stop else None
     if config.tool:
         generate = Turns(generate, tool, tokenizer)
-    vocabulary, context = (
-        model_config.get_text_config().vocab_size,
-        rollout.context_of(model_config),
-    )
-    form = data.PromptFormat(tokenizer, config, vocabulary, context)
+    vocabulary = model_config.get_text_config().vocab_size
+    form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
     held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
     prompts = form.training_prompts(config, rows)
     prompts = itertools.islice(prompts, progress.prompts_drawn, None)
@@ -870,8 +870,8 @@ def start(config: Config, ranks: Ranks) -> Run:
 
     # weights. Those of a checkpoint have the adapters merged: these need the ones before training
     weights = source if config.lora_rank or not saved else str(saved)
-    policy = rollout.load_model(weights, config.device)
-    endings = {**rollout.end_and_pad_ids(policy, tokenizer), "stops": stops}
+    policy = load_model(weights, config.device)
+    endings = {**end_and_pad_ids(policy, tokenizer), "stops": stops}
     models = make_models(config, algorithm, policy, endings["pad_id"], held_out[0][data.IDS])
     optimizer = make_optimizer(config, models)
     if saved:
@@ -908,7 +908,7 @@ def make_models(
     if config.kl_coef:
         ref_policy = score(frozen_copy(policy, dtype))
     if config.teacher:
-        teacher = score(rollout.load_model(config.teacher, config.device, dtype))
+        teacher = score(load_model(config.teacher, config.device, dtype))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
     contexts = []
     if has_experts(policy.config) and config.old_logprobs == "trainer":

@@ -2,7 +2,8 @@
 
     python docs/exercises.py bugs     # which of these are right?
 
-Mend a loss here, in the folder of the exercises. `gspo.py` has the originals.
+Mend a loss here, in the folder of the exercises. The `gspo.py` that you copied from has the
+originals.
 """
 
 import torch

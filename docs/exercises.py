@@ -1,11 +1,11 @@
 """Write GSPO yourself: five functions, six bugs, and tests that say when yours is right.
 
+    python docs/exercises.py weights               # print the batch that the lesson works by hand
     python docs/exercises.py ../gspo-exercises     # copy the project, with five functions empty
     cd ../gspo-exercises
     python docs/exercises.py                       # list the exercises
     python docs/exercises.py gspo_loss             # run the tests of one
     python docs/exercises.py bugs                  # test the six losses of docs/bugs.py
-    python docs/exercises.py weights               # print the batch that the lesson works by hand
 
 Each function keeps its signature and its docstring, which has the formula. Write the body. The
 solution is the file that you copied from.
@@ -114,10 +114,11 @@ def make_copy(folder: Path) -> None:
 
 
 class Chosen:
-    """A pytest plugin that keeps the tests of some exercises, and notes which are right."""
+    """A pytest plugin that keeps the tests of some exercises. It notes which are right, and why the
+    others are not."""
 
     def __init__(self, tests: dict[str, tuple[str, ...]]):
-        self.tests, self.right = tests, set()
+        self.tests, self.right, self.reasons = tests, set(), {}
 
     def exercises(self, test) -> set[str]:
         """Return those with this test, whose name begins as theirs. Its id begins with tests/."""
@@ -130,22 +131,26 @@ class Chosen:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.right -= self.exercises(report)
+            lines = report.longrepr.reprcrash.message.splitlines()
+            values = [line for line in lines if line.startswith(("Expected", "Greatest absolute"))]
+            for name in self.exercises(report):
+                self.reasons.setdefault(name, (values or lines)[0])
 
 
-def right_ones(tests: dict[str, tuple[str, ...]], *words: str) -> set[str]:
-    """Run the tests of exercises, and return the names of those that passed all of theirs."""
+def run_tests(tests: dict[str, tuple[str, ...]], *words: str) -> Chosen:
+    """Run the tests of exercises, and return the plugin with its notes."""
     import pytest
 
     chosen = Chosen(tests)
     files = {ROOT / "tests" / test.partition("::")[0] for own in tests.values() for test in own}
     pytest.main(["-q", "--no-header", f"--rootdir={ROOT}", *words, *map(str, files)], [chosen])
-    return chosen.right
+    return chosen
 
 
 def check(names: list[str]) -> bool:
     """Test exercises: up to the first failure, if it is one exercise."""
     most = f"--maxfail={1 if len(names) == 1 else 0}"
-    right = right_ones({name: EXERCISES[name][1] for name in names}, "--tb=short", most)
+    right = run_tests({name: EXERCISES[name][1] for name in names}, "--tb=short", most).right
     for name in names:
         print(f"{name}: right" if name in right else f"{name}: not yet. Hint: {EXERCISES[name][2]}")
     return right == set(names)
@@ -161,11 +166,13 @@ def check_bugs() -> bool:
         setattr(gspo, f"{name}_loss", function)
         in_parts = "test_gspo.py::test_micro_batches_add_up_to_the_batch"
         tests[f"{name}_loss"] = (f"{LOSS}[{name}{case}]", f"{in_parts}[{name}{case}]")
-    right = right_ones(tests, "--tb=no")
+    found = run_tests(tests, "--tb=no")
     for name in tests:
         message = inspect.getdoc(getattr(bugs, name))
-        print(f"{name}: right" if name in right else f"{name}: not yet. {message}")
-    return right == tests.keys()
+        print(f"{name}: right" if name in found.right else f"{name}: not yet. {message}")
+        if name in found.reasons:
+            print("   ", found.reasons[name])
+    return found.right == tests.keys()
 
 
 def main(arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside the policy's own files, and the run's progress."""
+"""The checkpoint of a run: its state beside the policy's own files, and its progress."""
 
 import dataclasses
 import json

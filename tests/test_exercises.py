@@ -29,6 +29,7 @@ def test_empty_functions_and_bugs_fail_and_the_originals_are_right(tmp_path):
             process.join()
         for name in (*exercises.EXERCISES, *(f"{name}_loss" for name in exercises.BUGS)):
             assert f"\n{name}: {verdict}" in out.read_text(), out.read_text()
+        assert (out.read_text().count("    Expected ") >= 4) == (verdict == "not yet")
         for file in {file for file, _, _ in exercises.EXERCISES.values()}:
             (copy / file).write_text((ROOT / file).read_text())  # the solution
         (copy / "docs/bugs.py").write_text("from gspo import *\n")

@@ -116,13 +116,14 @@ def test_pairs_of_runs_are_those_of_the_long_answers():
 def test_objectives_are_those_of_algos():
     """A row per algorithm: its function, its mean, and its numbers as the signatures have them."""
     text = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
-    rows = re.findall(r"(?m)^\| `([\w+-]+)` \| .* \| `(\w+)` \| (\w+) \| (.*) \| (.*) \|$", text)
+    rows = re.findall(r"(?m)^\| `([\w+-]+)` \| .* \| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", text)
     assert [name for name, *_ in rows] == list(gspo.ALGOS)
-    for name, function, unit, numbers, paper in rows:
+    for name, function, mean, numbers, paper in rows:
         loss = gspo.ALGOS[name].loss
         defaults = inspect.signature(loss).parameters.values()
         own = [f"{each.name} {each.default:g}" for each in defaults if type(each.default) is float]
-        assert (function, unit) == (loss.__name__, gspo.ALGOS[name].unit + "s"), name
+        unit = "token" if mean == "all tokens" else "completion"
+        assert (function, unit) == (loss.__name__, gspo.ALGOS[name].unit), name
         assert numbers == (", ".join(own) or "–"), name
         assert re.search(r"\]\(https://|Williams 1992", paper), name
 

@@ -86,14 +86,14 @@ def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_
     """Nothing but zeros would come. This one works until weights are there."""
     late = "import os\n\n\ndef late(completion, answer):\n    return float(os.environ['LATE'])\n"
     Path("late.py").write_text(late)
-    load_model = rollout.load_model
+    load_model = train.load_model
 
     def spoil(*args, **kwargs):
         monkeypatch.delenv("LATE")
         return load_model(*args, **kwargs)
 
     monkeypatch.setenv("LATE", "1")
-    monkeypatch.setattr(rollout, "load_model", spoil)
+    monkeypatch.setattr(train, "load_model", spoil)
     sentence = refused(tmp_path / "runs", f"{BASE} --reward late.py:late")
     assert "every completion" in sentence and re.search("late.*KeyError", sentence)
     assert not (tmp_path / "runs").exists()

@@ -7,7 +7,7 @@
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
 the built-in policy and of a pretrained model. A curve is the mean of runs. rates.svg needs the rows
-that long.py writes. loop.svg has no numbers and is edited by hand.
+that long.py writes. clip.svg and weights.svg are edited by hand.
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
