@@ -343,31 +343,35 @@ def numbers(runs: Runs) -> str:
     return markdown(*lines)
 
 
+def compared(gaps: dict[int, float]) -> list[str]:
+    """Return the mean of differences by seed, its 95% interval, and how many are above 0."""
+    mean, half = interval([*gaps.values()])
+    above = sum(gap > 0 for gap in gaps.values())
+    bounds = f"{mean - half:+.2f} to {mean + half:+.2f}"
+    return [f"{mean:+.2f}", bounds, f"{above} of {len(gaps)}"]
+
+
+def by_warm_start(gaps: dict[int, float]) -> str:
+    """Return the mean difference of each warm start."""
+    found: dict[int, list[float]] = {}
+    for seed, gap in gaps.items():
+        found.setdefault(seed % WARM_STARTS, []).append(gap)
+    return ", ".join(f"{statistics.fmean(found[warm]):+.1f}" for warm in sorted(found))
+
+
 def comparisons(runs: Runs) -> str:
     """Compare rows, paired by seed, with p of each and p corrected for the three."""
-    lines = [["", "", "difference", "95% interval", "pairs above", "p", "p, Holm", "warm starts"]]
+    head = ["", "", "difference", "95% interval", "pairs above", "p", "p, Holm", "by warm start"]
+    lines = [head]
     for name, by_row in primary(runs).items():
-        gaps = []
+        every = []
         for one, other in COMPARISONS:
-            gaps.append({seed: by_row[one][seed] - by_row[other][seed] for seed in by_row[one]})
-        ps = [permutation_p([*each.values()]) for each in gaps]
-        for (one, other), gap, p, corrected in zip(COMPARISONS, gaps, ps, holm(ps)):
-            mean, half = interval([*gap.values()])
-            line = [
-                name,
-                f"{one} − {other}",
-                f"{mean:+.2f}",
-                f"{mean - half:+.2f} to {mean + half:+.2f}",
-            ]
-            line.append(f"{sum(each > 0 for each in gap.values())} of {len(gap)}")
-            line += [f"{p:.3f}", f"{corrected:.3f}"]
-            warm = [
-                [x for seed, x in gap.items() if seed % WARM_STARTS == k]
-                for k in range(WARM_STARTS)
-            ]
-            lines.append(
-                [*line, ", ".join(f"{statistics.fmean(some):+.1f}" for some in warm if some)]
-            )
+            theirs = by_row[other]
+            every.append({seed: mine - theirs[seed] for seed, mine in by_row[one].items()})
+        ps = [permutation_p([*gaps.values()]) for gaps in every]
+        for (one, other), gaps, p, corrected in zip(COMPARISONS, every, ps, holm(ps)):
+            line = [name, f"{one} − {other}", *compared(gaps), f"{p:.3f}", f"{corrected:.3f}"]
+            lines.append([*line, by_warm_start(gaps)])
     return markdown(*lines)
 
 
@@ -381,10 +385,8 @@ def by_rate_comparisons(runs: Runs) -> str:
             mine, theirs = runs[one][lr], runs[other][lr]
             gaps = [outcome(mine[seed]) - outcome(theirs[seed]) for seed in mine]
             mean, half = interval(gaps)
-            above = sum(gap > 0 for gap in gaps)
-            line.append(
-                f"{mean:+.0f} ± {half:.0f}, {above} of {len(gaps)}, {permutation_p(gaps):.3f}"
-            )
+            above, p = sum(gap > 0 for gap in gaps), permutation_p(gaps)
+            line.append(f"{mean:+.0f} ± {half:.0f}, {above} of {len(gaps)}, {p:.3f}")
         lines.append(line)
     return markdown(*lines)
 
