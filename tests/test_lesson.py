@@ -96,21 +96,34 @@ def test_clip_fraction_is_that_of_the_default_run():
     assert first == pytest.approx(0.5, abs=0.05) and last == pytest.approx(0.2, abs=0.05)
 
 
-def test_pairs_of_runs_are_those_of_the_long_answers():
-    """gspo with 3e-3, and luspo, minus gspo at the same settings and seed."""
-    ends = {}
-    for line in (ROOT / "docs/runs/long/rows.jsonl").read_text().splitlines():
+RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
+RATE_ROWS = {
+    "gspo": "gspo, ε 3e-4, 4e-4",
+    "gspo, 3e-3": "gspo, ε 3e-3",
+    "gspo, 0.2": "gspo, ε 0.2",
+    "luspo": "luspo",
+    "grpo": "grpo, no KL",
+}
+
+
+def test_accuracies_by_learning_rate_are_those_of_the_runs():
+    """README and section 11: the mean of steps 12 and 16 over the seeds that have every run, in
+    italics where it is below the mean start."""
+    ends, starts = {}, {}
+    for line in (ROOT / "docs/runs/rates/rows.jsonl").read_text().splitlines():
         run = json.loads(line)
-        if run.get("task", "chains") == "chains" and "16" in run["solved"]:
-            setting = tuple(run[key] for key in ("lr", "updates", "tokens", "more", "seed"))
-            ends[run["row"], setting] = 50 * (run["solved"]["12"] + run["solved"]["16"])
-    for row, above, points in (("gspo, 3e-3", 10, 9), ("luspo", 11, 14)):
-        gains = [end - ends["gspo", at] for (name, at), end in ends.items() if name == row]
-        assert (len(gains), sum(gain > 0 for gain in gains), round(fmean(gains))) == (
-            12,
-            above,
-            points,
-        )
+        if run["tokens"] == 80 and not run["more"] and run["row"] in RATE_ROWS:
+            outcome = 50 * (run["solved"]["12"] + run["solved"]["16"])
+            ends.setdefault(run["seed"], {})[run["row"], run["lr"]] = outcome
+            starts[run["seed"]] = 100 * run["solved"]["0"]
+    whole = [seed for seed in ends if len(ends[seed]) == len(RATE_ROWS) * len(RATES)]
+    assert len(whole) >= 5
+    start = fmean(starts[seed] for seed in whole)
+    for row, name in RATE_ROWS.items():
+        means = [fmean(ends[seed][row, lr] for seed in whole) for lr in RATES]
+        cells = [f"*{mean:.0f}*" if mean < start else f"{mean:.0f}" for mean in means]
+        for page in ("README.md", "docs/from-ppo-to-gspo.md"):
+            assert f"| {name} | {' | '.join(cells)} |" in (ROOT / page).read_text(), (page, row)
 
 
 def test_objectives_are_those_of_algos():
