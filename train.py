@@ -998,8 +998,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     transformers.utils.logging.disable_progress_bar()  # it would break our lines
-    # of torchrun, until the processes have joined: one of them prints an error
-    config, ranks = None, Ranks(int(os.environ.get("RANK", 0)))
+    config, ranks = None, Ranks()
     try:
         if arguments[:1] == ["--report"]:
             return report.main(arguments[1:])
