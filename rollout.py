@@ -412,26 +412,28 @@ def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatc
             parts.append([])
         parts[-1].append(row)
         computed += lengths[parts[-1][0]]
-    trees, width = grow_evenly(rollout.sequences(), tokens) if shares and parts else ([], 0)
-    nodes = len(trees) * width
-    is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
-    if not trees or nodes > WORTHWHILE * computed or not is_small:
-        return [micro_batch(rollout, part) for part in parts]
-    at_once = tokens // width
-    several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
-    return [
-        micro_batch(rollout, [row for tree in some for row in tree.paths], some) for some in several
-    ]
+    if shares and parts:
+        trees, width = grow_evenly(rollout.sequences(), tokens)
+        nodes = len(trees) * width
+        few, saved = nodes <= WORTHWHILE * computed, computed - nodes
+        if trees and few and nodes * width <= MASK_OF_A_TOKEN * saved:
+            at_once = tokens // width
+            several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
+            return [micro_batch_of_trees(rollout, some) for some in several]
+    return [micro_batch(rollout, part) for part in parts]
 
 
-def micro_batch(rollout: Rollout, rows: list[int], trees: list[Tree] | None = None) -> MicroBatch:
-    """Return some rows of a rollout, as trees if these are given."""
+def micro_batch(rollout: Rollout, rows: list[int]) -> MicroBatch:
     rows = torch.tensor(sorted(rows))
-    completions, joined = rollout.select(rows), None
-    if trees:
-        row, t = completions.completion_mask.nonzero(as_tuple=True)
-        before = completions.prompt_lengths[row] + t - 1
-        joined = join(trees, row, before, completions.completions[row, t])
+    return MicroBatch(rows, rollout.select(rows), None)
+
+
+def micro_batch_of_trees(rollout: Rollout, trees: list[Tree]) -> MicroBatch:
+    """Return the rows whose texts are in the trees."""
+    rows, completions, _ = micro_batch(rollout, [row for tree in trees for row in tree.paths])
+    row, t = completions.completion_mask.nonzero(as_tuple=True)
+    before = completions.prompt_lengths[row] + t - 1
+    joined = join(trees, row, before, completions.completions[row, t])
     return MicroBatch(rows, completions, joined)
 
 
@@ -497,7 +499,7 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
     if not shares_prefixes(model):
         return False
     trees = grow(in_order(samples.sequences()), width=samples.tokens.shape[1] + 8)  # some rows
-    part = micro_batch(samples, list(range(len(own))), trees)
+    part = micro_batch_of_trees(samples, trees)
     by_trees, _ = completion_logprobs(model, samples, 1.0, part.trees)
     return not differ(by_trees)
 
