@@ -173,8 +173,9 @@ def check_bugs() -> bool:
     for name in tests:
         message = inspect.getdoc(getattr(bugs, name))
         print(f"{name}: right" if name in found.right else f"{name}: not yet. {message}")
-        if name in found.reasons:
-            print("   ", found.reasons[name])
+        if reason := found.reasons.get(name):
+            where = "gradient" if reason.startswith("Greatest") else "loss"
+            print(f"    {where}: {reason}")
     return found.right == tests.keys()
 
 
