@@ -57,12 +57,13 @@ def last_box(text: str, default: str) -> str:
     """Return the content of the last balanced `\\boxed{}`, or `default` if there is none."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
     opened = []  # starts of open boxes, None for other braces
-    content = default
+    last = None
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
-            content = text[start : brace.start()]
+            last = start, brace.start()
+    content = text[slice(*last)] if last else default
     # a box that holds a box and anything else names several answers: such a content equals none
     while len(content) <= MAX_TEXT and (box := re.fullmatch(r"\s*\\boxed ?\{(.*)\}\s*", content)):
         content = box[1]
@@ -117,15 +118,12 @@ def counted_words(text: str) -> collections.Counter:
 
 
 DENIAL = re.compile(  # words behind an answer that take it back
-    r"""
-      \A \W*+ (?: (?: which | the | option | answer | choice ) \b \W*+ )*+
-      (?: is | was | be | can? | could | would | will | wo | does | should | must | may | looks )
-      (?: n['’]t | \b [^.;\n]{0,30} \b (?: not | never | no | false | excluded | eliminated
-        | rejected | ruled | impossible | unlikely | mistaken | wrong | incorrect ) ) \b
-    | \b (?: incorrect | wrong | invalid ) \b (?! [ ] (?! because | since | as\b | here ) \w )
-    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30}
-      \b (?: correct | right | true | answer | choice | option | valid ) \b
-    | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
+    r"""\A \W* (?: which \W+ )? (?: is | was | would | ca | can | could | wo | does )
+      (?: n['’]t | [ ] (?:\w+[ ])?? (?: not | never | false | incorrect | wrong
+        | ruled | eliminated ) ) \b
+    | \b (?: incorrect | wrong ) \b (?! [ ] (?! because | since | here ) \w )
+    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer
+        | choice ) \b | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
     re.VERBOSE | re.IGNORECASE,
 )
 CHOICE = re.compile(  # a letter behind nothing but some words
@@ -134,7 +132,7 @@ CHOICE = re.compile(  # a letter behind nothing but some words
     (?: (?i: the | final | correct | best | answer | option | choice | is
           | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
     (?P<letter> [A-Za-z] ) (?! [+#] ) (?: [^\w).:–—-] | _ )*+
-    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
+    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) .* )?
     [\W_]*+""",
     re.VERBOSE | re.DOTALL,
 )
@@ -156,9 +154,9 @@ def chosen_letter(text: str) -> str:
     found = CHOICE.fullmatch(text)
     if not found:
         return ""
-    letter, rest = found["letter"].upper(), found["rest"] or ""
-    named = {option.upper() for option in OPTION.findall(rest)}
-    if named - {letter} or DENIAL.search(rest) or DENIAL.search(text):
+    letter, behind = found["letter"].upper(), text[found.end("letter") :]
+    named = {option.upper() for option in OPTION.findall(behind)}
+    if named - {letter} or DENIAL.search(behind) or DENIAL.search(text):
         return ""
     return letter
 
@@ -262,7 +260,6 @@ SIGNS = table(r"""
     ←$,\$,€,£,¥,°,\degree,\(,\),\[,\],\!,\left,\right,\displaystyle,\big,\Big,\bigl,\bigr
 """)  # our sign, and others for it
 TEXT = r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*"
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\\[,;: ]|\\q?quad\b|~|\s+": " ",
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
@@ -271,9 +268,6 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
     r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
     r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so |about )[\s:]*": "",
-    r'(?i)"? ?\b(hundred|thousand|million|billion|dozen)\b ?"?': lambda word: (
-        f" *{SCALES[word[1].lower()]} "
-    ),
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
     r'"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
     r", ?,": ",",
@@ -325,10 +319,9 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 NO_UNIT = re.compile(  # words and digits that change a value, and a power of a unit does not
-    r"""(?<!\^)(?<!\^\()[0-9] | \b(?: hal(?:f|ves) | third | quarter | \w*illion | \w*illionth
-    | (?:fif|six|eigh|ten|hundred|thousand)th | squared | cubed | factorial | below | not? | is
-    | sqrt )s?\b""",
-    re.VERBOSE | re.IGNORECASE,
+    r"(?<!\^)(?<!\^\()[0-9]|hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
+    r"|thousand|illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
+    re.IGNORECASE,
 )
 
 
@@ -576,9 +569,7 @@ class Reward:
                 fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
                 value, parts = 0.0, []
             terms[name] = value
-            if not self.reads_steps:
-                parts = []
-            weighted = [(end, term.weight * part) for end, part in parts]
+            weighted = [(end, term.weight * part) for end, part in parts if self.reads_steps]
             steps += weighted
             rewarded[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
@@ -623,22 +614,21 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            named, said = list(term.signature.parameters), "expected def f(completion, answer)"
-            need("completions" not in named, f"--reward {name}: {said}: no lists, as TRL's")
+            named = list(term.signature.parameters)
+            said = f"--reward {name}{term.signature}: expected def f(completion, answer)"
             is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
-            need(not is_exchanged, f"--reward {name}: {said}: the completion first, found {named}")
+            need(not is_exchanged, f"{said}: the completion first")
             is_async = inspect.iscoroutinefunction(term.function)
-            need(not is_async, f"--reward {name}: {said}, found async def, which nothing awaits")
+            need(not is_async, f"{said}: found async def, which nothing awaits")
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:
                     values.append(term.call(completion, row))
                 except (Exception, SystemExit) as error:  # a user's function may do anything
                     errors.append(raised(error))
-            with expecting(f"--reward {name}{term.signature}"):
-                need(
-                    values, f"it raises {errors[:1]}; {said}, and fields by name: {', '.join(row)}"
-                )
+            fields = ", ".join(row)
+            need(values, f"{said}, and fields by name: {fields}; it raises {errors[:1]}")
+            with expecting(said):
                 list(map(outcome_and_steps, values))
 
 
@@ -669,27 +659,20 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             from support.extras import answers  # noqa: F401 - it registers its verifier
         elif place in ("code", "code_strict"):
             from support.extras import programs  # noqa: F401
-        names = f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
-        if ".py:" in place:
-            names = ""
+        names = "" if ".py:" in place else f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):
             need(name not in terms, "a name stands there twice")
-            function = function or find_verifier(place)
+            if ":" in place and not function:
+                function = function_of(place, "verifier")
+            function = function or VERIFIERS.get(place)
+            hint = did_you_mean(place, [*VERIFIERS, *EXTRAS])
+            need(function, f"rewards.py has no verifier {place!r}{hint}")
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
         if hasattr(function, "prepare"):
             function.prepare()
     return Reward(terms)
-
-
-def find_verifier(place: str) -> Callable:
-    """Return the function of `file.py:function`, or the verifier of ours with that name."""
-    if ":" in place:
-        return function_of(place, "verifier")
-    hint = did_you_mean(place, [*VERIFIERS, *EXTRAS])
-    need(place in VERIFIERS, f"rewards.py has no verifier {place!r}{hint}")
-    return VERIFIERS[place]
 
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
@@ -712,15 +695,12 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
 
     scores = reward.score([row["completion"] for row in rows], rows)
-    reward.note_shaping(scores)
-    _, correct = reward.verdicts(scores)
     mean = sum(score.reward for score in scores) / len(rows)
-    print(f"reward {mean:.4f} of {len(rows)} {max(score.fault for score in scores)}")
-    if correct:
-        print(f"accuracy {sum(correct) / len(rows):.4f}")
-        wrong = [n for n, right in enumerate(correct) if right < 1]
-        for n in wrong[:10]:
-            print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
+    print(f"reward {mean:.4f} of {len(rows)}; the first of less than 1:")
+    poor = [n for n, score in enumerate(scores) if score.reward < 1]
+    for n in poor[:10]:
+        answer, completion = rows[n]["answer"], rows[n]["completion"]
+        print(f"row {n + 1}: {answer!r:.80} from {completion[-160:]!r} {scores[n].fault}")
 
 
 if __name__ == "__main__":

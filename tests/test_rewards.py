@@ -72,7 +72,7 @@ LENIENT = r"""
     −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5 | the answer is - 5 => -5
     the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
     \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
-    so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
+    so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 years => 5
     so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42 | so:⏎- 5 => 5
     6 or \boxed{7} => 7
 """
@@ -161,8 +161,8 @@ EQUAL = r"""
     18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | $18$ => 18
     18 dollars => 18 | 540\,\text{m} => 540 | \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3
     .5 => 1/2 | \frac12 => 0.5 | 2½ => 2.5 | 2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25
-    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.5 million => 1500000
-    3 dozen => 36 | 1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
+    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\%
+    1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
     60\text{ mph} => 60 | the answer is 21 => 21 | \text{Total} = 21 => 21 | n = 21 => 21
     （２５） => 25 | Friday => friday | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
     \sqrt[3]{27} => 3 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
@@ -176,6 +176,7 @@ EQUAL = r"""
     \textbf{(A)} => A | \text{no solution} => No solution | x \ge 3 => x>=3 | 2516_8 => 2516_{8}
 """
 DIFFERENT = r"""
+    3 dozen => 3 | 5 hundred => 5 | 5 thousand => 5 | \sqrt[3]{8} => 2.1
     180 => 18 | -18 => 18 | 18 or 19 => 18 | 18, 19 => 18 | \pm 18 => 18 | 18 million => 18
     18k => 18 | 0.7% => 0.7 | 0.25 => 25 | 0.25% => 25 | 60\% => 6 | 1,08 => 108 | 0,05 => 0,5
     0.33 => 1/3 | 2\frac12 => 1 | 18^2 => 18 | 18x => 18 | x+18 => 18 | x => 18 | 18 is wrong => 18
@@ -593,7 +594,7 @@ def test_check_answer_leaves_a_users_function_alone(own):
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion): return 1": ["f(completion)", "def f(completion, answer)"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
-    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["no lists", "TRL"],
+    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["raises", "TypeError"],
     "def f(answer, completion): return completion == answer": ["f(completion, answer)", "first"],
     "def f(completion, answer): return '1.0'": ["'1.0'", "a text is no number"],
     "def f(completion, answer): return [(1, 0.5), (2, '1')]": ["a text is no number"],
@@ -737,7 +738,7 @@ def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     command = [sys.executable, ROOT / "rewards.py", path, "--reward", "math_symbolic"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "reward 0.7500 of 4" in done.stdout and "accuracy 0.7500" in done.stdout
+    assert "reward 0.7500 of 4" in done.stdout
     assert "row 3: '3' from '#### 2'" in done.stdout and "row 2" not in done.stdout
 
 
