@@ -192,42 +192,37 @@ DIFFERENT = r"""
     5j => 5 | 0x5 => 5 | 5, x => 5 | 5 if 1 else 6 => 5 | lambda: 5 => 5 | AB => BA | no => on
     C++ => C | A or B => A | (A)(B) => A
 """
-TABLES = {  # verifier: texts that it rewards, and texts that it does not
-    "math": (EXTRACTED, NOT_EXTRACTED),
-    "math_lenient": (LENIENT, NOT_LENIENT),
-    "countdown": (SOLUTIONS, NO_SOLUTIONS),
-    "choice": (CHOSEN, NOT_CHOSEN),
-    "exact": (EXACT + EXTRACTED, NOT_EXACT),
-    "format": (FORMED, NOT_FORMED),
-}
+TABLES = [  # verifiers, completion around a text, gold answer without an arrow, verdict, texts
+    ("math exact", "{}", "6", 1, EXTRACTED),
+    ("math", "{}", "6", 0, NOT_EXTRACTED),
+    ("exact", "{}", "6", 1, EXACT),
+    ("exact", "{}", "6", 0, NOT_EXACT),
+    ("math math_lenient", "so \\boxed{{}}", "", 1, EQUAL),
+    ("math math_lenient", "so \\boxed{{}}", "", 0, DIFFERENT),
+    ("math_lenient", "{}", "6", 1, LENIENT),
+    ("math_lenient", "{}", "6", 0, NOT_LENIENT),
+    ("math_lenient", "1 and 2.\n{}", "5", 1, NUMBERS),
+    ("math_lenient", "{}", "5", 1, NUMBERS),
+    ("math_lenient math", "{}", "5", 0, PARTS_OF_EXPRESSIONS),
+    ("math_lenient", "so {}.", "5", 0, PARTS_OF_EXPRESSIONS),
+    ("math", "{}", "5", 0, NUMBERS),  # nothing is marked
+    ("choice", "{}", "B", 1, CHOSEN),
+    ("choice", "{}", "B", 0, NOT_CHOSEN),
+    ("countdown", "{}", COUNTDOWN, 1, SOLUTIONS),
+    ("countdown", "<think>3+5</think>\\boxed{<answer>{}</answer>}", COUNTDOWN, 1, SOLUTIONS),
+    ("countdown", "{}", COUNTDOWN, 0, NO_SOLUTIONS),
+    ("format", "{}", None, 1, FORMED),
+    ("format", "{}", None, 0, NOT_FORMED),
+]
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_verifier_judges_as_written(name):
-    for rewarded, table in zip((1, 0), TABLES[name]):
-        for cell in cells(table):
-            completion, _, gold = cell.partition(" => ")
-            verdict = VERIFY[name](completion, gold or GOLD.get(name, "6"))
-            assert verdict == rewarded, cell
-
-
-@pytest.mark.parametrize("rewarded, table", [(1, EQUAL), (0, DIFFERENT)])
-def test_math_compares_answers(rewarded, table):
-    """Numbers, percent, units, algebra, points, intervals, sets, lists, matrices, text."""
+@pytest.mark.parametrize("names, around, usual_gold, verdict, table", TABLES)
+def test_verifier_judges_as_written(names, around, usual_gold, verdict, table):
     for cell in cells(table):
-        given, gold = cell.split(" => ")
-        assert VERIFY["math"](boxed(given), gold) == rewarded, cell
-        assert VERIFY["math_lenient"](boxed(given), gold) == rewarded, cell
-
-
-@pytest.mark.parametrize("rewarded, table", [(0, PARTS_OF_EXPRESSIONS), (1, NUMBERS)])
-def test_math_lenient_takes_a_number_that_stands_alone(rewarded, table):
-    """And none out of an expression."""
-    for text in cells(table):
-        around = f"so {text}." if not rewarded else f"1 and 2.\n{text}"
-        for completion in (text, around):
-            assert VERIFY["math_lenient"](completion, "5") == rewarded, completion
-            assert VERIFY["math"](completion, "5") == 0, completion
+        text, _, gold = cell.partition(" => ")
+        for name in names.split():
+            completion = around.replace("{}", text)
+            assert VERIFY[name](completion, gold or usual_gold) == verdict, (name, cell)
 
 
 def test_answers_of_any_length_have_no_effect_but_their_own():
@@ -240,18 +235,8 @@ def test_answers_of_any_length_have_no_effect_but_their_own():
         assert VERIFY["countdown"](text, COUNTDOWN) == 0
     assert rewards.final_answer(boxed("5" * 10_000), marked=True) == "5" * 10_000
     assert rewards.final_answer(boxed("5" * 10_001), marked=True) == ""
-
-
-def test_nothing_is_no_answer():
-    for name, gold in [("math", "6"), ("math_lenient", "6"), ("countdown", COUNTDOWN)]:
-        assert VERIFY[name]("", gold) == 0
+    assert VERIFY["math"]("", "6") == VERIFY["math_lenient"]("", "$") == 0
     assert VERIFY["exact"]("7", 7) == VERIFY["exact"]("0.5", 0.5) == 1
-
-
-@pytest.mark.parametrize("wrap", ["<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"])
-def test_countdown_reads_the_final_answer(wrap):
-    for text in cells(SOLUTIONS):
-        assert VERIFY["countdown"](wrap.format(text), COUNTDOWN) == 1, text
 
 
 ON_TARGET = "1/3*3 => 1 | 8/(3-8/3) => 24 | 8÷(3−8÷3) => 24 | 2-5=-3 => -3"
@@ -268,26 +253,8 @@ def test_countdown_is_exact(rewarded, table):
         assert VERIFY["countdown"](text, answer) == rewarded, cell
 
 
-MALFORMED = """
-    null | "" | 13 | [] | {} | {"numbers": [3, 5, 2]} | {"target": 13}
-    {"numbers": [], "target": 13} | {"numbers": null, "target": 13}
-    {"numbers": "352", "target": 13}
-    {"numbers": [3, 5, 2, true], "target": 13}
-    {"numbers": [3, "5", 2], "target": 13} | {"numbers": [3, 5, 2.5], "target": 13}
-    {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, 2], "target": null}
-    {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}
-"""
-
-
-def test_countdown_refuses_malformed_problems():
-    for answer in map(json.loads, cells(MALFORMED)):
-        with pytest.raises(UserError, match="countdown"):
-            rewards.parse_reward("countdown").check_answer(answer)
-
-
 OVERLAPS = {  # completion, gold answer -> F1
     ("The cat sat.", "a cat sat"): 1,
-    ("cat", "dog"): 0,
     ("", "dog"): 0,
     ("a b", "b c"): 2 / 3,  # the article goes: P = 1/1, R = 1/2
     ("red cat sat down", "red cat"): 2 / 3,  # P = 2/4, R = 2/2
@@ -403,17 +370,17 @@ def test_math_and_choice_are_fast_on_pieces_of_their_own_expressions(path):
 ROW = {"prompt": "1+5?", "answer": "6"}
 
 
+def noted(reward, scores):
+    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
+    reward.note_shaping(scores)
+    return reward.verdicts(scores)
+
+
 def scored(spec, *completions, **row):
     """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
     return scores, *noted(reward, scores)
-
-
-def noted(reward, scores):
-    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
-    reward.note_shaping(scores)
-    return reward.verdicts(scores)
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
@@ -423,8 +390,6 @@ def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
     assert good.terms == bad.terms | {"math": 1.0} == {"math": 1.0, "format": 1.0}
     assert (good.reward, bad.reward) == (pytest.approx(0.6), pytest.approx(0.1))
     assert (rewarded, correct) == ([0.5, 0.0], [1.0, 0.0])
-    (half,), rewarded, correct = scored("3*math + exact", "\\boxed{6.0}")
-    assert (half.reward, rewarded, correct) == (3.0, [3.0], [0.75])
     assert scored("format", right, wrong)[1:] == ([1.0, 1.0], None)  # there is nothing but it
     assert rewards.parse_reward("math").score([], []) == []
 
@@ -442,8 +407,7 @@ def own(tmp_path):
 
 @pytest.fixture
 def mine(own):
-    return own('''
-        """A user's own."""
+    return own("""
         SCALE = 2
         def whole(completion, answer, **row):
             return len(row) + (row["prompt"] == "1+5?") * 10
@@ -457,16 +421,29 @@ def mine(own):
             return [(1, 0.5), (2, len(completion)), (3, completion == answer)]
         def style(completion, answer): return completion.islower()
         style.shaping = True
-    ''')
+        def bold(completion, answer, marker='**'): return marker in completion
+        def changes(completion, answer, level):
+            from neighbour_of_mine import HALF
+            level.append(1)
+            return answer.pop("target") * HALF
+    """)
 
 
-def test_reward_calls_users_functions_with_the_row(mine):
-    """train.py adds the number of tokens to each row, when there is a completion."""
+def test_reward_calls_users_functions_with_copies_of_the_fields_that_they_name(mine, tmp_path):
+    """train.py adds the number of tokens. Two stars in a default request no field. The file
+    imports its neighbour while it runs. Nothing that it changes changes the row."""
+    (tmp_path / "neighbour_of_mine.py").write_text("HALF = 0.5\n")
     assert scored(f"{mine}:whole", "6", level=3)[0][0].reward == 12
     (score,), _, _ = scored(f"math + 0.5*{mine}:double", "\\boxed{6}")
     assert (score.reward, score.terms) == (1.0, {"math": 1.0, "double": 0.0})
     assert scored(f"{mine}:long", "6", tokens=50)[0][0].reward == 0.5
     rewards.parse_reward(f"{mine}:long").check([ROW])  # before there is one
+    assert scored(f"{mine}:bold", "**x**")[0][0].reward == 1.0
+    row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
+    reward = rewards.parse_reward(f"{mine}:changes")
+    reward.check([row])
+    assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [0.5, 0.5]
+    assert row == {"prompt": "?", "answer": {"target": 1}, "level": [0]}
 
 
 def test_a_term_that_once_was_above_1_no_longer_counts(mine):
@@ -589,6 +566,7 @@ def test_check_answer_leaves_a_users_function_alone(own):
     reward = rewards.parse_reward(f"{own(source)}:math")
     assert reward.check_answer({}) is None
     assert reward.score(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
+    assert reward.lenient_twin() is None
 
 
 CHECKED = {  # a user's function, and words of the sentence that refuses it
@@ -636,19 +614,6 @@ def test_check_accepts_functions_that_can_work(source, own):
     assert score.reward != 0 and score.fault == ""
 
 
-def test_a_reward_that_changes_its_answer_does_not_change_the_row(own):
-    path = own("""
-        def f(completion, answer, level):
-            level.append(1)
-            return answer.pop("target")
-    """)
-    row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
-    reward = rewards.parse_reward(f"{path}:f")
-    reward.check([row])
-    assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [1, 1]
-    assert row == {"prompt": "?", "answer": {"target": 1}, "level": [0]}
-
-
 def test_a_reward_has_a_twin_where_a_verifier_names_one():
     """The same sum, and the same weights. A verifier without a lenient twin stays."""
     reward = rewards.parse_reward("2*math + 0.1*format")
@@ -677,47 +642,38 @@ def test_rewards_can_be_copied_with_one_small_file(tmp_path):
     assert error == "ModuleNotFoundError: No module named 'support.extras'", done.stderr.decode()
 
 
-def test_a_users_file_can_import_its_neighbours(own, tmp_path):
-    """When it is read, and later."""
-    (tmp_path / "neighbour_of_mine.py").write_text("RIGHT = 1\n")
-    (tmp_path / "later_neighbour_of_mine.py").write_text("HALF = 0.5\n")
+def test_a_prompt_may_also_be_a_field_of_another_name(own, tmp_path):
+    """`question` stays where it also is the prompt."""
     path = own("""
-        from neighbour_of_mine import RIGHT
-        def f(completion, answer):
-            from later_neighbour_of_mine import HALF
-            return HALF * RIGHT
-    """)
-    assert scored(f"{path}:f", "x")[0][0].reward == 0.5
-
-
-def test_users_function_gets_the_fields_it_asks_for(own, tmp_path):
-    """Two stars in a default request no field. `question` stays where it also is the prompt."""
-    path = own("""
-        def bold(completion, answer, marker='**'): return marker in completion
         def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'
     """)
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    reward = rewards.parse_reward(f"{path}:bold + {path}:asks")
+    reward = rewards.parse_reward(f"{path}:asks")
     rows = read_rows(str(tmp_path / "rows.jsonl"), "--data", reward.check_answer)
-    assert reward.score(["**x**"], rows)[0].terms == {"bold": 1.0, "asks": 1.0}
+    assert reward.score(["x"], rows)[0].terms == {"asks": 1.0}
+
+
+MALFORMED = """
+    null | "" | 13 | [] | {} | {"numbers": [3, 5, 2]} | {"target": 13}
+    {"numbers": [], "target": 13} | {"numbers": null, "target": 13}
+    {"numbers": "352", "target": 13} | {"numbers": [3, 5, 2, true], "target": 13}
+    {"numbers": [3, "5", 2], "target": 13} | {"numbers": [3, 5, 2.5], "target": 13}
+    {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, 2], "target": null}
+    {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}
+"""
+UNUSABLE = {"countdown": [json.loads(cell) for cell in cells(MALFORMED)]}
+UNUSABLE |= {"choice": ["Paris"], "f1": ["the"], "math": ["<think>5", "x" * 20_000]}
+UNUSABLE |= dict.fromkeys(("math_lenient", "exact", "arithmetic"), [None, "", "  ", [], {}, True])
 
 
 @pytest.mark.parametrize("name", VERIFY)
-def test_checks_accept_our_verifiers_and_answers_that_they_can_use(name):
-    reward = rewards.parse_reward(name)
+def test_check_answer_accepts_what_a_verifier_can_use_and_nothing_else(name):
+    reward = rewards.parse_reward(f"-0.5*{name} + 0.1*format" if name != "format" else name)
     assert reward.check_answer(GOLD.get(name, "6")) is None
     assert reward.check([{"prompt": "?", "answer": "6"}]) is None  # it is for users' functions
-
-
-@pytest.mark.parametrize(
-    "name, answers",
-    [("choice", ["Paris"]), ("f1", ["the"]), ("math", ["<think>5", "x" * 20_000])]
-    + [(name, [None, "", "  ", [], {}, True]) for name in ("math_lenient", "exact", "arithmetic")],
-)
-def test_check_answer_refuses_what_cannot_be_used(name, answers):
-    for answer in answers:
+    for answer in UNUSABLE.get(name, []):
         with pytest.raises(UserError, match=name) as error:
-            rewards.parse_reward(f"-0.5*{name} + 0.1*format").check_answer(answer)
+            reward.check_answer(answer)
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
