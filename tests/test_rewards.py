@@ -280,27 +280,22 @@ MANY = (
 
 
 def hostile():
-    """Name -> text: long, deep and strange ones. (`same_answer` has its own in test_answers.)"""
-    many = MANY.split("|")
-    many += ["\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
-    found = {repr(piece[:20]): piece * (200_000 // len(piece)) for piece in many}
-    found |= {
-        "empty": "",
-        "boxed digits": boxed("1" * 999_000),
-        "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
-        "tower": boxed("9**9**9**9"),
-        "nested parens": boxed("(" * 490 + "1" + ")" * 490),
-        "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>",
-        "spaces in tags": "<answer>" + " " * 9000 + "x</answer>",
-    }
+    """Long, deep and strange texts. (`same_answer` has its own in test_answers.)"""
+    texts = MANY.split("|")
+    many = [*texts, "\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
+    found = [piece * (200_000 // len(piece)) for piece in many]
+    found += ["", boxed("1" * 999_000), "\\boxed{" * 120_000 + "}" * 120_000]
+    found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
+    found += ["<answer>" + "the answer is " * 600 + "B</answer>"]
+    found += ["<answer>" + " " * 9000 + "x</answer>"]
     rng = random.Random(0)
-    for seed in range(20):
+    for _ in range(20):
         letters = bytes(rng.randrange(256) for _ in range(5000)).decode("latin-1")
-        found[f"bytes {seed}"] = letters * rng.randint(1, 20)
-    pieces = [*MANY.split("|"), *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "|"]
-    for seed in range(200):
-        found[f"pieces {seed}"] = "".join(rng.choices(pieces, k=rng.randint(1, 200)))
-    return found
+        found.append(letters * rng.randint(1, 20))
+    pieces = [*texts, *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "\\sqrt[0]{", "1/0", "i"]
+    found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(300)]
+    short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(1000)]
+    return found + short + list(map(boxed, short))
 
 
 HOSTILE = hostile()
@@ -315,14 +310,13 @@ def is_a_verdict(value):
 
 @pytest.mark.parametrize("name", [*RUNS_NOTHING, "code"])
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    """At most 0.2 s of processor time are usual, on a busy machine, too. Hardly any text has a
-    program, and `code` tries fewer."""
-    runs = name == "code"
-    for label, text in itertools.islice(HOSTILE.items(), 80 if runs else None):
+    """Called as a copier calls it. At most 0.2 s of processor time are usual, on a busy machine,
+    too. Hardly any text has a program, and `code` tries fewer."""
+    for text in HOSTILE[:80] if name == "code" else HOSTILE:
         start = time.process_time()
         verdict = VERIFY[name](text, GOLD.get(name, "6"))
-        assert time.process_time() - start < 3, label
-        assert verdict == 0.0 if runs else is_a_verdict(verdict), label
+        assert time.process_time() - start < 3, text[:100]
+        assert is_a_verdict(verdict), text[:100]
 
 
 @pytest.mark.parametrize("name", RUNS_NOTHING)
@@ -507,7 +501,7 @@ def test_reward_survives_a_users_faults(body, own):
         assert score.fault.isprintable() and len(score.fault) < 500
 
 
-WRONG_REWARDS = {
+WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sentence
     "mth": "rewards.py has no verifier 'mth'; did you mean math?",
     "": "rewards.py has no verifier ''",
     "x*math": "could not convert string to float: 'x'",
@@ -516,8 +510,6 @@ WRONG_REWARDS = {
     "1e300*math": "a weight is not 0, and at most 1e+06",
     "math+math": "a name stands there twice",
     "nowhere.py:fn": "FileNotFoundError: ",
-}
-BROKEN_FILES = {
     "def f(:": "(own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "one",
     "raise SystemExit": "SystemExit",
@@ -526,12 +518,10 @@ BROKEN_FILES = {
 }
 
 
-@pytest.mark.parametrize("broken", [*WRONG_REWARDS, *BROKEN_FILES])
-def test_parse_reward_says_what_is_wrong(broken, own):
+@pytest.mark.parametrize("broken, words", WRONG_REWARDS.items())
+def test_parse_reward_says_what_is_wrong(broken, words, own):
     """And the expected form. Our verifiers are no help for a file's function."""
-    words, spec = WRONG_REWARDS.get(broken), broken
-    if broken in BROKEN_FILES:
-        words, spec = BROKEN_FILES[broken], f"{own(broken)}:f"
+    spec = f"{own(broken)}:f" if " " in broken else broken
     with pytest.raises(UserError) as error:
         rewards.parse_reward(spec)
     message = str(error.value)
@@ -595,18 +585,18 @@ def test_check_refuses_functions_that_cannot_work(source, own):
     assert all(word in message for word in CHECKED[source])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f(text, gold, prompt): return len(prompt) > 3",
-        "def f(completion, answer, *, prompt='', level=0): return -1",
-        "def f(completion, answer, **row): return row['prompt'] == '1+5?'",
-        "def f(*arguments): return len(arguments) / 2",
-        "def f(completion, answer): return [(1, 0.5), (2, 1)]",
-        "def f(completion, answer): return int(completion)",  # raises on some alone
-        "class F:\n    def __call__(self, completion, answer): return 1\nf = F()",
-    ],
-)
+WORKING = [
+    "def f(text, gold, prompt): return len(prompt) > 3",
+    "def f(completion, answer, *, prompt='', level=0): return -1",
+    "def f(completion, answer, **row): return row['prompt'] == '1+5?'",
+    "def f(*arguments): return len(arguments) / 2",
+    "def f(completion, answer): return [(1, 0.5), (2, 1)]",
+    "def f(completion, answer): return int(completion)",  # raises on some alone
+    "class F:\n    def __call__(self, completion, answer): return 1\nf = F()",
+]
+
+
+@pytest.mark.parametrize("source", WORKING)
 def test_check_accepts_functions_that_can_work(source, own):
     reward = rewards.parse_reward(f"{own(source)}:f")
     assert reward.check([ROW]) is None
@@ -687,7 +677,7 @@ def test_soft_overlong_penalty_is_eq_13():
 # ---- command line
 
 
-def test_command_prints_accuracy_and_first_disagreements(tmp_path):
+def test_command_prints_the_mean_and_the_first_disagreements(tmp_path):
     """As a program: extras register with the module, not with __main__."""
     path = tmp_path / "answers.jsonl"
     rows = [{"completion": f"#### {n}", "answer": "3" if n == 2 else str(n)} for n in range(4)]
@@ -698,19 +688,12 @@ def test_command_prints_accuracy_and_first_disagreements(tmp_path):
     assert "row 3: '3' from '#### 2'" in done.stdout and "row 2" not in done.stdout
 
 
-WRONG_FILES = {  # content -> the sentence
-    "{}": "line 1: expected an object .* with completion and answer",
-    '{"completion": "a", "answer": ""}': "line 1.*cannot be used by exact",
-}
-
-
-@pytest.mark.parametrize("content", WRONG_FILES)
-def test_command_says_what_is_wrong_in_one_sentence(content, tmp_path, monkeypatch, capsys):
+def test_command_says_in_one_sentence_which_gold_answer_is_unusable(tmp_path, monkeypatch, capsys):
     path = tmp_path / "answers.jsonl"
-    path.write_text(content)
+    path.write_text('{"completion": "a", "answer": ""}')
     monkeypatch.setattr(sys, "argv", ["rewards.py", str(path), "--reward", "exact"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         rewards.main()
     out, error = capsys.readouterr()
-    assert ended.value.code == 2 and out == ""
-    assert error.count("\n") == 1 and re.search(WRONG_FILES[content], error), error
+    assert out == "" and error.count("\n") == 1
+    assert re.search("line 1.*cannot be used by exact", error)
