@@ -2,8 +2,8 @@
 
     python rewards.py FILE --reward math      # try a verifier on completions of known worth
 
-A completion is adversarial input. It is never evaluated, no text takes long, and a text that a
-verifier cannot judge earns 0. A gold answer that it cannot use is an error before training.
+A completion is adversarial input. It is never evaluated, and no text takes long. A verifier is
+defined for every completion. A gold answer that it cannot use is an error before training.
 
 This file needs support/user.py alone. Its command also needs support/data.py."""
 
@@ -13,7 +13,6 @@ import cmath
 import collections
 import concurrent.futures
 import copy
-import functools
 import inspect
 import operator
 import os
@@ -33,24 +32,15 @@ VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
 EXTRAS = ("math_symbolic", "code", "code_strict", "judge:FOLDER")  # imported where they are named
 
 
-def verifier(function: Callable, name: str = "") -> Callable:
-    """Register `function(completion, answer)` for `--reward`, under its own name or another.
+def verifier(function: Callable) -> Callable:
+    """Register `function(completion, answer)` for `--reward`, under its own name.
 
-    It returns a number in [0, 1], or a list of (end in characters, reward) of steps, the outcome
-    last. Further parameters receive the fields of the row that they name. `tokens` is the length of
-    the completion. `need(...)` inside it refuses a gold answer, before training. docs/verifiers.md
-    lists the attributes that it may have."""
-
-    @functools.wraps(function)
-    def guarded(*arguments, **fields):
-        try:
-            value = function(*arguments, **fields)
-            return value if isinstance(value, list) else float(value)
-        except Exception:  # a completion that it cannot judge earns 0
-            return 0.0
-
-    VERIFIERS[name or function.__name__] = guarded
-    return function  # unchanged: a call by its name in this file still raises
+    For every completion it returns a number in [0, 1], or a list of (end in characters, reward) of
+    steps, the outcome last. Further parameters receive the fields of the row that they name.
+    `tokens` is the length of the completion. `need(...)` inside it refuses a gold answer, before
+    training. docs/verifiers.md lists the attributes that it may have."""
+    VERIFIERS[function.__name__] = function
+    return function
 
 
 def after_thinking(completion: str) -> str:
@@ -64,27 +54,20 @@ BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
 
 
 def last_box(text: str, default: str) -> str:
-    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
-
-    A box that holds boxes and anything else names several answers: its content is ""."""
-    opened = []  # starts of open boxes, None for other braces
-    boxes = []  # (start, end) of closed ones
+    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
+    opened = []  # starts of open boxes, None for other braces
+    last = None
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
-            boxes.append((start, brace.start()))
-    if not boxes:
-        return default
-    start, end = boxes.pop()
-    while boxes and boxes[-1][0] > start:  # there is a box inside
-        inner, inner_end = boxes.pop()
-        around = text[start:inner] + text[inner_end + 1 : end]
-        if around.split() not in ([r"\boxed{"], [r"\boxed", "{"]):
-            return ""
-        start, end = inner, inner_end
-    return text[start:end]
+            last = start, brace.start()
+    content = text[slice(*last)] if last else default
+    # a box that holds a box and anything else names several answers: such a content equals none
+    while len(content) <= MAX_TEXT and (box := re.fullmatch(r"\s*\\boxed ?\{(.*)\}\s*", content)):
+        content = box[1]
+    return content
 
 
 def final_answer(completion: object, marked: bool = False) -> str:
@@ -135,15 +118,12 @@ def counted_words(text: str) -> collections.Counter:
 
 
 DENIAL = re.compile(  # words behind an answer that take it back
-    r"""
-      \A \W*+ (?: (?: which | the | option | answer | choice ) \b \W*+ )*+
-      (?: is | was | be | can? | could | would | will | wo | does | should | must | may | looks )
-      (?: n['’]t | \b [^.;\n]{0,30} \b (?: not | never | no | false | excluded | eliminated
-        | rejected | ruled | impossible | unlikely | mistaken | wrong | incorrect ) ) \b
-    | \b (?: incorrect | wrong | invalid ) \b (?! [ ] (?! because | since | as\b | here ) \w )
-    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30}
-      \b (?: correct | right | true | answer | choice | option | valid ) \b
-    | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
+    r"""\A \W* (?: which \W+ )? (?: is | was | would | ca | can | could | wo | does )
+      (?: n['’]t | [ ] (?:\w+[ ])?? (?: not | never | false | incorrect | wrong
+        | ruled | eliminated ) ) \b
+    | \b (?: incorrect | wrong ) \b (?! [ ] (?! because | since | here ) \w )
+    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer
+        | choice ) \b | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
     re.VERBOSE | re.IGNORECASE,
 )
 CHOICE = re.compile(  # a letter behind nothing but some words
@@ -152,7 +132,7 @@ CHOICE = re.compile(  # a letter behind nothing but some words
     (?: (?i: the | final | correct | best | answer | option | choice | is
           | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
     (?P<letter> [A-Za-z] ) (?! [+#] ) (?: [^\w).:–—-] | _ )*+
-    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) (?P<rest> .* ) )?
+    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) .* )?
     [\W_]*+""",
     re.VERBOSE | re.DOTALL,
 )
@@ -174,46 +154,38 @@ def chosen_letter(text: str) -> str:
     found = CHOICE.fullmatch(text)
     if not found:
         return ""
-    letter, rest = found["letter"].upper(), found["rest"] or ""
-    named = {option.upper() for option in OPTION.findall(rest)}
-    if named - {letter} or DENIAL.search(rest) or DENIAL.search(text):
+    letter, behind = found["letter"].upper(), text[found.end("letter") :]
+    named = {option.upper() for option in OPTION.findall(behind)}
+    if named - {letter} or DENIAL.search(behind) or DENIAL.search(text):
         return ""
     return letter
 
 
 TAG = re.compile("(</?(?:think|answer)>)")
-BLANK = "\u115f\u1160\u2800\u3164\uffa0"  # letters and symbols that are invisible
 
 
 def think_format(completion: str, answer: object = None) -> bool:
     """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
     text = completion.strip().removeprefix("<think>")
-    parts = [part.strip() for part in TAG.split(text)]
-    if len(parts) != 7:
-        return False
-    thought, closes, between, opens, said, ends, after = parts
-    frame = [closes, between, opens, ends, after] == ["</think>", "", "<answer>", "</answer>", ""]
-    return frame and can_be_seen(thought) and can_be_seen(said)
-
-
-def can_be_seen(text: str) -> bool:
-    """Return whether a text has a letter, number, punctuation mark or symbol."""
-    return any(unicodedata.category(c)[0] in "LNPS" and c not in BLANK for c in text)
+    match [part.strip() for part in TAG.split(text)]:
+        case [thought, "</think>", "", "<answer>", said, "</answer>", ""]:
+            return thought != "" != said
+    return False
 
 
 think_format.shaping = True  # it moves the policy, and does not say whether an answer is right
-verifier(think_format, "format")
+VERIFIERS["format"] = think_format
 
 # ---- mathematics ---------------------------------------------------------------------------------
 
 
+@verifier
 def math(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer is the gold one: as numbers, algebra, points, sets, lists, or text."""
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
 
 math.lenient = "math_lenient"
-verifier(math)
 
 NUMBER = re.compile(
     r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
@@ -233,18 +205,26 @@ PART = re.compile(  # the number, written #, is a part of an expression
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
     """As `math`. If nothing is marked, the last number is the answer, if it stands alone."""
+    given, gold = final_answer(completion, marked=True), gold_answer(answer)
     text = after_thinking(completion)
-    given = final_answer(completion, marked=True)
     if not re.search(r"<answer>|\\boxed|####", text):
-        text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
-        text = re.sub("[−–]", "-", text)
-        *_, last = NUMBER.finditer(text)
-        before, behind = text[: last.start()][-20:], text[last.end() :][:100]
-        sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
-        if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
-            return False
-        given = "-" * bool(sign) + last[0]
-    return same_answer(given, gold_answer(answer))
+        given = last_number(text)
+    return same_answer(given, gold)
+
+
+def last_number(text: str) -> str:
+    """Return the last number, or "" if it is a part of an expression, or taken back."""
+    text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
+    text = re.sub("[−–]", "-", text)
+    numbers = list(NUMBER.finditer(text))
+    if not numbers:
+        return ""
+    last = numbers[-1]
+    before, behind = text[: last.start()][-20:], text[last.end() :][:100]
+    sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
+    if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
+        return ""
+    return "-" * bool(sign) + last[0]
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -256,7 +236,7 @@ def same_answer(given: str, gold: str) -> bool:
     is_percentage = (bare, bare_gold) != (given, gold) and re.match("-?[1-9][0-9.]*$", bare)
     try:
         is_same = alike(meaning_of(given), meaning_of(gold))
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError, TypeError):
+    except UNREADABLE:
         blanks = r"\((\w+)\)|\"|(?<!\d) | (?!\d)"  # compared as text
         texts = [re.sub(blanks, r"\1", text) for text in (given, gold)]
         if "\\" not in given:  # \gamma is not \Gamma
@@ -271,6 +251,7 @@ def table(rows: str) -> dict[str, str]:
     return {other: ours for ours, others in pairs for other in others.split(",")}
 
 
+UNREADABLE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
 MAX_EXPRESSION = 300  # characters of an answer that is read as mathematics
 SIGNS = table(r"""
     *←×,·,⋅,\times,\cdot  /←÷,⁄,\div  -←−,–  ±←\pm  %←\%  |←∪,\cup  =←≈,\approx,∈,\in
@@ -279,7 +260,6 @@ SIGNS = table(r"""
     ←$,\$,€,£,¥,°,\degree,\(,\),\[,\],\!,\left,\right,\displaystyle,\big,\Big,\bigl,\bigr
 """)  # our sign, and others for it
 TEXT = r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*"
-SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\\[,;: ]|\\q?quad\b|~|\s+": " ",
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
@@ -288,9 +268,6 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
     r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
     r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so |about )[\s:]*": "",
-    r'(?i)"? ?\b(hundred|thousand|million|billion|dozen)\b ?"?': lambda word: (
-        f" *{SCALES[word[1].lower()]} "
-    ),
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
     r'"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
     r", ?,": ",",
@@ -342,10 +319,9 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 NO_UNIT = re.compile(  # words and digits that change a value, and a power of a unit does not
-    r"""(?<!\^)(?<!\^\()[0-9] | \b(?: hal(?:f|ves) | third | quarter | \w*illion | \w*illionth
-    | (?:fif|six|eigh|ten|hundred|thousand)th | squared | cubed | factorial | below | not? | is
-    | sqrt )s?\b""",
-    re.VERBOSE | re.IGNORECASE,
+    r"(?<!\^)(?<!\^\()[0-9]|hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
+    r"|thousand|illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
+    re.IGNORECASE,
 )
 
 
@@ -379,7 +355,8 @@ def meaning_of(text: str) -> tuple:
     if "±" in text:
         text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
     tree = ast.parse(f"_({python_of(text)})", mode="eval").body
-    need(isinstance(tree, ast.Call) and not tree.keywords, "it has brackets that do not match")
+    is_list = isinstance(tree, ast.Call) and tree.args and not tree.keywords
+    need(is_list, "it is empty, or its brackets do not match")
     return ("list", *map(part_of, tree.args))
 
 
@@ -476,9 +453,11 @@ def countdown(completion: str, answer: dict) -> bool:
         text = left
     elif left.strip() == str(target):  # 13 = 3*5-2
         text = right
-    if sorted(map(int, re.findall("[0-9]+", text))) != numbers:
+    try:
+        is_right = exact_value(text) == target
+    except UNREADABLE:  # 1/0, open brackets, other signs
         return False
-    return exact_value(text) == target  # it raises for 1/0, open brackets, and other signs
+    return is_right and sorted(map(int, re.findall("[0-9]+", text))) == numbers
 
 
 def exact_value(text: str) -> Fraction:
@@ -519,9 +498,10 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
             return OPERATORS[type(sign)](value_of(operand, point))
         case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
             return OPERATORS[type(sign)](value_of(left, point), value_of(right, point))
-        case ast.Call(ast.Name("sqrt"), [*degree, radicand]):
-            degrees = [value_of(each, point) for each in degree] or [2]
-            return power(value_of(radicand, point), Fraction(1, *degrees))
+        case ast.Call(ast.Name("sqrt"), [radicand]):
+            return power(value_of(radicand, point), Fraction(1, 2))
+        case ast.Call(ast.Name("sqrt"), [degree, radicand]):
+            return power(value_of(radicand, point), 1 / value_of(degree, point))
         case ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left, point) * value_of(right, point)
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
@@ -589,9 +569,7 @@ class Reward:
                 fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
                 value, parts = 0.0, []
             terms[name] = value
-            if not self.reads_steps:
-                parts = []
-            weighted = [(end, term.weight * part) for end, part in parts]
+            weighted = [(end, term.weight * part) for end, part in parts if self.reads_steps]
             steps += weighted
             rewarded[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
@@ -618,9 +596,9 @@ class Reward:
         """Return this sum with the lenient verifiers that its verifiers name, None without any."""
         terms = {}
         for name, term in self.terms.items():
-            twin = getattr(term.function, "lenient", None)
-            found = VERIFIERS.get(twin)
-            terms[twin if found else name] = term._replace(function=found or term.function)
+            if twin := getattr(term.function, "lenient", ""):
+                name, term = twin, term._replace(function=VERIFIERS[twin])
+            terms[name] = term
         return Reward(terms) if terms.keys() != self.terms.keys() else None
 
     def check_answer(self, answer: object) -> None:
@@ -628,7 +606,7 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
-                    term.function.__wrapped__("<answer>A</answer>", answer)
+                    term.function("<answer>A</answer>", answer)
 
     def check(self, rows: list[dict]) -> None:
         """Try users' functions on the first row. Raise UserError if one gives no reward."""
@@ -636,22 +614,21 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            named, said = list(term.signature.parameters), "expected def f(completion, answer)"
-            need("completions" not in named, f"--reward {name}: {said}: no lists, as TRL's")
+            named = list(term.signature.parameters)
+            said = f"--reward {name}{term.signature}: expected def f(completion, answer)"
             is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
-            need(not is_exchanged, f"--reward {name}: {said}: the completion first, found {named}")
+            need(not is_exchanged, f"{said}: the completion first")
             is_async = inspect.iscoroutinefunction(term.function)
-            need(not is_async, f"--reward {name}: {said}, found async def, which nothing awaits")
+            need(not is_async, f"{said}: found async def, which nothing awaits")
             values, errors = [], []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:
                     values.append(term.call(completion, row))
                 except (Exception, SystemExit) as error:  # a user's function may do anything
                     errors.append(raised(error))
-            with expecting(f"--reward {name}{term.signature}"):
-                need(
-                    values, f"it raises {errors[:1]}; {said}, and fields by name: {', '.join(row)}"
-                )
+            fields = ", ".join(row)
+            need(values, f"{said}, and fields by name: {fields}; it raises {errors[:1]}")
+            with expecting(said):
                 list(map(outcome_and_steps, values))
 
 
@@ -682,27 +659,20 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             from support.extras import answers  # noqa: F401 - it registers its verifier
         elif place in ("code", "code_strict"):
             from support.extras import programs  # noqa: F401
-        names = f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
-        if ".py:" in place:
-            names = ""
+        names = "" if ".py:" in place else f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):
             need(name not in terms, "a name stands there twice")
-            function = function or find_verifier(place)
+            if ":" in place and not function:
+                function = function_of(place, "verifier")
+            function = function or VERIFIERS.get(place)
+            hint = did_you_mean(place, [*VERIFIERS, *EXTRAS])
+            need(function, f"rewards.py has no verifier {place!r}{hint}")
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
             need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
         if hasattr(function, "prepare"):
             function.prepare()
     return Reward(terms)
-
-
-def find_verifier(place: str) -> Callable:
-    """Return the function of `file.py:function`, or the verifier of ours with that name."""
-    if ":" in place:
-        return function_of(place, "verifier")
-    hint = did_you_mean(place, [*VERIFIERS, *EXTRAS])
-    need(place in VERIFIERS, f"rewards.py has no verifier {place!r}{hint}")
-    return VERIFIERS[place]
 
 
 def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
@@ -725,15 +695,12 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
 
     scores = reward.score([row["completion"] for row in rows], rows)
-    reward.note_shaping(scores)
-    _, correct = reward.verdicts(scores)
     mean = sum(score.reward for score in scores) / len(rows)
-    print(f"reward {mean:.4f} of {len(rows)} {max(score.fault for score in scores)}")
-    if correct:
-        print(f"accuracy {sum(correct) / len(rows):.4f}")
-        wrong = [n for n, right in enumerate(correct) if right < 1]
-        for n in wrong[:10]:
-            print(f"row {n + 1}: {rows[n]['answer']!r:.80} from {rows[n]['completion'][-160:]!r}")
+    print(f"reward {mean:.4f} of {len(rows)}; the first of less than 1:")
+    poor = [n for n, score in enumerate(scores) if score.reward < 1]
+    for n in poor[:10]:
+        answer, completion = rows[n]["answer"], rows[n]["completion"]
+        print(f"row {n + 1}: {answer!r:.80} from {completion[-160:]!r} {scores[n].fault}")
 
 
 if __name__ == "__main__":

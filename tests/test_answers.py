@@ -26,7 +26,7 @@ PAIRS = r"""
     2 \mod 5 ≢ 2
     # fractions and roots
     \cfrac{3}{4} ≡ 6/8    50% ≡ 1/2    1\frac{3}{4}\text{ cups} ≡ 1.75    3√13 ≡ 3\sqrt{13}
-    4 4/9\% ≡ \frac{40}{900}    0.\overline3 ≡ \frac13    \sqrt[3]{-8} ≡ -2
+    4 4/9\% ≡ \frac{40}{900}    \sqrt[3]{-8} ≡ -2
     \sqrt[3]{8} ≢ \sqrt{8}    \frac{1}{0} ≢ \frac{2}{0}    0/0 ≢ 1    5\frac{1}{2} ≢ \frac52
     \sqrt[3]{-8} ≢ 2    \sqrt{} ≢ 0    {1\over2} ≢ \frac{1}{3}    \frac{1}{2004!} ≢ \frac{1}{2006!}
     4 4/0 ≢ 4    -1\frac{1}{2} ≢ -\frac12    \binom{10}{3} ≢ \frac{10}{3}
@@ -55,10 +55,10 @@ PAIRS = r"""
     1\text{ mV} ≢ 1\text{ MV}    10-20 km ≢ 10-20 miles    5\text{ in}^2 ≢ 5\text{ inches}
     5\text{ mL} ≢ 5\text{ liters}    5 mL ≢ 5\text{ mg}    $5 ≢ 5 cents
     # words beside a number
-    5 million ≡ 5 Million    {\color{blue} x+1} ≡ x+1    approximately 5 ≡ 5    5 months ≡ 5
+    5 million ≡ 5 Million    {\color{blue} x+1} ≡ x+1    5 months ≡ 5
     \frac{\textcolor{red}{1}}{2} ≡ 1/2    \log x = 7 ≢ 7    (A) 5 or 6 ↛ A
     5 of the 6 ≢ 5    5 slices of pizza ≡ 5    3 tons ≡ 3
-    \text{The final answer is } 12 ≡ 12    There are 5 ≡ 5    3 outer rings ≡ 3    5 thousand ≢ 5
+    \text{The final answer is } 12 ≡ 12    3 outer rings ≡ 3    5 thousand ≢ 5
     __import__ ≢ 1    None ≢ 0    20 millions ≢ 20    4\text{ lakh} ≢ 4    4 crore ≢ 4
     12 (twelve) ≢ 13    July 4 ≢ 4    \frac{2}{3}\text{ of a cup} ≢ \frac{3}{2}
     10\sqrt{2} ≢ 5*(1+sqrt(2))    5 percentage points ≢ 0.05    5-fold ≢ 6    5\text{ isn't it} ≢ 5
@@ -93,10 +93,10 @@ PAIRS = r"""
     # calls
     V(0)e^{-kt} ≡ e^{-kt}V(0)    \Gamma(1/3) ≡ \Gamma\left(\frac{1}{3}\right)    a(b+c) ≡ ab+ac
     2\Phi(1)-1 ≡ -1+2\Phi(1)    f(x)=2x^3+c ≢ f(x)=2x^3    f(x) = 0 ≢ \forall x>0, f(x) = 0
-    I(0)e^{-t/RC} ≢ 0    x(t) ≢ xt    f(x+1) ≢ xf+f    f(g(x)) ≢ g(f(x))    3\zeta(2) ≢ 2\zeta(3)
-    2\Phi(1)-1 ≢ \Phi(2)-1    u(t-2) ≢ tu-2u    T(n) = 2T(n/2)+n ≢ T(n) = T(n)+n
+    I(0)e^{-t/RC} ≢ 0    f(x+1) ≢ xf+f    f(g(x)) ≢ g(f(x))    3\zeta(2) ≢ 2\zeta(3)
+    2\Phi(1)-1 ≢ \Phi(2)-1    T(n) = 2T(n/2)+n ≢ T(n) = T(n)+n
     N(0)e^{kt} ≢ N(1)e^{kt}    |f(2)| ≢ f(|2|)    f^{-1}(3) ≢ \frac{3}{f}    (f\circ g)(x) ≢ fgx
-    E(X) ≢ EX    E(X+Y) ≢ E(X)    d(n) ≢ dn    \text{Var}(X) ≢ \text{Var}(Y)    P(A|B) ≢ P(B|A)
+    E(X) ≢ EX    E(X+Y) ≢ E(X)    \text{Var}(X) ≢ \text{Var}(Y)    P(A|B) ≢ P(B|A)
     \gcd(6,9) ≢ \gcd(9,12)    \binom{n}{k} ≢ \binom{k}{n}    P(A \cap B) ≢ P(A \cup B)
     (1,200,f(2)) ≢ (1200,f(2))    f(1,234) ≢ f(1234)
     # floors and absolute values
@@ -116,12 +116,12 @@ PAIRS = r"""
     \text{speed} \approx 3 ≢ \text{speed} \approx 4    \frac{dy}{dx} \approx 2 ≢ \frac{dy}{dx}
     x = 1 \text{ (double root)} ≢ 2    x = -3\frac14 ≢ -2.75    m+n = -5 ↛ 5
     # equations
-    y=2x+1 ≡ 2x+1=y    x^2+y^2=4 ≡ 4=y^2+x^2    34x+45y-20z+100=0 ≡ -34x-45y+20z-100=0
+    y=2x+1 ≡ 2x+1=y    x^2+y^2=4 ≡ 4=y^2+x^2
     a_3 = 2, a_{37} = 19 ≡ a_{37} = 19, \quad a_3 = 2    x=5 ≢ y=5    xy = 0 ≢ x = 0
     1 = 1 ≢ 2 = 2    x = x ≢ y = y    n=p^k ≢ n=p
     # inequalities
     x >= 5 ≡ x \geq 5    1 \le x \leq 3 ≡ 1 ≤ x ≤ 3    x \ne 3 ≡ 3 \neq x    x \lt 3 ≡ x < 3
-    x \leqslant 2 ≡ x <= 2    x <= 1 ≡ -x >= -1    2x > 4 ≡ x > 2    x - 3 > 0 ≡ x > 3
+    x \leqslant 2 ≡ x <= 2
     -2 \le x \le 7 ≡ 7 \ge x \ge -2    -2 \le x \le 7 ≡ x \in [-2,7]    x \le 3 ≡ (-\infty, 3]
     x<-1 or x>5 ≡ (-\infty,-1)\cup(5,\infty)    x < 1 or x > 5 ≡ x > 5 or x < 1
     x<1, x>5 ≡ x>5, x<1    x=1 or x=2 ≡ x=1, x=2    x>5 ≢ x<5    x>5 ≢ 5>x    x\ge5 ≢ x>5
@@ -169,16 +169,16 @@ PAIRS = r"""
     \begin{pmatrix}1\\-1\end{pmatrix} ≢ \begin{pmatrix}-1\\1\end{pmatrix}    PDP^{-1} ≢ P^{-1}DP
     \begin{matrix}0&1\\0&0\end{matrix}\begin{matrix}1\\0\end{matrix} ≢ \begin{matrix}1\end{matrix}
     \begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix}^{-1} ≢ \begin{bmatrix} 1 & 2 \\ 0 & 1 \end{bmatrix}
-    A \times B ≢ B \cup A    \det A ≢ A    A \times B ≢ B \times A    A×B ≢ B×A
-    \vec{a} \times \vec{b} ≢ \vec{b} \times \vec{a}
-    \mathbf{u} \times \mathbf{v} ≢ \mathbf{v}\times\mathbf{u}
+    A \times B ≢ B \cup A    \det A ≢ A
+
+
     \begin{pmatrix}1&2\end{pmatrix} ≢ \begin{pmatrix}1\\2\end{pmatrix}
     # times, ranges, ratios, angles
     3:5 ≡ 6:10    2:3 ≡ 4:6    180 - 2\alpha ≡ 180^\circ - 2\alpha    10-20 years ≡ 10–20 years
     -60° ≡ -60    2 to 3 ↛ 3:2    2:1 ≢ \frac12    28^\circ ↛ 28\%    1:03 PM ≢ 2:06 PM
     3:30 PM ≢ 3:30 AM    5:00 ≢ 5    10-20 years ≢ -10 years    10–12 weeks ≢ 12–14 weeks
     8 hours 30 minutes ≢ 8 hours    8\text{ h }30\text{ min} ≢ 8\text{ h}    60\% ≢ 60^\circ
-    -60° ≢ -60 rad    \text{3-2} ≢ 1    \text{1:15 PM} ≢ \text{2:30 PM}
+    -60° ≢ -60 rad    \text{1:15 PM} ≢ \text{2:30 PM}
     \text{10-20 years} ≢ \text{20-30 years}    3 to 2 ↛ 2:3
     # words, case and choices
     \text{yes} ≡ Yes    man bites dog ≡ Man  bites dog    xyz ≡ x \cdot yz    2abc ≡ 2cab
@@ -188,7 +188,7 @@ PAIRS = r"""
     parallelogram ≡ \text{Parallelogram}    \text{Saturday} ≡ SATURDAY    \mathbf{B} ≡ B
     \text{cannot be determined} ≡ \text{Cannot be determined}    \text{No Solution} ≡ no solution
     \text{Both are Even} ≡ both are even    \boldsymbol{(D)} ≡ D    \text{rectangle} ≡ Rectangle
-    \mathbf{(B)} → B    \textbf{(A)}\ \text{none of the above} → A    30 → \textbf{(D) } 30
+    \mathbf{(B)} → B
     \textbf{(D) } 30 ≡ \textbf{(D)}\ 30    \text{Tuesday} ≢ Wednesday
     man bites dog ≢ dog bites man    evil ≢ live    (C) ≢ (D)    \text{Evelyn} ≢ \text{Briana}
     \text{odd} ≢ \text{even}    bca ≢ abc    xyz ≢ zyx    PRT ≢ prt

@@ -125,7 +125,7 @@ SAME = """
 """
 OTHER = """
     True => 1 | 1 => true | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2]
-    [1, [2, True]] => [1, [2, 1]] | float('nan') => NaN | float('inf') => Infinity
+    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | float('inf') => null
     0.1 + 0.2 => 0.3 | 10 ** 5000 => 1 | '' => null
 """
 
@@ -152,8 +152,7 @@ MALFORMED = """
 
 
 @pytest.mark.parametrize("answer", cells(MALFORMED))
-def test_code_refuses_malformed_tests(answer, no_sandbox):
-    assert VERIFY["code"](fenced(RIGHT), json.loads(answer)) == 0.0
+def test_code_refuses_malformed_tests(answer):
     with pytest.raises(UserError, match="code"):
         rewards.parse_reward("code").check_answer(json.loads(answer))
 

@@ -1,5 +1,6 @@
 """Verifiers and rewards: answers to reward, answers not to reward, texts that must not hang."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -71,7 +72,7 @@ LENIENT = r"""
     −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5 | the answer is - 5 => -5
     the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
     \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
-    so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 million => 5000000 | 2 Dozen eggs => 24
+    so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 years => 5
     so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42 | so:⏎- 5 => 5
     6 or \boxed{7} => 7
 """
@@ -160,8 +161,8 @@ EQUAL = r"""
     18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | $18$ => 18
     18 dollars => 18 | 540\,\text{m} => 540 | \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3
     .5 => 1/2 | \frac12 => 0.5 | 2½ => 2.5 | 2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25
-    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.5 million => 1500000
-    3 dozen => 36 | 1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
+    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\%
+    1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
     60\text{ mph} => 60 | the answer is 21 => 21 | \text{Total} = 21 => 21 | n = 21 => 21
     （２５） => 25 | Friday => friday | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
     \sqrt[3]{27} => 3 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
@@ -175,6 +176,7 @@ EQUAL = r"""
     \textbf{(A)} => A | \text{no solution} => No solution | x \ge 3 => x>=3 | 2516_8 => 2516_{8}
 """
 DIFFERENT = r"""
+    3 dozen => 3 | 5 hundred => 5 | 5 thousand => 5 | \sqrt[3]{8} => 2.1
     180 => 18 | -18 => 18 | 18 or 19 => 18 | 18, 19 => 18 | \pm 18 => 18 | 18 million => 18
     18k => 18 | 0.7% => 0.7 | 0.25 => 25 | 0.25% => 25 | 60\% => 6 | 1,08 => 108 | 0,05 => 0,5
     0.33 => 1/3 | 2\frac12 => 1 | 18^2 => 18 | 18x => 18 | x+18 => 18 | x => 18 | 18 is wrong => 18
@@ -190,42 +192,37 @@ DIFFERENT = r"""
     5j => 5 | 0x5 => 5 | 5, x => 5 | 5 if 1 else 6 => 5 | lambda: 5 => 5 | AB => BA | no => on
     C++ => C | A or B => A | (A)(B) => A
 """
-TABLES = {  # verifier: texts that it rewards, and texts that it does not
-    "math": (EXTRACTED, NOT_EXTRACTED),
-    "math_lenient": (LENIENT, NOT_LENIENT),
-    "countdown": (SOLUTIONS, NO_SOLUTIONS),
-    "choice": (CHOSEN, NOT_CHOSEN),
-    "exact": (EXACT + EXTRACTED, NOT_EXACT),
-    "format": (FORMED, NOT_FORMED),
-}
+TABLES = [  # verifiers, completion around a text, gold answer without an arrow, verdict, texts
+    ("math exact", "{}", "6", 1, EXTRACTED),
+    ("math", "{}", "6", 0, NOT_EXTRACTED),
+    ("exact", "{}", "6", 1, EXACT),
+    ("exact", "{}", "6", 0, NOT_EXACT),
+    ("math math_lenient", "so \\boxed{{}}", "", 1, EQUAL),
+    ("math math_lenient", "so \\boxed{{}}", "", 0, DIFFERENT),
+    ("math_lenient", "{}", "6", 1, LENIENT),
+    ("math_lenient", "{}", "6", 0, NOT_LENIENT),
+    ("math_lenient", "1 and 2.\n{}", "5", 1, NUMBERS),
+    ("math_lenient", "{}", "5", 1, NUMBERS),
+    ("math_lenient math", "{}", "5", 0, PARTS_OF_EXPRESSIONS),
+    ("math_lenient", "so {}.", "5", 0, PARTS_OF_EXPRESSIONS),
+    ("math", "{}", "5", 0, NUMBERS),  # nothing is marked
+    ("choice", "{}", "B", 1, CHOSEN),
+    ("choice", "{}", "B", 0, NOT_CHOSEN),
+    ("countdown", "{}", COUNTDOWN, 1, SOLUTIONS),
+    ("countdown", "<think>3+5</think>\\boxed{<answer>{}</answer>}", COUNTDOWN, 1, SOLUTIONS),
+    ("countdown", "{}", COUNTDOWN, 0, NO_SOLUTIONS),
+    ("format", "{}", None, 1, FORMED),
+    ("format", "{}", None, 0, NOT_FORMED),
+]
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_verifier_judges_as_written(name):
-    for rewarded, table in zip((1, 0), TABLES[name]):
-        for cell in cells(table):
-            completion, _, gold = cell.partition(" => ")
-            verdict = VERIFY[name](completion, gold or GOLD.get(name, "6"))
-            assert verdict == rewarded, cell
-
-
-@pytest.mark.parametrize("rewarded, table", [(1, EQUAL), (0, DIFFERENT)])
-def test_math_compares_answers(rewarded, table):
-    """Numbers, percent, units, algebra, points, intervals, sets, lists, matrices, text."""
+@pytest.mark.parametrize("names, around, usual_gold, verdict, table", TABLES)
+def test_verifier_judges_as_written(names, around, usual_gold, verdict, table):
     for cell in cells(table):
-        given, gold = cell.split(" => ")
-        assert VERIFY["math"](boxed(given), gold) == rewarded, cell
-        assert VERIFY["math_lenient"](boxed(given), gold) == rewarded, cell
-
-
-@pytest.mark.parametrize("rewarded, table", [(0, PARTS_OF_EXPRESSIONS), (1, NUMBERS)])
-def test_math_lenient_takes_a_number_that_stands_alone(rewarded, table):
-    """And none out of an expression."""
-    for text in cells(table):
-        around = f"so {text}." if not rewarded else f"1 and 2.\n{text}"
-        for completion in (text, around):
-            assert VERIFY["math_lenient"](completion, "5") == rewarded, completion
-            assert VERIFY["math"](completion, "5") == 0, completion
+        text, _, gold = cell.partition(" => ")
+        for name in names.split():
+            completion = around.replace("{}", text)
+            assert VERIFY[name](completion, gold or usual_gold) == verdict, (name, cell)
 
 
 def test_answers_of_any_length_have_no_effect_but_their_own():
@@ -238,20 +235,8 @@ def test_answers_of_any_length_have_no_effect_but_their_own():
         assert VERIFY["countdown"](text, COUNTDOWN) == 0
     assert rewards.final_answer(boxed("5" * 10_000), marked=True) == "5" * 10_000
     assert rewards.final_answer(boxed("5" * 10_001), marked=True) == ""
-
-
-def test_nothing_is_no_answer():
-    for name, gold in [("math", "6"), ("math_lenient", "6"), ("countdown", COUNTDOWN)]:
-        assert VERIFY[name]("", gold) == 0
-    for completion, gold in [("", ""), (" ", " "), ("None", None)]:
-        assert VERIFY["exact"](completion, gold) == 0
+    assert VERIFY["math"]("", "6") == VERIFY["math_lenient"]("", "$") == 0
     assert VERIFY["exact"]("7", 7) == VERIFY["exact"]("0.5", 0.5) == 1
-
-
-@pytest.mark.parametrize("wrap", ["<answer>{}</answer>", "\\boxed{{{}}}", "<think>3+5</think>{}"])
-def test_countdown_reads_the_final_answer(wrap):
-    for text in cells(SOLUTIONS):
-        assert VERIFY["countdown"](wrap.format(text), COUNTDOWN) == 1, text
 
 
 ON_TARGET = "1/3*3 => 1 | 8/(3-8/3) => 24 | 8÷(3−8÷3) => 24 | 2-5=-3 => -3"
@@ -268,29 +253,9 @@ def test_countdown_is_exact(rewarded, table):
         assert VERIFY["countdown"](text, answer) == rewarded, cell
 
 
-MALFORMED = """
-    null | "" | 13 | [] | {} | {"numbers": [3, 5, 2]} | {"target": 13}
-    {"numbers": [], "target": 13} | {"numbers": null, "target": 13}
-    {"numbers": "352", "target": 13}
-    {"numbers": [3, 5, 2, true], "target": 13}
-    {"numbers": [3, "5", 2], "target": 13} | {"numbers": [3, 5, 2.5], "target": 13}
-    {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, 2], "target": null}
-    {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}
-"""
-
-
-def test_countdown_refuses_malformed_problems():
-    for answer in map(json.loads, cells(MALFORMED)):
-        assert VERIFY["countdown"]("3*5-2", answer) == 0.0
-        with pytest.raises(UserError, match="countdown"):
-            rewards.parse_reward("countdown").check_answer(answer)
-
-
 OVERLAPS = {  # completion, gold answer -> F1
     ("The cat sat.", "a cat sat"): 1,
-    ("cat", "dog"): 0,
     ("", "dog"): 0,
-    ("the", "the"): 0,
     ("a b", "b c"): 2 / 3,  # the article goes: P = 1/1, R = 1/2
     ("red cat sat down", "red cat"): 2 / 3,  # P = 2/4, R = 2/2
     ("cat cat cat", "cat"): 1 / 2,  # counted once: P = 1/3, R = 1
@@ -304,14 +269,6 @@ def test_f1_is_the_harmonic_mean_of_word_overlap():
     assert values == pytest.approx(OVERLAPS)
 
 
-@pytest.mark.parametrize("text", ["\u200b", "\ufeff", "\u3164", "\u2800", "\u0301\ufe0f", "\0"])
-def test_format_does_not_reward_what_cannot_be_seen(text):
-    """Spaces of no width, a letter and a symbol that show nothing, marks with no letter."""
-    assert VERIFY["format"](f"<think>{text}</think><answer>b</answer>") == 0
-    assert VERIFY["format"](f"<think>a</think><answer>{text}</answer>") == 0
-    assert VERIFY["format"](f"<think>a{text}</think><answer>b{text}</answer>") == 1
-
-
 # ---- totality and time
 
 
@@ -323,27 +280,22 @@ MANY = (
 
 
 def hostile():
-    """Name -> text: long, deep and strange ones. (`same_answer` has its own in test_answers.)"""
-    many = MANY.split("|")
-    many += ["\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
-    found = {repr(piece[:20]): piece * (200_000 // len(piece)) for piece in many}
-    found |= {
-        "empty": "",
-        "boxed digits": boxed("1" * 999_000),
-        "nested boxes": "\\boxed{" * 120_000 + "}" * 120_000,
-        "tower": boxed("9**9**9**9"),
-        "nested parens": boxed("(" * 490 + "1" + ")" * 490),
-        "answer in text": "<answer>" + "the answer is " * 600 + "B</answer>",
-        "spaces in tags": "<answer>" + " " * 9000 + "x</answer>",
-    }
+    """Long, deep and strange texts. (`same_answer` has its own in test_answers.)"""
+    texts = MANY.split("|")
+    many = [*texts, "\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
+    found = [piece * (200_000 // len(piece)) for piece in many]
+    found += ["", boxed("1" * 999_000), "\\boxed{" * 120_000 + "}" * 120_000]
+    found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
+    found += ["<answer>" + "the answer is " * 600 + "B</answer>"]
+    found += ["<answer>" + " " * 9000 + "x</answer>"]
     rng = random.Random(0)
-    for seed in range(20):
+    for _ in range(20):
         letters = bytes(rng.randrange(256) for _ in range(5000)).decode("latin-1")
-        found[f"bytes {seed}"] = letters * rng.randint(1, 20)
-    pieces = [*MANY.split("|"), *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "|"]
-    for seed in range(200):
-        found[f"pieces {seed}"] = "".join(rng.choices(pieces, k=rng.randint(1, 200)))
-    return found
+        found.append(letters * rng.randint(1, 20))
+    pieces = [*texts, *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "\\sqrt[0]{", "1/0", "i"]
+    found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(300)]
+    short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(1000)]
+    return found + short + list(map(boxed, short))
 
 
 HOSTILE = hostile()
@@ -353,28 +305,27 @@ def is_a_verdict(value):
     """Whether it is a number from 0 to 1, or a list of (position, such a number)."""
     if type(value) is list:
         return all(type(end) is int and is_a_verdict(part) for end, part in value)
-    return type(value) is float and 0 <= value <= 1
+    return type(value) in (bool, float) and 0 <= value <= 1
 
 
 @pytest.mark.parametrize("name", [*RUNS_NOTHING, "code"])
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    """At most 0.2 s of processor time are usual, on a busy machine, too. Hardly any text has a
-    program, and `code` tries fewer."""
-    runs = name == "code"
-    for label, text in itertools.islice(HOSTILE.items(), 80 if runs else None):
+    """Called as a copier calls it. At most 0.2 s of processor time are usual, on a busy machine,
+    too. Hardly any text has a program, and `code` tries fewer."""
+    for text in HOSTILE[:80] if name == "code" else HOSTILE:
         start = time.process_time()
         verdict = VERIFY[name](text, GOLD.get(name, "6"))
-        assert time.process_time() - start < 3, label
-        assert verdict == 0.0 if runs else is_a_verdict(verdict), label
+        assert time.process_time() - start < 3, text[:100]
+        assert is_a_verdict(verdict), text[:100]
 
 
 @pytest.mark.parametrize("name", RUNS_NOTHING)
-def test_verifier_is_total_over_answers(name):
-    golds = [None, True, 0, -1, 3.5, float("inf"), float("nan"), 10**5000, "", "x" * 100_000]
+def test_a_gold_answer_is_usable_or_a_user_error(name):
+    golds = [None, True, 0, -1, 3.5, float("inf"), float("nan"), 10**4000, "", "x" * 100_000]
     golds += ["\\frac{1}{", "\0", [], [1], {}, {"numbers": 3}, object(), b"", ()]
-    texts = ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>", 6, None, b"6", ["6"]]
-    for gold, text in itertools.product(golds, texts):
-        assert is_a_verdict(VERIFY[name](text, gold))
+    for gold, text in itertools.product(golds, ["", "6", "\\boxed{6}", "#6", "<answer>x</answer>"]):
+        with contextlib.suppress(UserError):
+            assert is_a_verdict(VERIFY[name](text, gold)), (text, gold)
 
 
 PATTERNS = ["rewards.py", "support/tasks.py"]
@@ -413,17 +364,17 @@ def test_math_and_choice_are_fast_on_pieces_of_their_own_expressions(path):
 ROW = {"prompt": "1+5?", "answer": "6"}
 
 
+def noted(reward, scores):
+    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
+    reward.note_shaping(scores)
+    return reward.verdicts(scores)
+
+
 def scored(spec, *completions, **row):
     """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
     return scores, *noted(reward, scores)
-
-
-def noted(reward, scores):
-    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
-    reward.note_shaping(scores)
-    return reward.verdicts(scores)
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
@@ -433,8 +384,6 @@ def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
     assert good.terms == bad.terms | {"math": 1.0} == {"math": 1.0, "format": 1.0}
     assert (good.reward, bad.reward) == (pytest.approx(0.6), pytest.approx(0.1))
     assert (rewarded, correct) == ([0.5, 0.0], [1.0, 0.0])
-    (half,), rewarded, correct = scored("3*math + exact", "\\boxed{6.0}")
-    assert (half.reward, rewarded, correct) == (3.0, [3.0], [0.75])
     assert scored("format", right, wrong)[1:] == ([1.0, 1.0], None)  # there is nothing but it
     assert rewards.parse_reward("math").score([], []) == []
 
@@ -452,8 +401,7 @@ def own(tmp_path):
 
 @pytest.fixture
 def mine(own):
-    return own('''
-        """A user's own."""
+    return own("""
         SCALE = 2
         def whole(completion, answer, **row):
             return len(row) + (row["prompt"] == "1+5?") * 10
@@ -467,16 +415,29 @@ def mine(own):
             return [(1, 0.5), (2, len(completion)), (3, completion == answer)]
         def style(completion, answer): return completion.islower()
         style.shaping = True
-    ''')
+        def bold(completion, answer, marker='**'): return marker in completion
+        def changes(completion, answer, level):
+            from neighbour_of_mine import HALF
+            level.append(1)
+            return answer.pop("target") * HALF
+    """)
 
 
-def test_reward_calls_users_functions_with_the_row(mine):
-    """train.py adds the number of tokens to each row, when there is a completion."""
+def test_reward_calls_users_functions_with_copies_of_the_fields_that_they_name(mine, tmp_path):
+    """train.py adds the number of tokens. Two stars in a default request no field. The file
+    imports its neighbour while it runs. Nothing that it changes changes the row."""
+    (tmp_path / "neighbour_of_mine.py").write_text("HALF = 0.5\n")
     assert scored(f"{mine}:whole", "6", level=3)[0][0].reward == 12
     (score,), _, _ = scored(f"math + 0.5*{mine}:double", "\\boxed{6}")
     assert (score.reward, score.terms) == (1.0, {"math": 1.0, "double": 0.0})
     assert scored(f"{mine}:long", "6", tokens=50)[0][0].reward == 0.5
     rewards.parse_reward(f"{mine}:long").check([ROW])  # before there is one
+    assert scored(f"{mine}:bold", "**x**")[0][0].reward == 1.0
+    row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
+    reward = rewards.parse_reward(f"{mine}:changes")
+    reward.check([row])
+    assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [0.5, 0.5]
+    assert row == {"prompt": "?", "answer": {"target": 1}, "level": [0]}
 
 
 def test_a_term_that_once_was_above_1_no_longer_counts(mine):
@@ -540,7 +501,7 @@ def test_reward_survives_a_users_faults(body, own):
         assert score.fault.isprintable() and len(score.fault) < 500
 
 
-WRONG_REWARDS = {
+WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sentence
     "mth": "rewards.py has no verifier 'mth'; did you mean math?",
     "": "rewards.py has no verifier ''",
     "x*math": "could not convert string to float: 'x'",
@@ -549,8 +510,6 @@ WRONG_REWARDS = {
     "1e300*math": "a weight is not 0, and at most 1e+06",
     "math+math": "a name stands there twice",
     "nowhere.py:fn": "FileNotFoundError: ",
-}
-BROKEN_FILES = {
     "def f(:": "(own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "one",
     "raise SystemExit": "SystemExit",
@@ -559,12 +518,10 @@ BROKEN_FILES = {
 }
 
 
-@pytest.mark.parametrize("broken", [*WRONG_REWARDS, *BROKEN_FILES])
-def test_parse_reward_says_what_is_wrong(broken, own):
+@pytest.mark.parametrize("broken, words", WRONG_REWARDS.items())
+def test_parse_reward_says_what_is_wrong(broken, words, own):
     """And the expected form. Our verifiers are no help for a file's function."""
-    words, spec = WRONG_REWARDS.get(broken), broken
-    if broken in BROKEN_FILES:
-        words, spec = BROKEN_FILES[broken], f"{own(broken)}:f"
+    spec = f"{own(broken)}:f" if " " in broken else broken
     with pytest.raises(UserError) as error:
         rewards.parse_reward(spec)
     message = str(error.value)
@@ -574,7 +531,8 @@ def test_parse_reward_says_what_is_wrong(broken, own):
 
 
 def test_a_verifier_is_added_by_a_decorator(monkeypatch):
-    """Registered under its name, total there, itself as it was. `need` refuses a gold answer."""
+    """A copier's call and a run's are the same function. `need` refuses a gold answer. A bug of
+    the verifier is a fault, which the run tells."""
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
 
     @rewards.verifier
@@ -585,7 +543,8 @@ def test_a_verifier_is_added_by_a_decorator(monkeypatch):
     assert shorter("abc", 1, "abcd") is True
     reward = rewards.parse_reward("shorter + 0.5*exact")
     score, zero = reward.score(["abc", "abc"], [{"prompt": "abcd", "answer": n} for n in (1, 0)])
-    assert score.terms == {"shorter": 1.0, "exact": 0.0} and zero.reward == 0
+    assert score.terms == {"shorter": 1.0, "exact": 0.0} and score.fault == ""
+    assert zero.reward == 0 and zero.fault.startswith("shorter: a length is positive")
     reward.check_answer(1)
     with pytest.raises(UserError, match="shorter.*a length is positive"):
         reward.check_answer(-1)
@@ -597,12 +556,13 @@ def test_check_answer_leaves_a_users_function_alone(own):
     reward = rewards.parse_reward(f"{own(source)}:math")
     assert reward.check_answer({}) is None
     assert reward.score(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
+    assert reward.lenient_twin() is None
 
 
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion): return 1": ["f(completion)", "def f(completion, answer)"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
-    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["no lists", "TRL"],
+    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["raises", "TypeError"],
     "def f(answer, completion): return completion == answer": ["f(completion, answer)", "first"],
     "def f(completion, answer): return '1.0'": ["'1.0'", "a text is no number"],
     "def f(completion, answer): return [(1, 0.5), (2, '1')]": ["a text is no number"],
@@ -625,36 +585,23 @@ def test_check_refuses_functions_that_cannot_work(source, own):
     assert all(word in message for word in CHECKED[source])
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "def f(text, gold, prompt): return len(prompt) > 3",
-        "def f(completion, answer, *, prompt='', level=0): return -1",
-        "def f(completion, answer, **row): return row['prompt'] == '1+5?'",
-        "def f(*arguments): return len(arguments) / 2",
-        "def f(completion, answer): return [(1, 0.5), (2, 1)]",
-        "def f(completion, answer): return int(completion)",  # raises on some alone
-        "class F:\n    def __call__(self, completion, answer): return 1\nf = F()",
-    ],
-)
+WORKING = [
+    "def f(text, gold, prompt): return len(prompt) > 3",
+    "def f(completion, answer, *, prompt='', level=0): return -1",
+    "def f(completion, answer, **row): return row['prompt'] == '1+5?'",
+    "def f(*arguments): return len(arguments) / 2",
+    "def f(completion, answer): return [(1, 0.5), (2, 1)]",
+    "def f(completion, answer): return int(completion)",  # raises on some alone
+    "class F:\n    def __call__(self, completion, answer): return 1\nf = F()",
+]
+
+
+@pytest.mark.parametrize("source", WORKING)
 def test_check_accepts_functions_that_can_work(source, own):
     reward = rewards.parse_reward(f"{own(source)}:f")
     assert reward.check([ROW]) is None
     [score] = reward.score(["6"], [ROW])
     assert score.reward != 0 and score.fault == ""
-
-
-def test_a_reward_that_changes_its_answer_does_not_change_the_row(own):
-    path = own("""
-        def f(completion, answer, level):
-            level.append(1)
-            return answer.pop("target")
-    """)
-    row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
-    reward = rewards.parse_reward(f"{path}:f")
-    reward.check([row])
-    assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [1, 1]
-    assert row == {"prompt": "?", "answer": {"target": 1}, "level": [0]}
 
 
 def test_a_reward_has_a_twin_where_a_verifier_names_one():
@@ -685,47 +632,38 @@ def test_rewards_can_be_copied_with_one_small_file(tmp_path):
     assert error == "ModuleNotFoundError: No module named 'support.extras'", done.stderr.decode()
 
 
-def test_a_users_file_can_import_its_neighbours(own, tmp_path):
-    """When it is read, and later."""
-    (tmp_path / "neighbour_of_mine.py").write_text("RIGHT = 1\n")
-    (tmp_path / "later_neighbour_of_mine.py").write_text("HALF = 0.5\n")
+def test_a_prompt_may_also_be_a_field_of_another_name(own, tmp_path):
+    """`question` stays where it also is the prompt."""
     path = own("""
-        from neighbour_of_mine import RIGHT
-        def f(completion, answer):
-            from later_neighbour_of_mine import HALF
-            return HALF * RIGHT
-    """)
-    assert scored(f"{path}:f", "x")[0][0].reward == 0.5
-
-
-def test_users_function_gets_the_fields_it_asks_for(own, tmp_path):
-    """Two stars in a default request no field. `question` stays where it also is the prompt."""
-    path = own("""
-        def bold(completion, answer, marker='**'): return marker in completion
         def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'
     """)
     (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    reward = rewards.parse_reward(f"{path}:bold + {path}:asks")
+    reward = rewards.parse_reward(f"{path}:asks")
     rows = read_rows(str(tmp_path / "rows.jsonl"), "--data", reward.check_answer)
-    assert reward.score(["**x**"], rows)[0].terms == {"bold": 1.0, "asks": 1.0}
+    assert reward.score(["x"], rows)[0].terms == {"asks": 1.0}
+
+
+MALFORMED = """
+    null | "" | 13 | [] | {} | {"numbers": [3, 5, 2]} | {"target": 13}
+    {"numbers": [], "target": 13} | {"numbers": null, "target": 13}
+    {"numbers": "352", "target": 13} | {"numbers": [3, 5, 2, true], "target": 13}
+    {"numbers": [3, "5", 2], "target": 13} | {"numbers": [3, 5, 2.5], "target": 13}
+    {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, 2], "target": null}
+    {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}
+"""
+UNUSABLE = {"countdown": [json.loads(cell) for cell in cells(MALFORMED)]}
+UNUSABLE |= {"choice": ["Paris"], "f1": ["the"], "math": ["<think>5", "x" * 20_000]}
+UNUSABLE |= dict.fromkeys(("math_lenient", "exact", "arithmetic"), [None, "", "  ", [], {}, True])
 
 
 @pytest.mark.parametrize("name", VERIFY)
-def test_checks_accept_our_verifiers_and_answers_that_they_can_use(name):
-    reward = rewards.parse_reward(name)
+def test_check_answer_accepts_what_a_verifier_can_use_and_nothing_else(name):
+    reward = rewards.parse_reward(f"-0.5*{name} + 0.1*format" if name != "format" else name)
     assert reward.check_answer(GOLD.get(name, "6")) is None
     assert reward.check([{"prompt": "?", "answer": "6"}]) is None  # it is for users' functions
-
-
-@pytest.mark.parametrize(
-    "name, answers",
-    [("choice", ["Paris"]), ("f1", ["the"]), ("math", ["<think>5", "x" * 20_000])]
-    + [(name, [None, "", "  ", [], {}, True]) for name in ("math_lenient", "exact", "arithmetic")],
-)
-def test_check_answer_refuses_what_cannot_be_used(name, answers):
-    for answer in answers:
+    for answer in UNUSABLE.get(name, []):
         with pytest.raises(UserError, match=name) as error:
-            rewards.parse_reward(f"-0.5*{name} + 0.1*format").check_answer(answer)
+            reward.check_answer(answer)
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
@@ -739,30 +677,23 @@ def test_soft_overlong_penalty_is_eq_13():
 # ---- command line
 
 
-def test_command_prints_accuracy_and_first_disagreements(tmp_path):
+def test_command_prints_the_mean_and_the_first_disagreements(tmp_path):
     """As a program: extras register with the module, not with __main__."""
     path = tmp_path / "answers.jsonl"
     rows = [{"completion": f"#### {n}", "answer": "3" if n == 2 else str(n)} for n in range(4)]
     path.write_text("\n".join(map(json.dumps, rows)))
     command = [sys.executable, ROOT / "rewards.py", path, "--reward", "math_symbolic"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "reward 0.7500 of 4" in done.stdout and "accuracy 0.7500" in done.stdout
+    assert "reward 0.7500 of 4" in done.stdout
     assert "row 3: '3' from '#### 2'" in done.stdout and "row 2" not in done.stdout
 
 
-WRONG_FILES = {  # content -> the sentence
-    "{}": "line 1: expected an object .* with completion and answer",
-    '{"completion": "a", "answer": ""}': "line 1.*cannot be used by exact",
-}
-
-
-@pytest.mark.parametrize("content", WRONG_FILES)
-def test_command_says_what_is_wrong_in_one_sentence(content, tmp_path, monkeypatch, capsys):
+def test_command_says_in_one_sentence_which_gold_answer_is_unusable(tmp_path, monkeypatch, capsys):
     path = tmp_path / "answers.jsonl"
-    path.write_text(content)
+    path.write_text('{"completion": "a", "answer": ""}')
     monkeypatch.setattr(sys, "argv", ["rewards.py", str(path), "--reward", "exact"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         rewards.main()
     out, error = capsys.readouterr()
-    assert ended.value.code == 2 and out == ""
-    assert error.count("\n") == 1 and re.search(WRONG_FILES[content], error), error
+    assert out == "" and error.count("\n") == 1
+    assert re.search("line 1.*cannot be used by exact", error)

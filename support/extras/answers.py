@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mpmath
 
-from rewards import DENIAL, final_answer, gold_answer, table, verifier
+from rewards import final_answer, gold_answer, table, verifier
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read. A longer one is compared as text
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
@@ -78,10 +78,6 @@ TEXT_BOX = re.compile(
 )
 BEFORE_NUMBER = r"^|(?<![\\a-zA-Z])[a-zA-Z]{2,} |[-=<>≤≥≠≈+*±([{⟨,;:&∪|\"] ?"
 FRACTION = r"\\frac ?(?:\{ ?[0-9]+ ?\}|[0-9]) ?(?:\{ ?[0-9]+ ?\}|[0-9])|(?<= )[0-9]+ ?/ ?[0-9]+"
-SAYS = "is|are|equals|about|approximately"
-LEAD_IN = (
-    rf'"? ?(?:(?:the|final|answer|value|area|it|there|{SAYS}) )*(?:(?:{SAYS})\b|answer:)[": ]*'
-)
 
 
 def our_symbol(found: re.Match) -> str:
@@ -93,13 +89,6 @@ def our_symbol(found: re.Match) -> str:
     return MEANINGS.get(found[0], found[0])
 
 
-def repeated(found: re.Match) -> str:
-    """Return a repeating decimal as a fraction: `(\\frac{15}{90})` for `0.1\\overline{6}`."""
-    whole, once, again = found.groups()
-    above = int(whole + once + again) - int("0" + whole + once)
-    return f"(\\frac{{{above}}}{{{'9' * len(again)}{'0' * len(once)}}})"
-
-
 REWRITES = (  # a pattern, and its replacement
     (re.compile('"'), " "),
     (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
@@ -108,8 +97,6 @@ REWRITES = (  # a pattern, and its replacement
     (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
     (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
     (re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
-    (re.compile(r"\\overline\s*([0-9])"), r"\\overline{\1}"),
-    (re.compile(r"(?<![0-9])([0-9]*+)\.([0-9]*+)\\overline\s*\{([0-9]+)\}(?![0-9])"), repeated),
     (re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
     (TEXT_BOX, r'"\1"'),
     (re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
@@ -119,13 +106,14 @@ REWRITES = (  # a pattern, and its replacement
     (re.compile(r"\A\s+"), ""),
     (re.compile(r"\s+"), " "),
     (re.compile(r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z"), ""),  # a full stop, the end of a row
-    (re.compile(rf"^{LEAD_IN}(?=.)", re.IGNORECASE), ""),  # the answer is 5
+    (re.compile(r'\A"? ?(?:the )?(?:final )?(?:answer|value)(?: is\b|:)[": ]*(?=.)', re.I), ""),
     (re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
     (re.compile('" ?/ ?"'), "/"),  # "km"/"h"
     (re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
     (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
     (re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3\frac12, 3 1/2
 )
+RANGE_OR_TIME = re.compile(r'[0-9.,]+ ?[-:] ?[0-9.,]+ ("|[a-zA-Z]{2})')  # 10-20 years, 3:30 PM
 UNIT_WORD = re.compile(r"(?:/?[a-zA-Z]++(?:\^\{?-?[1-3]\}?)?)++|[/*]")
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
 TOKEN = re.compile(
@@ -169,6 +157,8 @@ def tokenise(text: str) -> list[str]:
         text = pattern.sub(meaning, text)
         if len(text) > 2 * MAX_EXPRESSION:
             raise Unreadable("too long")
+    if RANGE_OR_TIME.match(text):
+        raise Unreadable("it has no value")
     tokens = []
     for token in TOKEN.findall(text):
         word = token.strip('" ')
@@ -217,7 +207,7 @@ SEPARATORS = (",", ";", "and", "or")
 TURNED = {">": "<", "≥": "≤"}
 COMMANDS = "|".join([*NAMES, "partial", "nabla", "det", "dim", "deg"])
 LETTER = re.compile(rf"(?:\\(?:{COMMANDS})|[a-zA-Z]'*)(?: ?_.+|\^.+)?", re.DOTALL)
-CALLED = (*"fghFGPyuWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
+CALLED = (*"fghFGHNTPVEIWJ", "\\Gamma", "\\zeta", "\\Phi", "\\delta", "\\psi")  # before a bracket
 PAIRS = ("()", "[]", "(]", "[)")  # intervals, points
 ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
 FUNCTIONS = (*ANGLES, "arcsin", "arccos", "arctan", "sinh", "cosh", "ln", "log", "exp")
@@ -404,14 +394,7 @@ class Parser:
 
     def letter_or_call(self, name: str) -> Node:
         """Read f(x + 1) and N(0) as calls, but x(x + 1) and a(b + c) as products."""
-        letter = re.match(r"\\?[a-zA-Z]+", name)[0]
-        if not self.next_is("(") or letter in CONSTANTS:
-            return Node("letter", value=name)
-        inside = list(itertools.takewhile(lambda token: token != ")", self.tokens[-2::-1]))
-        letters = [token for token in inside if not re.fullmatch("[-0-9./]+", token)]
-        is_small = len(letters) < 2 and all(map(LETTER.fullmatch, letters))
-        may_be_call = letter in CALLED or "," in inside or is_small
-        if not may_be_call or letter in inside or name in inside:  # y(y - 2)
+        if not self.next_is("(") or re.match(r"\\?[a-zA-Z]+", name)[0] not in CALLED:
             return Node("letter", value=name)
         argument = self.bracket(self.take())
         return Node("call", argument.items if argument.kind == "()" else (argument,), name)
@@ -730,8 +713,8 @@ class Comparison:
             return False
         if all(map(self.same, left.items, right.items)):
             return True
-        is_pair = left.kind in ("=", "≠", "<") and len(left.items) == 2
-        return is_pair and self.proportional(left, right)
+        turned = right.items[::-1]  # 2x + 1 = y
+        return left.kind in ("=", "≠") and all(map(self.same, left.items, turned))
 
     def same_values(self, left: Node, right: Node) -> bool:
         """Compare values at every point, or at one if there is no letter.
@@ -765,20 +748,6 @@ class Comparison:
             remaining.remove(match)
         return True
 
-    def proportional(self, left: Node, right: Node) -> bool:
-        """Return whether left - right of one relation is a constant times that of a like one.
-
-        The constant is above 0 in an inequality. Both must vary."""
-        self.pay(150)
-        nodes = [combine("-", *node.items) for node in (left, right)]
-        left_values, right_values = ([self.value(node, at) for at in POINTS] for node in nodes)
-        if equal(*left_values[:2]) or 0 in right_values:
-            return False
-        factors = [multiply(left, 1 / right) for left, right in zip(left_values, right_values)]
-        if not all(equal(factor, factors[0]) for factor in factors):
-            return False
-        return left.kind != "<" or (factors[0].imag == 0 and factors[0] > 0)
-
 
 def units_of(node: Node) -> set[str]:
     found = {node.value} if node.kind == "quantity" else set()
@@ -806,29 +775,6 @@ def as_interval(node: Node, other: Node) -> Node:
 
 # ---------------------------------------------------------------------- answers
 
-AS_TEXT = re.compile(  # 3:30 pm, 10-20 years, 3-2, 1/2/2024
-    r"""
-    (   [0-2]?[0-9] (?: :[0-5][0-9] ){1,2}
-      | [0-9]{1,2} / [0-9]{1,2} / [0-9]{4}
-      | \\?\$? [0-9][0-9.,]*+ (?: \s*+ (?: \\?% \s*+ )? [-–—] \s*+ \\?\$? [0-9][0-9.,]*+ )++
-    )
-    [\s~]*
-    ( | \\?% | \\text\s*\{ .* | (?! [abcxyz]+ (?![a-zA-Z]) ) [a-zA-Z]{3,} .* | [apckm]\.?m\.? )
-    """,
-    re.VERBOSE | re.IGNORECASE,
-)
-VECTOR = r"(?:\\(?:vec|hat|mathbf|boldsymbol|overrightarrow)\s*(?:\{[^{}]*\}|\w)|[A-Z])"
-UNORDERED = re.compile(  # products whose order may count: AB - BA, A × B
-    rf"""
-      ([A-Z])([A-Z])\W+\2\1
-    | {VECTOR} [\s)]* (?:\\times|×) [\s(]* {VECTOR}
-    """,
-    re.VERBOSE,
-)
-CHOICE_WITH_VALUE = re.compile(  # \textbf{(A)}\ 5, but not (A) or (B)
-    r"(?:\\(?:text(?:bf|rm|it)?|mathrm|mathbf)\s*\{)?\(([A-E])\)\s*\}?(?:\\ |\\quad|~|\s)*+"
-    r"([^A-E\n}][^A-E\n]*)"
-)
 BARE_NUMBER = re.compile(r"-?[1-9](?:[0-9]*|[0-9]{0,2}(?:,[0-9]{3})+)(?:\.[0-9]+)?")
 PERCENT = re.compile(r"\s*(?:\\?%|percent|\\text\s*\{\s*(?:percent|\\?%)\s*\})\.?\Z")
 # words by their look: a vowel, one capital or all
@@ -843,7 +789,9 @@ def same_answer(given: str, gold: str) -> bool:
     given, gold = without_math_signs(given), without_math_signs(gold)
     if max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold
-    return same_meaning(given, gold) or gold_allows(given, gold)
+    bare, bare_gold = PERCENT.sub("", given), PERCENT.sub("", gold)
+    are_large = all(map(BARE_NUMBER.fullmatch, (bare, bare_gold)))  # 25% is 25. 0.7% is not 0.7
+    return same_meaning(given, gold) or are_large and same_meaning(bare, bare_gold)
 
 
 def without_math_signs(text: str) -> str:
@@ -861,11 +809,6 @@ def same_meaning(given: str, gold: str) -> bool:
     pair = f"{given} {gold}"
     if re.fullmatch("[a-z]{3,} [a-z]{3,}|[A-Z]{2,} [A-Z]{2,}", pair):  # abc and AC are words
         return False
-    if any(map(UNORDERED.search, (given, gold))):
-        return same_text(given, gold)
-    kinds = {as_text(given), as_text(gold)}
-    if "only" in kinds or "" not in kinds:
-        return same_text(given.lower(), gold.lower())
     try:
         left, right = read(given), read(gold)
         if "word" in (left.kind, right.kind):  # \text{(C)} is C, as a word or as a letter
@@ -881,14 +824,6 @@ def same_meaning(given: str, gold: str) -> bool:
         return same_text(given, gold)
 
 
-def as_text(answer: str) -> str:
-    """Return how an answer is a text: "only", "also" (3-2, a score or a difference), or ""."""
-    found = AS_TEXT.fullmatch(answer) or AS_TEXT.fullmatch(TEXT_BOX.sub(r"\1", answer))
-    if not found:
-        return ""
-    return "only" if found[2] or TEXT_BOX.fullmatch(answer) else "also"
-
-
 def same_text(given: str, gold: str) -> bool:
     """Compare texts up to boxes, white space around punctuation, and case in plain words."""
     words = []
@@ -902,19 +837,3 @@ def same_text(given: str, gold: str) -> bool:
             text = ORDINARY.sub(lambda found: found[0].lower(), text)
         words.append(text.split())
     return words[0] == words[1] and words[0] not in ([], ["nan"])
-
-
-def gold_allows(given: str, gold: str) -> bool:
-    """Return whether the gold answer is this one as a choice with its value, or as a percentage.
-
-    25% is 25 where a percentage is asked. 0.7% is not 0.7."""
-    choice, gold_choice = CHOICE_WITH_VALUE.fullmatch(given), CHOICE_WITH_VALUE.fullmatch(gold)
-    if gold_choice and not choice:  # D and 30 are (D) 30
-        return any(same_meaning(given, part) for part in gold_choice.groups())
-    if choice:  # (A) 5 is A, and 5
-        words = re.sub(r"\\[a-zA-Z]+", " ", TEXT_BOX.sub(r" \1 ", choice[2]))
-        is_denied = DENIAL.search(words) or re.search(r"\bor\b|\bnot\b", words)
-        return not is_denied and any(same_meaning(part, gold) for part in choice.groups())
-    bare, bare_gold = PERCENT.sub("", given), PERCENT.sub("", gold)
-    are_large = all(map(BARE_NUMBER.fullmatch, (bare, bare_gold)))
-    return (bare, bare_gold) != (given, gold) and are_large and same_meaning(bare, bare_gold)

@@ -66,9 +66,6 @@ HOSTILE = {  # name -> a text of about n pieces that might take long to read or 
     "squares of squares": nested("", "x", "^2"),
     "digits": nested("7", ""),
     "groups of digits": nested("7,777,", ""),
-    "repeating decimal": lambda n: "0." + "1" * n + "\\overline{" + "3" * n + "}",
-    "repeating decimals": joined("+", "#.\\overline{3}"),
-    "cross products": joined(" \\times ", "\\vec{a}"),
     "letters of units": lambda n: "5\\text{" + "m" * n + "5!}",
     "boxed ranges": lambda n: "\\text{" + "100 - " * n + "years}",
     "dollars": nested("$", "1"),
@@ -76,7 +73,6 @@ HOSTILE = {  # name -> a text of about n pieces that might take long to read or 
     "boxes": nested("\\text{", ""),
     "words behind": nested("", "5 ", "to "),
     "range and a letter": lambda n: "5-" * n + "5 x",
-    "choice": nested("", "(A) ", " 5"),
 }
 
 
