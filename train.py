@@ -51,7 +51,6 @@ from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
 from support.models import (
-    checkpoint_layers,
     context_of,
     critic_of,
     end_and_pad_ids,
@@ -921,18 +920,20 @@ def make_models(
     if config.teacher:
         teacher = score(load_model(config.teacher, config.device, dtype))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
-    contexts = []
+    again = contextlib.nullcontext  # for layers that run twice
     if has_experts(policy.config) and config.old_logprobs == "trainer":
         from support.extras.experts import Experts, routing_now
 
         routing = Experts(config.routing_replay)
-        contexts.append(routing_now)
+        again = routing_now
     if config.lora_rank:
         from support.extras.lora import add_adapters
 
         add_adapters(policy, config, dtype)
     if config.gradient_checkpointing:
-        checkpoint_layers(policy, contexts)
+        from support.extras.checkpointing import checkpoint_layers
+
+        checkpoint_layers(policy, again)
     if algorithm.value_loss:
         critic = score(critic_of(policy))
     policy = score(policy, routing=routing)
