@@ -61,7 +61,7 @@ from support.models import (
     load_model,
     refresh,
 )
-from support.process import StopSignal, fail
+from support.process import StopSignal, fail, farewell
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, problems_of
 from support.user import expecting, function_of, need
@@ -198,9 +198,7 @@ def train(run: "Run", output: "Output") -> None:
         if stopping and step < config.steps:
             raise KeyboardInterrupt
     prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
-    before = run.progress.before
-    for line in console.farewell(config, output.folder, before, row, seconds, prompt):
-        say(line)
+    farewell(config, output.folder, run.progress.before, row, seconds, prompt)
 
 
 # ---- data of a step ------------------------------------------------------------------------------
