@@ -68,8 +68,7 @@ def read_points(path: Path) -> Story:
         source = " ".join(line.strip("# ") for line in lines if line.startswith("#"))
         table = csv.DictReader(line for line in lines if not line.startswith("#"))
         rows = [{name: float(row[name]) for name in ("step", "eval_solved")} for row in table]
-        are_shares = rows and all(0 <= row["eval_solved"] <= 1 for row in rows)
-        need(are_shares, "expected shares from 0 to 1")
+        need(rows and all(0 <= row["eval_solved"] <= 1 for row in rows), "no shares from 0 to 1")
     rows.sort(key=lambda row: row["step"])
     return Story(path.stem, flags={}, starts=[], rows=rows, evaluations=[], source=source)
 
