@@ -50,7 +50,6 @@ def read_row(line: bytes, field: str) -> dict:
     array = line.lstrip().startswith(b"[")
     need(not array, "found a JSON array; expected JSONL, without brackets, an object a line")
     row = json.loads(line)
-    need(isinstance(row, dict), "found no object")
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
