@@ -753,9 +753,9 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
         run.log.warn("tool", f"the tool failed and gave no reply: {run.generate.fault}")
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
-        folders.append_rows(folder / "metrics.jsonl", [row])
-        folders.append_rows(folder / "samples.jsonl", readable_samples(run, done))
-        folders.append_rows(folder / "evaluations.jsonl", answers)
+        data.append_rows(folder / "metrics.jsonl", [row])
+        data.append_rows(folder / "samples.jsonl", readable_samples(run, done))
+        data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
         run.progress.shaping = sorted(run.reward.shaping)
         if run.ranks.first:
@@ -966,7 +966,7 @@ def open_output(run: Run, answers: list[dict]) -> Output:
     folder, lock, tracker = None, None, None
     if run.ranks.first:
         folder, lock = folders.claim(config, progress.step, progress.before)
-        folders.append_rows(folder / "evaluations.jsonl", answers)
+        data.append_rows(folder / "evaluations.jsonl", answers)
         if config.track:
             from support.extras.trackers import open_tracker
 

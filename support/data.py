@@ -1,4 +1,4 @@
-"""Rows of data, and how prompts become tokens."""
+"""Rows of JSONL files, and how prompts become tokens."""
 
 import bisect
 import itertools
@@ -64,6 +64,11 @@ def read_row(line: bytes, field: str) -> dict:
     need(isinstance(text, str), f"field {field}: found {text!r:.80}, expected text")
     need(text.encode().strip() or field != "prompt", f"field {field}: no text")
     return row
+
+
+def append_rows(path: Path, rows: list[dict]) -> None:
+    with expecting(f"{path}: cannot be written", OSError), open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def read_data(config, reward) -> tuple[list[dict], list[dict]]:
