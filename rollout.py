@@ -68,7 +68,7 @@ class Rollout(typing.NamedTuple):
         return self.tokens[:, self.prompt_width :]
 
     @property
-    def latest_own(self) -> Tensor:
+    def latest_action(self) -> Tensor:
         """(N, T): for each token the index of the latest token, up to it, that the policy wrote. A
         tool's tokens are no action: their rewards go to the action before them."""
         steps = torch.arange(self.completion_mask.shape[1], device=self.completion_mask.device)
@@ -81,8 +81,8 @@ class Rollout(typing.NamedTuple):
         rows = zip(self.tokens.tolist(), starts.tolist(), ends.tolist())
         return [tokens[start:end] for tokens, start, end in rows]
 
-    def __getitem__(self, rows) -> "Rollout":
-        """Some rows, by a list, slice or LongTensor. S and T stay."""
+    def select(self, rows: list[int] | Tensor) -> "Rollout":
+        """Some rows. S and T stay."""
         return Rollout(*[column[rows] for column in self])
 
     @staticmethod
@@ -299,24 +299,24 @@ def completion_logprobs(
     temperature: float,
     trees: Trees | None = None,
     *,
-    entropy_grad: bool | None = True,
+    entropy: str = "gradient",
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of the completions, and entropies of the distributions, at a temperature.
 
     Both are (N, T), float32, 0 outside the mask, and the same bits with and without gradients.
-    trees: the layout of these completions, if not a row a text. Entropies with gradient cost time
-    and memory: entropy_grad switches the gradient off. None leaves them out: they are 0."""
+    trees: the layout of these completions, if not a row a text. A gradient of entropies costs time
+    and memory: entropy="value" is without, and with "none" they are 0."""
     mask = completions.completion_mask
     hidden = hidden_states(model, completions, trees)
     if trees is None:
         hidden, targets = take(hidden, predicting(completions)), completions.completions[mask]
-        found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
+        both = token_logprobs(model, hidden, targets, temperature, entropy)
     else:  # equal tokens after equal texts are predicted once
         hidden, targets = take(hidden, trees.before), trees.targets
-        found = token_logprobs(model, hidden, targets, temperature, entropy_grad)
-        found = take(found.T, trees.index).T
-    logprobs, entropy = found
-    return scattered(logprobs, mask), scattered(entropy, mask)
+        both = token_logprobs(model, hidden, targets, temperature, entropy)
+        both = take(both.T, trees.index).T
+    logprobs, entropies = both
+    return scattered(logprobs, mask), scattered(entropies, mask)
 
 
 def completion_values(critic, completions: Rollout, trees: Trees | None = None) -> Tensor:
@@ -363,7 +363,7 @@ LOGITS_AT_ONCE = 2**26  # float32: 256 MB
 
 
 def token_logprobs(
-    model, hidden: Tensor, targets: Tensor, temperature: float, entropy_grad: bool | None
+    model, hidden: Tensor, targets: Tensor, temperature: float, entropy: str
 ) -> Tensor:
     """Return (2, tokens): log-probs of the targets (tokens,) after hidden states (tokens, H), and
     entropies. Logits exist for a chunk of tokens at a time."""
@@ -375,11 +375,11 @@ def token_logprobs(
             logits = logits / temperature
         logp = logits.log_softmax(-1)
         logprobs = logp.gather(1, targets[:, None])[:, 0]
-        entropy = torch.zeros_like(logprobs)
-        if entropy_grad is not None:
-            with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-                entropy = -(logp.exp() * logp).sum(-1)
-        return torch.stack([logprobs, entropy])
+        entropies = torch.zeros_like(logprobs)
+        if entropy != "none":
+            with torch.set_grad_enabled(entropy == "gradient" and torch.is_grad_enabled()):
+                entropies = -(logp.exp() * logp).sum(-1)
+        return torch.stack([logprobs, entropies])
 
     *parts, last = zip(hidden.split(at_once), targets.split(at_once))
     # checkpointed: the backward pass computes the logits of one chunk at a time again. It starts
@@ -412,26 +412,28 @@ def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatc
             parts.append([])
         parts[-1].append(row)
         computed += lengths[parts[-1][0]]
-    trees, width = grow_evenly(rollout.sequences(), tokens) if shares and parts else ([], 0)
-    nodes = len(trees) * width
-    is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
-    if not trees or nodes > WORTHWHILE * computed or not is_small:
-        return [micro_batch(rollout, part) for part in parts]
-    at_once = tokens // width
-    several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
-    return [
-        micro_batch(rollout, [row for tree in some for row in tree.paths], some) for some in several
-    ]
+    if shares and parts:
+        trees, width = grow_evenly(rollout.sequences(), tokens)
+        nodes = len(trees) * width
+        few, saved = nodes <= WORTHWHILE * computed, computed - nodes
+        if trees and few and nodes * width <= MASK_OF_A_TOKEN * saved:
+            at_once = tokens // width
+            several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
+            return [micro_batch_of_trees(rollout, some) for some in several]
+    return [micro_batch(rollout, part) for part in parts]
 
 
-def micro_batch(rollout: Rollout, rows: list[int], trees: list[Tree] | None = None) -> MicroBatch:
-    """Return some rows of a rollout, as trees if these are given."""
+def micro_batch(rollout: Rollout, rows: list[int]) -> MicroBatch:
     rows = torch.tensor(sorted(rows))
-    completions, joined = rollout[rows], None
-    if trees:
-        row, t = completions.completion_mask.nonzero(as_tuple=True)
-        before = completions.prompt_lengths[row] + t - 1
-        joined = join(trees, row, before, completions.completions[row, t])
+    return MicroBatch(rows, rollout.select(rows), None)
+
+
+def micro_batch_of_trees(rollout: Rollout, trees: list[Tree]) -> MicroBatch:
+    """Return the rows whose texts are in the trees."""
+    rows, completions, _ = micro_batch(rollout, [row for tree in trees for row in tree.paths])
+    row, t = completions.completion_mask.nonzero(as_tuple=True)
+    before = completions.prompt_lengths[row] + t - 1
+    joined = join(trees, row, before, completions.completions[row, t])
     return MicroBatch(rows, completions, joined)
 
 
@@ -497,7 +499,7 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
     if not shares_prefixes(model):
         return False
     trees = grow(in_order(samples.sequences()), width=samples.tokens.shape[1] + 8)  # some rows
-    part = micro_batch(samples, list(range(len(own))), trees)
+    part = micro_batch_of_trees(samples, trees)
     by_trees, _ = completion_logprobs(model, samples, 1.0, part.trees)
     return not differ(by_trees)
 

@@ -6,13 +6,7 @@
 Read `train`, the loop, then its phases, which stand below it in order. `policy` is trained,
 `old_policy` samples, and the KL penalty, if there is one, compares with `ref_policy`.
 
-Where this differs from the papers (docs/deviations.md has all of it):
-1. All algorithms share one set of run settings: 32 prompts x 8 completions, 4 updates a rollout.
-2. A group of equal rewards has advantage exactly 0. Rows with advantage 0 are not computed.
-3. Each optimiser step divides by its own completions or tokens, not by those of the rollout.
-4. Dynamic sampling stops after 4 further rollouts and continues with the groups it has.
-5. PPO's critic trains from the first step on and starts with the value 0.
-6. No log-ratio is clamped: an update that is not finite is skipped."""
+docs/deviations.md says where this differs from the papers."""
 
 import os
 
@@ -50,6 +44,7 @@ from support import checkpoints, console, data, flags, folders, health, report
 from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
+from support.metrics import measure, readable_samples
 from support.models import (
     context_of,
     critic_of,
@@ -143,7 +138,7 @@ Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 FROM_REWARDS = ("outcomes", "steps")  # inputs of advantages that need no log-probs
 READS_STEPS = ("steps", "tokens", "values")  # inputs that rewards of steps enter
-SHOWN_PROMPTS = 4  # of a step in samples.jsonl, of an evaluation in report.html
+SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more ends the run
 
@@ -186,12 +181,11 @@ def train(run: "Run", output: "Output") -> None:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
         # 7. improve     for each update: accumulate micro-batches, clip, step
-        fixed = Fixed(batch.mask, advantages, returns, **constants._asdict())
-        result = improve(run, step, updates, fixed)
+        result = improve(run, batch, updates, constants, advantages, returns)
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
-        done = Step(batch, updates, fixed, result)
+        done = Step(batch, updates, constants, advantages, returns, result)
         row = measure(run, done)
         stopping = any(run.ranks.gather(stop.asked))
         report_step(run, output, done, row, stopping)
@@ -251,18 +245,6 @@ class Constants(typing.NamedTuple):
     values: Tensor  # of the critic
 
 
-class Fixed(typing.NamedTuple):
-    """Everything that the updates of a step read and do not change."""
-
-    mask: Tensor  # (N, T) tokens of the loss
-    advantages: Tensor  # (N,) or (N, T)
-    returns: Tensor  # (N, T) of the critic's values; 0 without a critic
-    old_logprobs: Tensor  # from here on as in Constants
-    ref_logprobs: Tensor
-    teacher_logprobs: Tensor
-    values: Tensor
-
-
 class Improvement(typing.NamedTuple):
     metrics: list[dict[str, float]]  # of each update with active rows
     new_logprobs: Tensor  # (N, T) each row as its last update computed it
@@ -271,9 +253,13 @@ class Improvement(typing.NamedTuple):
 
 
 class Step(typing.NamedTuple):
+    """All data of a rollout step, for its report."""
+
     batch: Batch
     updates: list[Update]
-    fixed: Fixed
+    constants: Constants
+    advantages: Tensor  # (N,) or (N, T)
+    returns: Tensor  # (N, T) targets of a critic; 0 without one
     result: Improvement
 
 
@@ -289,13 +275,12 @@ class Scorer:
     dtype: str  # of the body's matrix products. The head is float32
     routing: typing.Any = None  # of a policy that is a mixture: extras.experts.Experts
 
-    def logprobs(self, part: MicroBatch, entropy_grad: bool | None = None):
-        """Return log-probs and entropies, (n, T) each. entropy_grad None leaves entropies at 0."""
+    def logprobs(self, part: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, (n, T) each: `completion_logprobs` of rollout.py."""
         routed = self.routing.over(part) if self.routing else contextlib.nullcontext()
-        options = {"temperature": self.temperature, "entropy_grad": entropy_grad}
         with self.autocast(), routed:
             return rollout.completion_logprobs(
-                self.module, part.completions, trees=part.trees, **options
+                self.module, part.completions, self.temperature, part.trees, entropy=entropy
             )
 
     def values(self, part: MicroBatch) -> Tensor:
@@ -377,7 +362,7 @@ def collect(run: Run, step: int) -> Batch:
 
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
     chosen = [size * group + member for group in kept[:count] or [0] for member in range(size)]
-    rollouts = Rollout.cat(parts, run.endings["pad_id"])[chosen]
+    rollouts = Rollout.cat(parts, run.endings["pad_id"]).select(chosen)
     samples = [samples[row] for row in chosen]
     mask = rollouts.completion_mask & bool(kept)
     if config.overlong_filter:  # truncated completions leave the loss, but not the attention
@@ -452,15 +437,15 @@ def place_rewards(
     """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at a
     completion's last token, the reward of a step, (end in characters, reward), at the token that
     completes it."""
-    own = rollouts.latest_own
-    last = own[:, -1:]
+    latest = rollouts.latest_action
+    last = latest[:, -1:]
     zeros = torch.zeros_like(rollouts.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
     for i, rewarded in enumerate(steps):
         ids = rollouts.completions[i, : rollouts.lengths[i]].tolist() if rewarded else []
         for end, reward in rewarded:
-            token = own[i, data.token_that_completes(tokenizer, ids, end)]
+            token = latest[i, data.token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward
             step_ends[i, token] = True
     return token_rewards, step_ends
@@ -492,7 +477,7 @@ def compute_advantages(
             return compute(token_rewards, batch.mask), no_returns
         case "values":
             # a truncated completion is not over: the critic's last value stands for the rest
-            last = batch.rollout.latest_own[:, -1:]
+            last = batch.rollout.latest_action[:, -1:]
             rest = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
             return compute(token_rewards, constants.values, batch.mask, rest)
     raise ValueError(f"reads={algorithm.reads!r}: expected an input that gspo.Algorithm lists")
@@ -516,17 +501,19 @@ def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) ->
 def plan(run: Run, batch: Batch, active: Tensor) -> list[Update]:
     """Divide the rows, group after group in a random order, into updates, and the active rows of
     this process into micro-batches."""
-    config, active, updates = run.config, active.cpu(), []
+    config, active = run.config, active.cpu()
     groups = torch.arange(len(active)).view(-1, config.group_size)
     rng = random.Random(f"{config.seed} {batch.step}")
     order = rng.sample(range(len(groups)), len(groups))
+    updates = []
     for rows in groups[order].flatten().split(config.completions_per_update):
-        needed = rows[active[rows]]
-        own = run.ranks.share(needed)
-        tokens, shares = config.micro_batch_tokens, run.models.share_prefixes
-        parts = rollout.micro_batches(batch.rollout[own], tokens, shares)
-        parts = [part._replace(rows=own[part.rows]) for part in parts]
-        updates.append(Update(rows, needed, parts))
+        active_rows = rows[active[rows]]
+        share = run.ranks.share(active_rows)
+        parts = rollout.micro_batches(
+            batch.rollout.select(share), config.micro_batch_tokens, run.models.share_prefixes
+        )
+        parts = [part._replace(rows=share[part.rows]) for part in parts]  # of the batch
+        updates.append(Update(rows, active_rows, parts))
     return updates
 
 
@@ -561,32 +548,44 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 # ---- 7. improve ----------------------------------------------------------------------------------
 
 
-def improve(run: Run, step: int, updates: list[Update], fixed: Fixed) -> Improvement:
+def improve(
+    run: Run,
+    batch: Batch,
+    updates: list[Update],
+    constants: Constants,
+    advantages: Tensor,
+    returns: Tensor,
+) -> Improvement:
     """Make the updates of a step, --epochs times in the same order."""
-    config, progress, metrics, bad_updates = run.config, run.progress, [], 0
-    new_logprobs, first_logprobs = torch.zeros_like(fixed.old_logprobs), None
+    config, progress = run.config, run.progress
+    new_logprobs, first_logprobs = torch.zeros_like(constants.old_logprobs), None
+    all_metrics, bad_updates = [], 0
     for group in run.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * lr_factor(config, step)
+        group["lr"] = group["initial_lr"] * lr_factor(config, batch.step)
     with run.log.timer("improve"):
         for update in updates * config.epochs:
-            found = accumulate_gradients(run, update, fixed, new_logprobs)
+            metrics, logprobs = accumulate_gradients(
+                run, batch, update, constants, advantages, returns
+            )
+            new_logprobs[update.active] = logprobs[update.active]
             if first_logprobs is None:
-                first_logprobs = new_logprobs.clone()
-            if wrong := [name for name, value in found.items() if not math.isfinite(value)]:
-                bad_updates += 1  # skip the update
+                first_logprobs = logprobs
+            wrong = ", ".join(name for name in metrics if not math.isfinite(metrics[name]))
+            if wrong:
+                bad_updates += 1
                 progress.bad_in_a_row += 1
-                in_a_row, names = progress.bad_in_a_row, ", ".join(wrong)
-                run.log.warn("bad", f"step {step}: an update is skipped, not finite: {names}")
-                bad = f"step {step}: {in_a_row} updates in a row were not finite, in {names}"
-                need(in_a_row <= MAX_BAD_UPDATES, bad)
+                too_many = f"{progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
+                need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {batch.step}: {too_many}")
+                told = f"step {batch.step}: an update is skipped, not finite: {wrong}"
+                run.log.warn("bad", told)
                 continue
             run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
             if len(update.active) > 0:
                 progress.bad_in_a_row = 0
-                metrics.append(found)
+                all_metrics.append(metrics)
         run.optimizer.zero_grad()  # sampling needs their memory
         run.ranks.sum(new_logprobs, first_logprobs)  # rows of other processes are 0
-    return Improvement(metrics, new_logprobs, first_logprobs, bad_updates)
+    return Improvement(all_metrics, new_logprobs, first_logprobs, bad_updates)
 
 
 def lr_factor(config: Config, step: int) -> float:
@@ -598,35 +597,54 @@ def lr_factor(config: Config, step: int) -> float:
 
 
 def accumulate_gradients(
-    run: Run, update: Update, fixed: Fixed, new_logprobs: Tensor
-) -> dict[str, float]:
-    """Sum the gradient of one update over micro-batches and processes. Return its metrics, and
-    write its log-probs into their rows of new_logprobs (N, T)."""
+    run: Run,
+    batch: Batch,
+    update: Update,
+    constants: Constants,
+    advantages: Tensor,
+    returns: Tensor,
+) -> tuple[dict[str, float], Tensor]:
+    """Sum the gradient of one update over micro-batches and processes. Return its metrics, and the
+    log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    units = fixed.mask  # of the loss's mean: tokens, or completions that have some
+    units = batch.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
-        units = fixed.mask.any(1)
+        units = batch.mask.any(1)
     # denom counts active rows only, so metrics are means over these. The loss is a mean over all
     # rows, and the others add 0, so it is multiplied by active / all.
     denom = units[update.active].sum()
-    share = denom / units[update.rows].sum()
+    active_share = denom / units[update.rows].sum()
+    all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
     run.optimizer.zero_grad()
     for part in update.parts:
-        own = Fixed(*[tensor[part.rows] for tensor in fixed])
-        logprobs, entropy = models.policy.logprobs(part, entropy_grad=config.entropy_coef > 0)
-        loss, metrics = policy_loss(algorithm, config, logprobs, entropy, own, denom)
+        rows = part.rows
+        mask = batch.mask[rows]
+        logprobs, entropy = models.policy.logprobs(
+            part, entropy="gradient" if config.entropy_coef > 0 else "value"
+        )
+        loss, metrics = policy_loss(
+            algorithm,
+            config,
+            logprobs,
+            entropy,
+            constants.old_logprobs[rows],
+            constants.ref_logprobs[rows],
+            advantages[rows],
+            mask,
+            denom,
+        )
         if models.critic:
-            values = models.critic.values(part)
+            values, old_values = models.critic.values(part), constants.values[rows]
             critic_loss, of_critic = algorithm.value_loss(
-                values, own.values, own.returns, own.mask, denom
+                values, old_values, returns[rows], mask, denom
             )
             loss, metrics = loss + critic_loss, metrics | of_critic
-        (share * loss).backward()
-        new_logprobs[part.rows] = logprobs.detach()
-        metrics["loss"] = share * loss.detach()
+        (active_share * loss).backward()
+        all_logprobs[rows] = logprobs.detach()
+        metrics["loss"] = active_share * loss.detach()
         totals.update({name: float(value) for name, value in metrics.items()})  # adds
-    return run.ranks.sum_numbers(totals) | clip_gradients(run)
+    return run.ranks.sum_numbers(totals) | clip_gradients(run), all_logprobs
 
 
 def policy_loss(
@@ -634,20 +652,21 @@ def policy_loss(
     config: Config,
     logprobs: Tensor,
     entropy: Tensor,
-    fixed: Fixed,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
     denom: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
     entropy bonus and the KL penalty. All tensors are of its rows. denom counts completions or
     tokens of the active rows of the whole update."""
-    mask, old_logprobs = fixed.mask, fixed.old_logprobs
-    loss, metrics = algorithm.loss(logprobs, old_logprobs, fixed.advantages, mask, denom)
+    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
     metrics["entropy"] = mean_entropy.detach()
     if config.kl_coef > 0:
-        ref_logprobs, per = fixed.ref_logprobs, algorithm.unit
-        kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=per)
+        kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
         if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
             loss = loss + config.kl_coef * kl
         metrics |= of_kl
@@ -670,122 +689,44 @@ def clip_gradients(run: Run) -> dict[str, float]:
 # ---- 8. report -----------------------------------------------------------------------------------
 
 
-def measure(run: Run, done: Step) -> dict:
-    """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line."""
-    batch, updates, fixed, result = done
-    mask, advantages, returns = fixed.mask, fixed.advantages, fixed.returns
-    rollouts, dead, correct = batch.rollout, batch.dead, batch.correct
-    lengths = rollouts.completion_mask.sum(1).float()
-    row = {}
-    row["reward"] = batch.rewards.mean()
-    row["reward_std"] = batch.rewards.std()
-    for name in run.reward.terms:
-        row[f"reward/{name}"] = statistics.fmean(each.score.terms[name] for each in batch.samples)
-    if correct is not None:
-        row["solved"] = correct.mean()
-        row["solved_any"] = correct.amax(1).mean()
-        row["dead_right"] = (dead & (correct.amin(1) >= 1)).float().mean()
-        row["dead_wrong"] = (dead & (correct.amax(1) <= 0)).float().mean()
-    row["dead"] = dead.float().mean()
-    row["prompts_drawn"] = len(dead)
-    row["length_mean"] = lengths.mean()
-    row["length_min"] = lengths.min()
-    row["length_max"] = lengths.max()
-    row["truncated"] = rollouts.truncated.float().mean()
-    magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
-    row["advantage_abs"] = magnitude.mean()
-    for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
-        row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
-    row["bad_updates"] = result.bad_updates
-    active, first = torch.cat([update.active for update in updates]), updates[0].active
-    moved = result.new_logprobs - fixed.old_logprobs
-    apart = result.first_logprobs - rollouts.sampler_logprobs
-    row |= drift("policy", moved[active], mask[active])
-    row |= drift("sampler", apart[first], mask[first])
-    if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
-        left = (returns - fixed.values)[mask].var(correction=0)
-        row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
-    if run.models.teacher:
-        teacher = fixed.teacher_logprobs[mask]
-        row["teacher_kl"] = (fixed.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
-        row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
-    row["verifier_faults"] = len(batch.faults)
-    if run.config.tool:
-        row |= run.generate.measure(rollouts, run.ranks)
-    row["lr"] = run.optimizer.param_groups[0]["lr"]
-    row["memory_gb"] = run.ranks.peak_memory(run.config.device)
-    row |= run.log.end_step()
-    row["tokens_per_second"] = lengths.sum() / row["seconds_step"]
-    numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # as JSON
-    return {"step": batch.step, **numbers}
-
-
-def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Measure how far two policies are apart, from differences of log-probs (n, T): a KL in nats
-    over the tokens (k3), the spread of the tokens' log-ratios, and that of log s."""
-    tokens = log_ratio[mask]
-    if len(tokens) == 0:
-        return {}
-    return {
-        f"{prefix}_kl": (tokens.expm1() - tokens).mean(),
-        f"{prefix}_token_std": tokens.std(correction=0),
-        f"{prefix}_sequence_std": gspo.completion_mean(log_ratio, mask).std(correction=0),
-    }
-
-
 def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool) -> None:
-    """Evaluate, write the console line and the rows of the step, and save a checkpoint. The tracker
-    and the page come last: they may fail without ending the run."""
+    """Evaluate, warn, write the console line and the rows of the step, and save a checkpoint. The
+    tracker and the page come last: they may fail without ending the run."""
     config, step, folder = run.config, done.batch.step, output.folder
     last, answers = step == config.steps, []
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
     if evaluates:
-        found, answers = evaluate(run, pass_k=config.eval_samples if last else 0)
-        row |= found
+        accuracy, answers = evaluate(run, pass_k=config.eval_samples if last else 0)
+        row |= accuracy
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
-    taught = bool(has_advantage(done.fixed.advantages, done.fixed.mask).any())
+
+    taught = bool(has_advantage(done.advantages, done.batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
     for kind, sentence in health.warnings(row, config, done.batch.faults, quiet_steps).items():
         run.log.warn(kind, sentence)
     if row.get("tool_faults"):
         run.log.warn("tool", f"the tool failed and gave no reply: {run.generate.fault}")
+
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
         data.append_rows(folder / "metrics.jsonl", [row])
         data.append_rows(folder / "samples.jsonl", readable_samples(run, done))
         data.append_rows(folder / "evaluations.jsonl", answers)
+
     if last or stopping or (config.save_every and step % config.save_every == 0):
         run.progress.shaping = sorted(run.reward.shaping)
         if run.ranks.first:
             checkpoints.save(folder, config, run.models, run.tokenizer, run.optimizer, run.progress)
         run.ranks.from_first(None)  # the others wait until it is written
+
     if output.tracker:
         with run.log.trying("--track"):
             output.tracker(row)
     if run.ranks.first and (evaluates or stopping):
         with run.log.trying("report.html"):
             report.write_report([folder], folder / "report.html")
-
-
-def readable_samples(run: Run, done: Step) -> list[dict]:
-    """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
-    token, the active completions of one group of the last update."""
-    batch, size = done.batch, run.config.group_size
-    shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_PROMPTS]]
-    log_ratios = done.result.new_logprobs - done.fixed.old_logprobs
-    advantages = done.fixed.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
-    active = done.updates[-1].active.tolist()
-    for row in (row for row in active if row // size == active[0] // size):
-        own = batch.rollout.completion_mask[row]  # without tokens of a tool
-        ids = batch.rollout.completions[row, own].tolist()
-        shown.append(batch.samples[row].readable(batch.step))
-        shown[-1]["group"] = row // size
-        shown[-1]["tokens"] = [run.tokenizer.decode([token]) for token in ids]
-        shown[-1]["advantage"] = [round(value, 6) for value in advantages[row, own].tolist()]
-        shown[-1]["log_ratios"] = [round(value, 6) for value in log_ratios[row, own].tolist()]
-    return shown
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -815,18 +756,18 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     if correct is None:
         earned = statistics.fmean(sample.score.reward for sample in greedy)
         return {"eval_reward": earned}, answers
-    found = {"eval_solved": float(correct.mean())}
+    metrics = {"eval_solved": float(correct.mean())}
     if lenient := run.reward.lenient_twin():
         # the same completions: a rise of eval_solved alone is format
         texts, rows = [sample.text for sample in greedy], [sample.row for sample in greedy]
         _, right = lenient.verdicts(lenient.score(texts, rows))
-        found["eval_solved_lenient"] = statistics.fmean(right)
+        metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
         _, several = complete(run, sampler, held_out, pass_k, run.config.temperature, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
-            found[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
-    return found, answers
+            metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
+    return metrics, answers
 
 
 # ---- start ---------------------------------------------------------------------------------------

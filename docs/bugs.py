@@ -27,8 +27,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=
 def gspo_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """“Answers of one token train well. All those of 4,000 tokens are clipped after one update,
-    and ratio_mean is sometimes 40, sometimes 0.01.”"""
+    """“Answers of one token train well. Half of those of 4,000 tokens are clipped after one
+    update, and ratio_mean is sometimes 40, sometimes 0.01.”"""
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0).sum(1, keepdim=True)
     advantages = completion_mean(as_columns(advantages), mask)
     ratio = log_ratio.exp()
@@ -76,7 +76,7 @@ def dapo_loss(
 
 def sapo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, tau_pos=1.0, tau_neg=1.05):
     """“With half the micro-batch size the gradient norm is twice as large, and the same learning
-    rate suddenly diverges. I changed nothing else.”"""
+    rate suddenly diverges. I changed nothing else.” Its formula is not the fault."""
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
     advantages = as_columns(advantages)
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)

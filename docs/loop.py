@@ -41,7 +41,8 @@ else:
     MODEL, LR = built_in_policy(TASKS["arithmetic"], "tiny"), 2e-4
     problem = TASKS["arithmetic"].problem  # 7+5*3= is answered 7+5=2;2*3=6#6
 
-rng, _ = random.Random(0), torch.manual_seed(0)
+rng = random.Random(0)
+torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token  # the masks tell them apart
 policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(DEVICE)  # no dropout

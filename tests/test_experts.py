@@ -43,15 +43,17 @@ def move(model, much=0.1):
 
 def completions(model):
     prompts, uniforms = [[3, 4], [5, 6, 7]], torch.rand(2, 3, 8)
-    return rollout.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0)[ROWS]
+    return rollout.generate(model, prompts, uniforms, eos_ids=[1], pad_id=0).select(ROWS)
 
 
 def part_of(model, samples, rows=(0, 1, 2), layout="trees"):
     """Return a micro-batch of some rows of the samples, as trees where the model may get these."""
-    trees = None
+    chosen = samples.select(list(rows))
+    part = rollout.micro_batch(chosen, list(range(len(rows))))
     if layout == "trees" and rollout.shares_prefixes(model):
-        trees = grow(in_order(samples[list(rows)].sequences()), width=samples.tokens.shape[1])
-    return rollout.micro_batch(samples, list(rows), trees)
+        trees = grow(in_order(chosen.sequences()), width=samples.tokens.shape[1])
+        part = rollout.micro_batch_of_trees(chosen, trees)
+    return part._replace(rows=torch.tensor(rows))
 
 
 def scored(model, part, experts=None):

@@ -106,7 +106,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         every = torch.cat([update.rows for update in step.updates])
         assert sorted(every.tolist()) == list(range(24))
         for update in step.updates:
-            live = [row for row in update.rows.tolist() if step.fixed.advantages[row] != 0]
+            live = [row for row in update.rows.tolist() if step.advantages[row] != 0]
             assert (
                 sorted(live) == sorted(update.active.tolist()) == sorted(rows_of(update).tolist())
             )
@@ -126,9 +126,9 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     [row] = metrics(good(tmp_path, flags).folder)
     [(batch, [update], *_)] = seen.steps
     assert 0 < len(update.active) < 24 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    samples = batch.rollout[update.active]
+    samples = batch.rollout.select(update.active)
     policy = rollout.load_model("models/tiny", "cpu")
-    _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0, entropy_grad=False)
+    _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0, entropy="value")
     expected = entropy.sum() / samples.lengths.sum()
     if algorithm == "gspo":
         expected = (entropy.sum(1) / samples.lengths).mean()

@@ -126,7 +126,7 @@ def test_log_ratios_are_those_of_the_updates(place):
     words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
     run = train.start(train.parse_flags(words), Ranks())
     found, done = pictures.train_and_compare(run, 1)
-    after, old_logprobs = pictures.score(run, done.batch.rollout), done.fixed.old_logprobs
+    after, old_logprobs = pictures.score(run, done.batch.rollout), done.constants.old_logprobs
     for i in torch.cat([update.active for update in done.updates]).tolist():
         length = len(found[i].tokens)
         expected = after[i, :length] - old_logprobs[i, :length]

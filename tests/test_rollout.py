@@ -348,8 +348,8 @@ def test_rows_and_joined_rollouts_keep_every_token():
     model = tiny()
     first, second = sampled(model), sampled(model, [[9] * 12], max_new_tokens=30, seed=1)
     first.completion_mask[[1, 3], [1, 0]] = False
-    assert first[[3, 0]].sequences() == [first.sequences()[3], first.sequences()[0]]
-    assert torch.equal(first[torch.tensor([3, 0])].tokens, first[[3, 0]].tokens)
+    assert first.select([3, 0]).sequences() == [first.sequences()[3], first.sequences()[0]]
+    assert torch.equal(first.select(torch.tensor([3, 0])).tokens, first.select([3, 0]).tokens)
 
     both = R.Rollout.cat([first, second], pad_id=7)
     assert both.prompt_width == 12 and both.tokens[0, 0] == 7
@@ -427,7 +427,7 @@ def test_micro_batches_of_rows_are_by_length_under_the_budget_with_their_padding
     assert len(parts(out, 1)) == 4
     # every prompt counts: four times 9 + 1, and not 9 + 4
     assert [len(part) for part in parts(by_length([1] * 4, prompt=9), 20)] == [2, 2]
-    assert parts(out[[]], 100) == []
+    assert parts(out.select([]), 100) == []
 
 
 P, Q = [5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17, 18]
@@ -588,8 +588,8 @@ def test_results_of_a_users_sampler_are_checked():
     unknown[:, 9] = 40  # the first token of completions
     wrong = {
         "a rollout.Rollout, found tuple": tuple(good),
-        "12 completions": good[:9],
-        "in the order of the prompts": good[list(range(11, -1, -1))],
+        "12 completions": good.select(list(range(9))),
+        "in the order of the prompts": good.select(list(range(11, -1, -1))),
         "lengths of 1 to 16": good._replace(lengths=good.lengths + 9),
         "lengths of 1 to": good._replace(lengths=0 * good.lengths),
         "without padding": good._replace(completion_mask=full),
@@ -663,7 +663,7 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
         return logits
 
     monkeypatch.setattr(R, "logits_of", counting)
-    logprobs, entropy = R.completion_logprobs(model, out, 1.0)
+    logprobs, entropy = R.completion_logprobs(model, out, 1.0, entropy="gradient")
     assert len(sizes) == 4 and sum(sizes) == 2000 * 400
     (logprobs.sum() + entropy.sum()).backward()
     assert len(sizes) == 7 and max(sizes) <= 2**18
@@ -679,14 +679,14 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
     """And their values: only the backward pass through the entropies is skipped."""
     model = tiny(vocab_size=50)
     out, found = sampled(model), []
-    for entropy_grad in (True, False):
-        logprobs, entropy = R.completion_logprobs(model, out, 0.7, entropy_grad=entropy_grad)
+    for kind in ("gradient", "value"):
+        logprobs, entropy = R.completion_logprobs(model, out, 0.7, entropy=kind)
         logprobs.sum().backward(retain_graph=True)
         found.append([entropy, *gradients(model)])
         entropy.sum().backward()
-        assert any(gradient.any() for gradient in gradients(model)) == entropy_grad
+        assert any(gradient.any() for gradient in gradients(model)) == (kind == "gradient")
     assert all(map(torch.equal, *found))
-    again, nothing = R.completion_logprobs(model, out, 0.7, entropy_grad=None)
+    again, nothing = R.completion_logprobs(model, out, 0.7, entropy="none")
     assert torch.equal(again, logprobs) and not nothing.any()
 
 

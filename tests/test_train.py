@@ -69,7 +69,7 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
     good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 {flags}")
     for step in seen.steps:
         rows = torch.cat([rows_of(update) for update in step.updates])
-        old = step.fixed.old_logprobs
+        old = step.constants.old_logprobs
         assert old[rows].any() and torch.equal(step.result.new_logprobs, old)
     parts = [part for step in seen.steps for update in step.updates for part in update.parts]
     assert len(parts) > 8  # several micro-batches an update
@@ -80,7 +80,7 @@ def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen
     """The sampler's log-probs are near the scorer's before the first update, and not after it."""
     good(tmp_path, f"{BASE} --old-logprobs sampler --steps 1 --epochs 2")
     [step] = seen.steps
-    first, old = step.updates[0].active, step.fixed.old_logprobs
+    first, old = step.updates[0].active, step.constants.old_logprobs
     before = (step.result.first_logprobs - old)[first].abs().max()
     after = (step.result.new_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
@@ -228,10 +228,11 @@ def test_the_loss_of_a_micro_batch_is_that_of_a_loop(algorithm):
     tensors[:, 1, 1:] = math.nan  # padding
     new, old, ref, entropy, _ = tensors
     mask, advantages = torch.tensor([[1, 1, 1], [1, 0, 0]]) > 0, torch.tensor([2, -1.0])
-    fixed = train.Fixed(mask, advantages, old, old, ref, *tensors[3:])
     config = SimpleNamespace(entropy_coef=0.1, kl_coef=0.3)
     new.requires_grad_()
-    loss, found = train.policy_loss(row, config, new, entropy, fixed, torch.tensor(n))
+    loss, found = train.policy_loss(
+        row, config, new, entropy, old, ref, advantages, mask, torch.tensor(n)
+    )
     expected = dict(loss=0.0, kl=0.0, entropy=0.0)
     for i, (advantage, length) in enumerate([(2.0, 3), (-1.0, 1)]):
         logs = [(new[i, t] - old[i, t]).item() for t in range(length)]
@@ -315,7 +316,7 @@ def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_p
     for step in seen.steps:
         outcomes = torch.tensor([each.score.reward for each in step.batch.samples]).view(-1, 4)
         assert (outcomes.amin(1) < outcomes.amax(1)).all()
-        assert step.fixed.advantages.view(-1, 4).any(1).all()
+        assert step.advantages.view(-1, 4).any(1).all()
 
 
 def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
@@ -342,7 +343,7 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     own, whole = after.batch.rollout.completion_mask, ~after.batch.rollout.truncated
     assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active)
     assert sorted(after.updates[0].active.tolist()) == whole.nonzero()[:, 0].tolist()
-    assert torch.equal(after.fixed.mask, own & whole[:, None])
+    assert torch.equal(after.batch.mask, own & whole[:, None])
     of_all, of_whole = (step.result.new_logprobs[whole] for step in (before, after))
     torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
 
@@ -394,13 +395,13 @@ def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_
     flags = f"{BASE} --algo grpo --kl-coef 0 --stale-steps 2 --steps 3 --tis-cap 1.02"
     drift = [row["sampler_kl"] for row in metrics(good(tmp_path, flags).folder)]
     assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
-    batch, _, fixed, _ = seen.steps[1]
+    batch, _, constants, advantages, *_ = seen.steps[1]
     plain = by_group(pays_of(batch), 4, z_scores)
-    apart, weights = (fixed.old_logprobs - batch.rollout.sampler_logprobs).tolist(), []
+    apart, weights = (constants.old_logprobs - batch.rollout.sampler_logprobs).tolist(), []
     for i, n in enumerate(batch.rollout.lengths.tolist()):
         weights += [min(math.exp(x), 1.02) for x in apart[i][:n]]
         expected = [plain[i] * weight for weight in weights[-n:]]
-        assert fixed.advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        assert advantages[i, :n].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert min(weights) < 0.99 and 0.1 < statistics.fmean(x == 1.02 for x in weights) < 0.9
 
 
@@ -472,7 +473,7 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
     assert row["dead"] == row["dead_right"] + row["dead_wrong"]
     easy = [each.row["prompt"][0] == "1" for each in step.batch.samples]
-    assert step.fixed.advantages[easy].any()
+    assert step.advantages[easy].any()
 
 
 # ---- the critic
@@ -484,17 +485,17 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     calls = spied(monkeypatch, "ppo", "advantages")
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
     rows = metrics(good(tmp_path, flags).folder)
-    assert not seen.steps[0].fixed.values.any()
+    assert not seen.steps[0].constants.values.any()
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
-    batch, _, fixed, _ = seen.steps[1]
+    batch, _, constants, advantages, returns, *_ = seen.steps[1]
     (_, _, _, bootstrap), _, _ = calls[1]
     truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
-    last = fixed.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
+    last = constants.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
     assert last.all() and torch.equal(bootstrap, last * truncated)
-    size = float(fixed.advantages[fixed.mask].abs().mean())
+    size = float(advantages[batch.mask].abs().mean())
     assert rows[1]["advantage_abs"] == pytest.approx(size)
-    values, returns = fixed.values[fixed.mask].numpy(), fixed.returns[fixed.mask].numpy()
+    values, returns = constants.values[batch.mask].numpy(), returns[batch.mask].numpy()
     expected = 1 - (returns - values).var() / returns.var()
     assert values.all() and rows[1]["explained_variance"] == pytest.approx(expected, abs=1e-4) != 0
 
@@ -505,8 +506,8 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     calls = spied(monkeypatch, algorithm, "advantages")
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
     (token_rewards, *_), _, _ = calls[1]
-    batch, _, fixed, _ = seen.steps[1]
-    kl, nonzero = fixed.old_logprobs - fixed.ref_logprobs, 0
+    batch, _, constants, *_ = seen.steps[1]
+    kl, nonzero = constants.old_logprobs - constants.ref_logprobs, 0
     for i, n in enumerate(batch.rollout.lengths.tolist()):
         expected = (-0.2 * kl[i, :n]).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
@@ -524,10 +525,11 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
     flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
-    [(batch, _, fixed, _)] = seen.steps
+    [step] = seen.steps
+    batch = step.batch
     pays = pays_of(batch)
     advantages = by_group(pays, 4, z_scores)
-    assert fixed.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
+    assert step.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
     expected = {
         "reward": sum(pays) / 16,
         "reward_std": math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15),
@@ -739,5 +741,5 @@ def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_p
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
     for row, step in zip(rows, seen.steps, strict=True):
-        unlikely = (step.fixed.teacher_logprobs[step.fixed.mask].exp() < 1e-3).float().mean()
+        unlikely = (step.constants.teacher_logprobs[step.batch.mask].exp() < 1e-3).float().mean()
         assert row["teacher_unlikely"] == pytest.approx(float(unlikely))

@@ -147,16 +147,14 @@ WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
 }
 
 
-def gradients(run, batch, fixed, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def gradients(
+    run, batch, constants, advantages, row: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the gradient of one completion's objective, (1 / L) sum of weight A grad log pi, for
     each weight, and its log-ratios."""
-    policy, mask, advantage = (
-        run.models.policy.module,
-        fixed.mask[row],
-        float(fixed.advantages[row]),
-    )
-    logprobs = rollout.completion_logprobs(policy, batch.rollout[[row]], 1.0)[0][0][mask]
-    log_ratio = logprobs.detach() - fixed.old_logprobs[row][mask]
+    policy, mask, advantage = run.models.policy.module, batch.mask[row], float(advantages[row])
+    logprobs = rollout.completion_logprobs(policy, batch.rollout.select([row]), 1.0)[0][0][mask]
+    log_ratio = logprobs.detach() - constants.old_logprobs[row][mask]
     parameters, found = list(policy.parameters()), {}
     for name, weight in WEIGHTS.items():
         objective = (weight(log_ratio, advantage) * advantage * logprobs).mean()
@@ -172,13 +170,13 @@ def variance(_) -> None:
     log_ratios = collections.defaultdict(list)
     with short_run() as run:
         for step in range(1, 15):
-            batch, updates, fixed = sampled(run, step)
-            train.improve(run, step, updates, fixed)
+            batch, updates, constants, advantages, returns = sampled(run, step)
+            train.improve(run, batch, updates, constants, advantages, returns)
             active = torch.cat([update.active for update in updates]).tolist()
             for row in active if step > 6 else []:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
-                found, log_ratio = gradients(run, batch, fixed, row)
+                found, log_ratio = gradients(run, batch, constants, advantages, row)
                 for name, gradient in found.items():
                     totals[bucket, name] = totals[bucket, name] + gradient
                     squares[bucket, name].append(float(gradient.square().sum()))

@@ -143,7 +143,7 @@ def full_micro_batch() -> rollout.Rollout:
 def accumulate(policy, completions: rollout.Rollout) -> None:
     """Add the gradient of GSPO's loss of a micro-batch."""
     with torch.autocast("cpu", torch.bfloat16):
-        logprobs, _ = rollout.completion_logprobs(policy, completions, 1.0, entropy_grad=False)
+        logprobs, _ = rollout.completion_logprobs(policy, completions, 1.0, entropy="value")
     mask, advantages = completions.completion_mask, torch.zeros(len(logprobs))
     loss, _ = gspo.gspo_loss(logprobs, completions.sampler_logprobs, advantages, mask)
     loss.backward()

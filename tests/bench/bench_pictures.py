@@ -204,28 +204,27 @@ def short_run() -> Iterator[train.Run]:
         yield train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
 
 
-def sampled(run: train.Run, step: int) -> tuple[train.Batch, list[train.Update], train.Fixed]:
-    """Return a step before its updates."""
+def sampled(run: train.Run, step: int) -> tuple:
+    """Return a step before its updates: batch, updates, constants, advantages, returns."""
     batch = train.collect(run, step)
     advantages, returns = train.compute_advantages(run.algorithm, run.config, batch)
     updates = train.plan(run, batch, train.has_advantage(advantages, batch.mask))
     constants = train.compute_constants(run, batch, updates)
-    fixed = train.Fixed(batch.mask, advantages, returns, **constants._asdict())
-    return batch, updates, fixed
+    return batch, updates, constants, advantages, returns
 
 
 def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.Step]:
     """Return the completions of a step, scored before its updates and after them, and the step."""
-    batch, updates, fixed = sampled(run, step)
+    before_updates = batch, *_ = sampled(run, step)
     before = score(run, batch.rollout)
-    result = train.improve(run, step, updates, fixed)
+    result = train.improve(run, *before_updates)
     log_ratios = score(run, batch.rollout) - before
     found = []
     for i, length in enumerate(batch.rollout.lengths.tolist()):
         ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found, train.Step(batch, updates, fixed, result)
+    return found, train.Step(*before_updates, result)
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ def scoring(model, rows, longest):
 
     def theirs():
         for part in out.lengths.argsort(descending=True).split(16):
-            logprobs, entropy = padded(model, out[part])
+            logprobs, entropy = padded(model, out.select(part))
             (logprobs.sum() + entropy.sum()).backward()
         model.zero_grad()
 
@@ -170,7 +170,7 @@ def sharing():
     ends = R.end_and_pad_ids(model, tokenizer)
     out = R.generate(model, prompts, uniforms, **ends)
 
-    quarter = out[list(range(64))]
+    quarter = out.select(list(range(64)))
     layouts = {
         "trees": lambda: score(model, quarter, 2**14, True),
         "rows": lambda: score(model, quarter, 2**14, False),

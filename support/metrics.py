@@ -1,0 +1,93 @@
+"""The numbers of a step, for metrics.jsonl, and some of its completions, for samples.jsonl."""
+
+import math
+import statistics
+
+import torch
+from torch import Tensor
+
+from gspo import completion_mean
+
+SHOWN_PROMPTS = 4  # of a step in samples.jsonl
+
+
+def measure(run, done) -> dict:
+    """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
+    done: the `Step` of train.py."""
+    batch, updates, constants, advantages, returns, result = done
+    rollouts, mask, dead, correct = batch.rollout, batch.mask, batch.dead, batch.correct
+    lengths = rollouts.completion_mask.sum(1).float()
+    row = {}
+    row["reward"] = batch.rewards.mean()
+    row["reward_std"] = batch.rewards.std()
+    for name in run.reward.terms:
+        row[f"reward/{name}"] = statistics.fmean(each.score.terms[name] for each in batch.samples)
+    if correct is not None:
+        row["solved"] = correct.mean()
+        row["solved_any"] = correct.amax(1).mean()
+        row["dead_right"] = (dead & (correct.amin(1) >= 1)).float().mean()
+        row["dead_wrong"] = (dead & (correct.amax(1) <= 0)).float().mean()
+    row["dead"] = dead.float().mean()
+    row["prompts_drawn"] = len(dead)
+    row["length_mean"] = lengths.mean()
+    row["length_min"] = lengths.min()
+    row["length_max"] = lengths.max()
+    row["truncated"] = rollouts.truncated.float().mean()
+    magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
+    row["advantage_abs"] = magnitude.mean()
+    for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
+        row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
+    row["bad_updates"] = result.bad_updates
+    active, first = torch.cat([update.active for update in updates]), updates[0].active
+    moved = result.new_logprobs - constants.old_logprobs
+    apart = result.first_logprobs - rollouts.sampler_logprobs
+    row |= drift("policy", moved[active], mask[active])
+    row |= drift("sampler", apart[first], mask[first])
+    if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
+        left = (returns - constants.values)[mask].var(correction=0)
+        row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
+    if run.models.teacher:
+        teacher = constants.teacher_logprobs[mask]
+        row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
+        row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
+    row["verifier_faults"] = len(batch.faults)
+    if run.config.tool:
+        row |= run.generate.measure(rollouts, run.ranks)
+    row["lr"] = run.optimizer.param_groups[0]["lr"]
+    row["memory_gb"] = run.ranks.peak_memory(run.config.device)
+    row |= run.log.end_step()
+    row["tokens_per_second"] = lengths.sum() / row["seconds_step"]
+    numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # as JSON
+    return {"step": batch.step, **numbers}
+
+
+def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Measure how far two policies are apart, from differences of log-probs (n, T): a KL in nats
+    over the tokens (k3), the spread of the tokens' log-ratios, and that of log s."""
+    tokens = log_ratio[mask]
+    if len(tokens) == 0:
+        return {}
+    return {
+        f"{prefix}_kl": (tokens.expm1() - tokens).mean(),
+        f"{prefix}_token_std": tokens.std(correction=0),
+        f"{prefix}_sequence_std": completion_mean(log_ratio, mask).std(correction=0),
+    }
+
+
+def readable_samples(run, done) -> list[dict]:
+    """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
+    token, the active completions of one group of the last update."""
+    batch, size = done.batch, run.config.group_size
+    shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_PROMPTS]]
+    log_ratios = done.result.new_logprobs - done.constants.old_logprobs
+    advantages = done.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
+    active = done.updates[-1].active.tolist()
+    for row in (row for row in active if row // size == active[0] // size):
+        own = batch.rollout.completion_mask[row]  # without tokens of a tool
+        ids = batch.rollout.completions[row, own].tolist()
+        shown.append(batch.samples[row].readable(batch.step))
+        shown[-1]["group"] = row // size
+        shown[-1]["tokens"] = [run.tokenizer.decode([token]) for token in ids]
+        shown[-1]["advantage"] = [round(value, 6) for value in advantages[row, own].tolist()]
+        shown[-1]["log_ratios"] = [round(value, 6) for value in log_ratios[row, own].tolist()]
+    return shown
