@@ -46,7 +46,6 @@ from support.console import percent, say
 from support.data import printable
 from support.metrics import measure, readable_samples
 from support.models import (
-    checkpoint_layers,
     context_of,
     critic_of,
     end_and_pad_ids,
@@ -57,7 +56,7 @@ from support.models import (
     load_model,
     refresh,
 )
-from support.process import StopSignal, fail
+from support.process import StopSignal, fail, farewell
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, problems_of
 from support.user import expecting, function_of, need
@@ -193,9 +192,7 @@ def train(run: "Run", output: "Output") -> None:
         if stopping and step < config.steps:
             raise KeyboardInterrupt
     prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
-    before = run.progress.before
-    for line in console.farewell(config, output.folder, before, row, seconds, prompt):
-        say(line)
+    farewell(config, output.folder, run.progress.before, row, seconds, prompt)
 
 
 # ---- data of a step ------------------------------------------------------------------------------
@@ -714,9 +711,9 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
 
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
-        folders.append_rows(folder / "metrics.jsonl", [row])
-        folders.append_rows(folder / "samples.jsonl", readable_samples(run, done))
-        folders.append_rows(folder / "evaluations.jsonl", answers)
+        data.append_rows(folder / "metrics.jsonl", [row])
+        data.append_rows(folder / "samples.jsonl", readable_samples(run, done))
+        data.append_rows(folder / "evaluations.jsonl", answers)
 
     if last or stopping or (config.save_every and step % config.save_every == 0):
         run.progress.shaping = sorted(run.reward.shaping)
@@ -862,18 +859,20 @@ def make_models(
     if config.teacher:
         teacher = score(load_model(config.teacher, config.device, dtype))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
-    contexts = []
+    again = contextlib.nullcontext  # for layers that run twice
     if has_experts(policy.config) and config.old_logprobs == "trainer":
         from support.extras.experts import Experts, routing_now
 
         routing = Experts(config.routing_replay)
-        contexts.append(routing_now)
+        again = routing_now
     if config.lora_rank:
         from support.extras.lora import add_adapters
 
         add_adapters(policy, config, dtype)
     if config.gradient_checkpointing:
-        checkpoint_layers(policy, contexts)
+        from support.extras.checkpointing import checkpoint_layers
+
+        checkpoint_layers(policy, again)
     if algorithm.value_loss:
         critic = score(critic_of(policy))
     policy = score(policy, routing=routing)
@@ -908,7 +907,7 @@ def open_output(run: Run, answers: list[dict]) -> Output:
     folder, lock, tracker = None, None, None
     if run.ranks.first:
         folder, lock = folders.claim(config, progress.step, progress.before)
-        folders.append_rows(folder / "evaluations.jsonl", answers)
+        data.append_rows(folder / "evaluations.jsonl", answers)
         if config.track:
             from support.extras.trackers import open_tracker
 

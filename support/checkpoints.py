@@ -5,6 +5,7 @@ import json
 import time
 from pathlib import Path
 
+import safetensors.torch
 from torch import Tensor
 
 from support import folders
@@ -16,7 +17,7 @@ from support.user import expecting, need
 class Progress:
     """The state of a run beside its tensors."""
 
-    step: int = 0  # rollout steps done
+    step: int = 0  # the number of rollout steps so far
     began: float = dataclasses.field(default_factory=time.time)
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates that were skipped because they were not finite
@@ -37,8 +38,8 @@ def save(folder: Path, config, models, tokenizer, optimizer, progress: Progress)
             write_adapter(policy, unfinished / "adapter", config.model)
         trainer = unfinished / "trainer"
         trainer.mkdir()
-        state = trainer / "state.safetensors"
-        folders.write_state(state, *parameters_of(models, config), optimizer)
+        parameters, in_files = parameters_of(models, config)
+        write_state(trainer / "state.safetensors", parameters, in_files, optimizer)
         folders.write_json(trainer / "progress.json", dataclasses.asdict(progress))
 
 
@@ -52,16 +53,16 @@ def newest(config) -> tuple[Path | None, Progress]:
         return None, Progress()
     with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    done = f"{saved} has {progress.step} steps already; pass a larger --steps"
+    complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
     page = f"for its report: python train.py --report {Path(config.runs, config.name)}"
-    need(progress.step < config.steps, f"--steps {config.steps}: {done}; {page}")
+    need(progress.step < config.steps, f"--steps {config.steps}: {complete}; {page}")
     return saved, progress
 
 
 def restore(saved: Path, config, models, optimizer) -> None:
     """Read the state that `save` wrote. Raise UserError if it is not that of these models."""
-    state = saved / "trainer/state.safetensors"
-    folders.read_state(state, *parameters_of(models, config), optimizer)
+    parameters, in_files = parameters_of(models, config)
+    read_state(saved / "trainer/state.safetensors", parameters, in_files, optimizer)
     if config.lora_rank:
         from support.extras.lora import check_base
 
@@ -78,9 +79,43 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
         modules["ref_policy"] = models.ref_policy.module
     if config.stale_steps > 1:
         modules["old_policy"] = models.old_policy
-    names = {}  # of each parameter one, if modules share it
+    names = {}  # parameter -> its first name, if modules share it
     for part, module in modules.items():
-        for name, each in module.named_parameters():
-            names.setdefault(each, f"{part}.{name}")
-    named = {name: each for each, name in names.items()}
-    return named, {f"policy.{name}" for name in modules["policy"].state_dict()}
+        for name, parameter in module.named_parameters():
+            names.setdefault(parameter, f"{part}.{name}")
+    parameters = {name: parameter for parameter, name in names.items()}
+    return parameters, {f"policy.{name}" for name in modules["policy"].state_dict()}
+
+
+def write_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> None:
+    """Save by a parameter's name all that the optimiser keeps of it, as `KEY NAME`, and `weights
+    NAME` if the policy's own files lack it. Learning rates come from the flags."""
+    tensors, numbers = {}, {}
+    for name, parameter in parameters.items():
+        if name not in in_files:
+            tensors[f"weights {name}"] = parameter.data
+        for key, value in optimizer.state.get(parameter, {}).items():
+            kept = tensors if isinstance(value, Tensor) else numbers
+            kept[f"{key} {name}"] = value
+    safetensors.torch.save_file(tensors, path, {"numbers": json.dumps(numbers)})
+
+
+def read_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> None:
+    """Restore the state. Raise UserError if it is not that of these parameters."""
+    saved = {name: {} for name in parameters}
+    with expecting(f"--resume: expected the state of this run in {path}"):
+        with safetensors.safe_open(path, "pt") as file:
+            entries = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
+            entries |= json.loads(file.metadata()["numbers"])
+        for entry, value in entries.items():
+            key, _, name = entry.rpartition(" ")
+            saved[name][key] = value
+        for name in sorted(parameters.keys() - in_files):
+            weights = saved[name].pop("weights")
+            need(weights.shape == parameters[name].shape, f"{name} has another shape")
+            parameters[name].data.copy_(weights)  # without the check it would broadcast
+    names = {parameter: name for name, parameter in parameters.items()}
+    trained = [names[each] for group in optimizer.param_groups for each in group["params"]]
+    state = {index: saved[name] for index, name in enumerate(trained)}
+    # the optimiser moves and casts what it loads, and keeps the groups that it has
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

@@ -18,23 +18,17 @@ def flag(default, help: str, **rules):
 
     heading starts a section of --help. low and high are bounds that are allowed, above is one that
     is not. choices are the values. needs names a flag without which this one does nothing."""
-    assert set(rules) <= set(RULES)
     metadata = dict.fromkeys(RULES) | rules | {"help": help}
     return dataclasses.field(default=default, metadata=metadata)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose error is one sentence, without the usage."""
-
-    def error(self, message):
-        raise UserError(message.removeprefix("argument "))
 
 
 def parse(kind: type, description: str, arguments: list[str], *, defaults=None, elsewhere=None):
     """Return an instance of a dataclass from a command line. defaults {name: value} replace its
     own. elsewhere {flag of another project: ours} is for hints."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=description, formatter_class=form, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=form, allow_abbrev=False, exit_on_error=False
+    )
     parser._negative_number_matcher = re.compile("-[0-9.]")  # --reward -1*math is a value
     fields = dataclasses.fields(kind)
     group = parser
@@ -54,7 +48,10 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
         if field.metadata["choices"]:
             options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
         group.add_argument(dashed(field.name), **options)
-    found, unknown = parser.parse_known_args(arguments)
+    try:
+        given, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error).removeprefix("argument ")) from error
     if unknown:
         wrong = [word for word in unknown if word.startswith("--")] or unknown
         name = wrong[0].partition("=")[0].replace("_", "-")
@@ -62,7 +59,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
         if name in (elsewhere or {}):
             hint = f"; for {name} use {elsewhere[name]}"
         raise UserError(f"{', '.join(wrong)}: there is no such flag{hint}")
-    flags = kind(**(defaults or {}) | vars(found))
+    flags = kind(**(defaults or {}) | vars(given))
     for field in fields:
         check(field, getattr(flags, field.name))
     return flags
@@ -75,18 +72,19 @@ def kinds_of(field: dataclasses.Field) -> tuple[type, ...]:
 
 def check(field: dataclasses.Field, value) -> None:
     """Raise UserError for a wrong value, which may also come from the config.json of a run."""
-    wrong, rules = f"{dashed(field.name)} {value}", field.metadata
+    name, rules = dashed(field.name), field.metadata
+    wrong = f"{name} {value}"
     kinds = [typing.get_origin(kind) or kind for kind in kinds_of(field)]
     is_kind = type(value) in kinds or (float in kinds and type(value) is int)
     need(is_kind, f"{wrong}: expected {kinds[0].__name__}")
     if value is None:
         return
     if isinstance(value, list):
-        texts = all(isinstance(each, str) and each for each in value)
-        need(texts, f"{dashed(field.name)}: expected a text that is not empty")
+        texts = all(isinstance(text, str) and text for text in value)
+        need(texts, f"{name}: expected a text that is not empty")
     if isinstance(value, str):
         is_utf_8 = value == value.encode(errors="replace").decode()
-        need(is_utf_8, f"{dashed(field.name)} {value!a}: expected UTF-8")
+        need(is_utf_8, f"{name} {value!a}: expected UTF-8")
     if isinstance(value, float):
         need(math.isfinite(value), f"{wrong}: expected a finite number")
     if rules["choices"]:

@@ -1,17 +1,16 @@
-"""The console of a run: its lines, the line of a step, warnings, the commands at its end."""
+"""The console of a run: its lines, the line of a step, seconds of phases, warnings."""
 
 import collections
 import contextlib
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator
 
 import torch
 
-from support.data import messages_of, printable
-from support.user import dashed, reason
+from support.data import printable
+from support.user import reason
 
 STEP = {  # metric -> its format in the line of a step
     "reward": "reward {:.2f}",
@@ -56,50 +55,12 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def percent(found: dict) -> str:
+def percent(evaluation: dict) -> str:
     """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
-    if "eval_reward" in found:  # no verifier told right from wrong
-        return f"mean reward {found['eval_reward']:.2f}"
-    return ", ".join(f"{name.removeprefix('eval_')} {value:.1%}" for name, value in found.items())
-
-
-def quoted(word: str) -> str:
-    """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
-    if word.isprintable():
-        return shlex.quote(word)
-    hidden = {c: c.encode(errors="replace") for c in word if not c.isprintable()}
-    escaped = {c: "".join(f"\\x{byte:02x}" for byte in code) for c, code in hidden.items()}
-    escaped |= {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
-    return f"$'{word.translate(str.maketrans(escaped))}'"
-
-
-def command_to_resume(runs: str, name: str) -> str:
-    return f"python train.py --resume --name {quoted(name)} --runs {quoted(runs)}"
-
-
-def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return the command of rollout.py that asks the trained model this prompt."""
-    *before, asked = messages_of(prompt)  # of a conversation, the last message
-    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
-    if before and before[0]["role"] == "system":  # then --system was refused
-        command += ["--system", before[0]["content"]]
-    for name in ("system", "prompt_template", "chat_template_args"):
-        if getattr(config, name) != getattr(type(config), name):
-            command += [dashed(name), getattr(config, name)]
-    for text in config.stop or []:
-        command += ["--stop", text]
-    return " ".join(map(quoted, command))
-
-
-def farewell(config, folder, before: dict, after: dict, seconds: float, prompt) -> list[str]:
-    """Return the last lines of a run. `after` may be the whole row of its last step."""
-    checkpoint = folder / f"checkpoints/step-{config.steps}"
-    shown = percent({name: after[name] for name in before if name in after})
-    return [
-        f"held out: {percent(before)} -> {shown}, in {duration(seconds)}",
-        f"the model is in {checkpoint}, the report in {folder}/report.html; try it:",
-        command_to_try(checkpoint, config, prompt),
-    ]
+    if "eval_reward" in evaluation:  # no verifier told right from wrong
+        return f"mean reward {evaluation['eval_reward']:.2f}"
+    shares = evaluation.items()
+    return ", ".join(f"{name.removeprefix('eval_')} {share:.1%}" for name, share in shares)
 
 
 class Log:
@@ -107,16 +68,17 @@ class Log:
 
     def __init__(self, device: str):
         self.device = torch.get_device_module(device)
-        self.seconds, self.warned = collections.Counter(), set()
-        self.run_start = self.step_start = time.perf_counter()
+        self.seconds = collections.Counter()  # of the phases of this step
+        self.warned = set()  # kinds
+        self.run_start = time.perf_counter()
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
         """Add the seconds of the block to the metric of the phase."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         yield
         self.device.synchronize()
-        self.seconds[f"seconds_{phase}"] += time.perf_counter() - begun
+        self.seconds[f"seconds_{phase}"] += time.perf_counter() - start
 
     def elapsed(self) -> float:
         """Return the seconds since the run began."""

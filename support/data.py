@@ -1,4 +1,4 @@
-"""Rows of data, and how prompts become tokens."""
+"""Rows of JSONL files, and how prompts become tokens."""
 
 import bisect
 import itertools
@@ -27,42 +27,48 @@ def printable(text: str) -> str:
 
 
 def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
-    """Read the rows of a JSONL file. Each has a text and an answer, which check(answer) may refuse.
-
-    A prompt is text or a list of messages. A field "question", as in GSM8K, is a prompt."""
+    """Read the rows of a JSONL file. Each has a text, in the field of that name, and an answer,
+    which check(answer) may refuse. A prompt is text or a list of messages. A field "question", as
+    in GSM8K, is a prompt."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
+    expected = f"expected an object in JSON, UTF-8, with {text} and answer"
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            expected = f"expected an object in JSON, UTF-8, with {text} and answer"
             with expecting(f"{source}, line {number}: {expected}"):
-                rows.append(read_row(line, text))
-                check(rows[-1]["answer"])
+                row = read_row(line, text)
+                check(row["answer"])
+            rows.append(row)
     need(rows, f"{source}: expected rows, and the file is empty")
     return rows
 
 
-def read_row(line: bytes, text: str) -> dict:
-    """Read one row. Raise UserError if it has no text or no answer."""
+def read_row(line: bytes, field: str) -> dict:
+    """Read one row. Raise UserError if it has no text in the field, or no answer."""
     array = line.lstrip().startswith(b"[")
     need(not array, "found a JSON array; expected JSONL, without brackets, an object a line")
     row = json.loads(line)
-    need(isinstance(row, dict), "found no object")
     if "question" in row:
         row.setdefault("prompt", row["question"])
-    need({text, "answer"} <= row.keys(), f"found {', '.join(row)}")
+    need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
     need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
-    if text == "prompt" and isinstance(row[text], list):
+    text = row[field]
+    if field == "prompt" and isinstance(text, list):
         with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
-            for message in row[text]:
+            for message in text:
                 (message["role"] + message["content"]).encode()  # half a surrogate pair is no text
-            need(row[text][-1]["role"] != "assistant", "its last message is the assistant's own")
+            need(text[-1]["role"] != "assistant", "its last message is the assistant's own")
         return row
-    need(isinstance(row[text], str), f"field {text}: found {row[text]!r:.80}, expected text")
-    need(row[text].encode().strip() or text != "prompt", f"field {text}: no text")
+    need(isinstance(text, str), f"field {field}: found {text!r:.80}, expected text")
+    need(text.encode().strip() or field != "prompt", f"field {field}: no text")
     return row
+
+
+def append_rows(path: Path, rows: list[dict]) -> None:
+    with expecting(f"{path}: cannot be written", OSError), open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def read_data(config, reward) -> tuple[list[dict], list[dict]]:
@@ -95,13 +101,14 @@ def is_held_out(prompt: str) -> bool:
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
     """Return (rows to train on, held-out rows). All rows with one prompt are on the same side."""
-    different = sorted({text_of(row["prompt"]) for row in rows})
+    texts = [text_of(row["prompt"]) for row in rows]
+    different = sorted(set(texts))
     need(len(different) > 1, f"{source}: expected two prompts, as one in ten is held out")
     chosen = set(filter(is_held_out, different))
     if len(chosen) in (0, len(different)):  # a small file
         chosen = {different[0]}
-    held_out = [row for row in rows if text_of(row["prompt"]) in chosen]
-    return [row for row in rows if text_of(row["prompt"]) not in chosen], held_out
+    train = [row for row, text in zip(rows, texts) if text not in chosen]
+    return train, [row for row, text in zip(rows, texts) if text in chosen]
 
 
 def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
@@ -119,7 +126,9 @@ class PromptFormat:
     def __init__(self, tokenizer, flags, vocabulary=math.inf, context=math.inf):
         """flags has system, prompt_template, chat_template_args and max_new_tokens. vocabulary is
         how many tokens the model embeds, context how many it reads, prompt and completion."""
-        self.tokenizer, self.vocabulary, self.context = tokenizer, vocabulary, context
+        self.tokenizer = tokenizer
+        self.vocabulary = vocabulary
+        self.context = context
         self.system = flags.system
         # a shell passes \\n as two characters, and a line break is meant. Before a small letter it
         # begins a LaTeX command: \\neq, \\nabla, \\nu
@@ -128,9 +137,9 @@ class PromptFormat:
             self.template_args = {**json.loads(flags.chat_template_args)}
         fits = tokenizer.chat_template or (self.system is None and not self.template_args)
         need(fits, "--system, --chat-template-args: the model has no chat template")
-        given = flags.max_new_tokens
-        need(given < context, f"--max-new-tokens {given}: the model's context is {context} tokens")
-        self.longest = context - given
+        limit = flags.max_new_tokens
+        need(limit < context, f"--max-new-tokens {limit}: the model's context is {context} tokens")
+        self.longest = context - limit  # of a prompt
 
     def encode(self, row: dict) -> dict:
         """Add the tokens of a row's prompt as IDS. Raise UserError if the model cannot read it."""
@@ -145,11 +154,11 @@ class PromptFormat:
         if tokenizer.chat_template:
             chat = messages_of(prompt)
             if self.system is not None:  # an empty one replaces the template's default
-                has_own = chat[0]["role"] == "system"
-                need(not has_own, f"--system: the {shown} has a system message of its own")
+                has_one = chat[0]["role"] == "system"
+                need(not has_one, f"--system: the {shown} has a system message of its own")
                 chat = [{"role": "system", "content": self.system}, *chat]
             flags = "--system, --chat-template-args"
-            with expecting(f"{flags}, {shown}: expected what the template takes"):
+            with expecting(f"{flags}, {shown}: expected values that the template takes"):
                 ids = tokenizer.apply_chat_template(
                     chat, add_generation_prompt=True, return_dict=False, **self.template_args
                 )
@@ -179,8 +188,8 @@ class PromptFormat:
         """Return the encoded rows of a file as a list, and print how many are too long."""
         kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
-        sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {self.longest} "
-        sentence += f"tokens, the model's context of {self.context} less --max-new-tokens"
+        room = f"{self.longest} tokens, the model's context of {self.context} less --max-new-tokens"
+        sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {room}"
         need(kept, sentence)
         if skipped:
             print("skipped:", sentence)

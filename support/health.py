@@ -6,32 +6,29 @@ from statistics import fmean, variance
 
 RECENT = 10  # the sentences about a run are about so many steps
 MANY = 1 / 3  # of a step's completions that are truncated
+TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
 RATES = "the usual cause. Below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
-
-
-def of_truncation(share: float) -> str:
-    return f"{share:.0%} of completions are truncated: raise --max-new-tokens"
 
 
 def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str, str]:
     """Return kind -> sentence about a step, from its row of metrics.jsonl. The console shows each
     kind once. For `quiet_steps` steps no completion had an advantage."""
-    found = {}
+    sentences = {}
     if row["truncated"] > MANY:
-        found["truncated"] = of_truncation(row["truncated"])
-    drawn = round(row["prompts_drawn"])
-    kept = round(drawn * (1 - row["dead"]))
+        sentences["truncated"] = TRUNCATED.format(row["truncated"])
+    groups = round(row["prompts_drawn"])
+    kept = round(groups * (1 - row["dead"]))
     if config.dynamic_sampling and kept < config.prompts_per_step:
-        groups = f"{kept} of {drawn} groups have different rewards"
-        found["refills"] = f"--dynamic-sampling: {groups}, expected {config.prompts_per_step}"
+        few = f"{kept} of {groups} groups have different rewards"
+        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
     if faults:
-        found["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
+        sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
     if quiet_steps == 10:
         why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
         if row["truncated"] == 1:
             why = "all completions are truncated (--max-new-tokens)"
-        found["quiet"] = f"10 steps taught nothing: {why}"
-    return found
+        sentences["quiet"] = f"10 steps taught nothing: {why}"
+    return sentences
 
 
 def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
@@ -41,7 +38,8 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
     recent = rows[-RECENT:]
     now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
     found = []
-    dead, right = now["dead"], now.get("dead_right", 0.0)
+    dead = now["dead"]
+    right = now.get("dead_right", 0.0)
     if right > 0.9:
         found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
     elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
@@ -49,7 +47,7 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
     if now["verifier_faults"] > 0:
         found.append("a verifier fails, and its reward is 0: the console has the error")
     if now["truncated"] > MANY:
-        found.append(of_truncation(now["truncated"]))
+        found.append(TRUNCATED.format(now["truncated"]))
     if rows[-1]["step"] < flags["warmup_steps"]:
         found.append("the learning rate still warms up (--warmup-steps): wait")
 
@@ -74,7 +72,8 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     """Say that the reward fell, or that it never rose."""
     rewards = [row["reward"] for row in rows]
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
-    best, last = max(levels), fmean(rewards[-RECENT:])
+    best = max(levels)
+    last = fmean(rewards[-RECENT:])
     if last < (best + min(levels[0], 0.0)) / 2:
         return [f"the reward fell from {best:.2f} to {last:.2f}: lower --lr or the updates a step"]
     size = min(RECENT, len(rewards) // 2)

@@ -1,14 +1,50 @@
-"""How a run ends: at a signal, with a sentence for a mistake, with a traceback for a bug."""
+"""How a run ends: with its last lines, at a signal, with a sentence for a mistake, with a traceback
+for a bug."""
 
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 from support import folders
-from support.console import command_to_resume, say
-from support.data import printable
-from support.user import UserError
+from support.console import duration, percent, say
+from support.data import messages_of, printable
+from support.user import UserError, dashed
+
+
+def farewell(config, folder: Path, before: dict, after: dict, seconds: float, prompt) -> None:
+    """Print the last lines of a run. `after` may be the whole row of its last step."""
+    checkpoint = folder / f"checkpoints/step-{config.steps}"
+    shown = percent({name: after[name] for name in before if name in after})
+    say(f"held out: {percent(before)} -> {shown}, in {duration(seconds)}")
+    say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
+    say(command_to_try(checkpoint, config, prompt))
+
+
+def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
+    """Return the command of rollout.py that asks the trained model this prompt."""
+    *before, asked = messages_of(prompt)  # of a conversation, the last message
+    command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
+    if before and before[0]["role"] == "system":  # then --system was refused
+        command += ["--system", before[0]["content"]]
+    for name in ("system", "prompt_template", "chat_template_args"):
+        if getattr(config, name) != getattr(type(config), name):
+            command += [dashed(name), getattr(config, name)]
+    for text in config.stop or []:
+        command += ["--stop", text]
+    return " ".join(map(quoted, command))
+
+
+def quoted(word: str) -> str:
+    """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
+    for c in word:
+        if not c.isprintable() and c != "\n":
+            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
+    return f"$'{word.translate(str.maketrans(escaped))}'"
 
 
 class StopSignal:
@@ -35,9 +71,10 @@ def fail(error: BaseException, ranks, config) -> int:
     if explained is None:
         raise error
     status, sentence = explained
-    asked = config and config.name and status != 2
-    if asked and folders.checkpoints(Path(config.runs, config.name)):
-        sentence += f"; to continue: {command_to_resume(config.runs, config.name)}"
+    named = config and config.name and status != 2
+    if named and folders.checkpoints(Path(config.runs, config.name)):
+        run = f"--name {quoted(config.name)} --runs {quoted(config.runs)}"
+        sentence += f"; to continue: python train.py --resume {run}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:
         os._exit(status)  # at once: an orderly end would wait for the others

@@ -46,8 +46,9 @@ def read_story(folder: Path) -> Story:
             # a last line without an end is still being written
             lines = [text] if name == "config.json" else text.split("\n")[:-1]
             files.append([json.loads(line) for line in lines])
-    [flags], *rest = files
-    return Story(folder.resolve().name, flags, *rest, read_group(folder / "samples.jsonl"))
+    [flags], starts, rows, evaluations = files
+    group = read_group(folder / "samples.jsonl")
+    return Story(folder.resolve().name, flags, starts, rows, evaluations, group)
 
 
 def read_group(path: Path) -> list[dict]:
@@ -64,12 +65,12 @@ def read_points(path: Path) -> Story:
     """Read published points. Lines that begin with # name the source."""
     with expecting(f"{path}: expected a CSV file with the columns step and eval_solved"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        comments = [line.strip("# ") for line in lines if line.startswith("#")]
+        source = " ".join(line.strip("# ") for line in lines if line.startswith("#"))
         table = csv.DictReader(line for line in lines if not line.startswith("#"))
-        points = sorted((float(row["step"]), float(row["eval_solved"])) for row in table)
-        need(points and all(0 <= share <= 1 for _, share in points), "expected shares from 0 to 1")
-    rows = [{"step": step, "eval_solved": solved} for step, solved in points]
-    return Story(path.stem, {}, [], rows, [], source=" ".join(comments))
+        rows = [{name: float(row[name]) for name in ("step", "eval_solved")} for row in table]
+        need(rows and all(0 <= row["eval_solved"] <= 1 for row in rows), "no shares from 0 to 1")
+    rows.sort(key=lambda row: row["step"])
+    return Story(path.stem, flags={}, starts=[], rows=rows, evaluations=[], source=source)
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
@@ -93,9 +94,9 @@ def visible(value) -> str:
     return html.escape("\n".join(map(printable, text.split("\n"))))
 
 
-def elements(name: str, inside: Iterable[str]) -> str:
+def elements(name: str, pieces: Iterable[str]) -> str:
     """Return an element around each piece of HTML."""
-    return "".join(f"<{name}>{each}</{name}>" for each in inside)
+    return "".join(f"<{name}>{piece}</{name}>" for piece in pieces)
 
 
 class Chart(NamedTuple):
@@ -115,9 +116,7 @@ CHARTS = {
     "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
     "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
     "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
-    "clip_fraction": Chart(
-        "GSPO about half at first, a fifth at the end. GRPO up to 2%", 0, 1, ".1%"
-    ),
+    "clip_fraction": Chart("GSPO about half, then a fifth. GRPO up to 2%", 0, 1, ".1%"),
     "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
     "approx_kl": Chart("nats to π_old. A rise comes before collapse"),
     "kl": Chart("nats to π_ref. Grows slowly"),
@@ -137,7 +136,8 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     if not points:
         return ""
     steps, values = zip(*points)
-    last, low, high = max(1, *steps), min(chart.low, *values), max(chart.high, *values)
+    last = max(1, *steps)
+    low, high = min(chart.low, *values), max(chart.high, *values)
 
     def place(step: float, value: float) -> tuple[float, float]:
         return 50 + 250 * step / last, 130 - 124 * (value - low) / (high - low)
@@ -195,52 +195,50 @@ def in_loss(row: dict, flags: dict) -> list[tuple[float, float, bool]]:
 
 def inside_update(story: Story) -> str:
     """Show each completion's tokens, shaded by their ratio, below the ratios in the loss."""
-    group, band = story.group, band_of(story.flags)
-    losses, clips = [in_loss(row, story.flags) for row in group], math.isfinite(band[1])
-    darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
-    ratios = [ratio for loss in losses for ratio, _, _ in loss] + [*band] * clips
+    losses = [in_loss(row, story.flags) for row in story.group]
+    low, high = band_of(story.flags)
+    clips = math.isfinite(high)
+    darkest = max(abs(move) for row in story.group for move in row["log_ratios"]) or 1e-9
+    ratios = [ratio for loss in losses for ratio, _, _ in loss] + [low, high] * clips
     reach = max(abs(ratio - 1) for ratio in ratios) or 1.0
-    left, right = (150 * min(max((edge - 1) / reach, -1), 1) for edge in band)
+    left, right = (150 * min(max((edge - 1) / reach, -1), 1) for edge in (low, high))
     strip = f'<rect class="band" x="{left:.1f}" width="{right - left:.1f}" height="16"/>'
-    said = f"The last update of step {group[0]['step']}. Blue tokens became likelier in the step, "
-    said += f"orange ones less likely, up to {math.exp(darkest):.3g} times. Bars: the loss's ratios"
+    said = f"The last update of step {story.group[0]['step']}. Blue tokens became likelier, orange "
+    said += f"ones less likely, up to {math.exp(darkest):.3g} times. Bars: the loss's ratios"
     if clips:
-        said += f". Grey: the band, {band[0]:.5g} to {band[1]:.5g}. Red: stopped by the clip"
+        said += f". Grey: the band, {low:.5g} to {high:.5g}. Red: stopped by the clip"
     parts = [f'<h2>Inside an update of {visible(story.name)}</h2><p class="dim">{said}.</p>']
-    parts.append(f'<pre class="prompt">{visible(group[0]["prompt"])}</pre><div class="cards">')
-    for row, loss in zip(group, losses):
+    parts.append(
+        f'<pre class="prompt">{visible(story.group[0]["prompt"])}</pre><div class="cards">'
+    )
+    for row, loss in zip(story.group, losses):
         bars, spans = set(), []
         for text, move, (ratio, _, stopped) in zip(row["tokens"], row["log_ratios"], loss):
             look = "stopped" if stopped else "kept"
             bars.add(f'<path class="curve {look}" d="M{150 * (ratio - 1) / reach:.0f} 2V14"/>')
             look += f" {'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
-            look = f'class="{look}" title="{math.exp(move):.4f}"'
-            spans.append(f"<span {look}>{visible(text)}</span>")
+            span = f'<span class="{look}" title="{math.exp(move):.4f}">'
+            spans.append(f"{span}{visible(text)}</span>")
         s = math.exp(fmean(row["log_ratios"]))
         head = f"A {fmean(A for _, A, _ in loss):+.2f}, s {s:.5f}"
         if clips:
             head += f": {sum(stopped for *_, stopped in loss)} of {len(loss)} tokens stopped"
-        picture = f'<svg viewBox="-152 0 304 16">{strip}{"".join(sorted(bars))}</svg>'
-        parts.append(f'<div class="card"><span class="head">{head}</span>{picture}')
+        parts.append(f'<div class="card"><span class="head">{head}</span>')
+        parts.append(f'<svg viewBox="-152 0 304 16">{strip}{"".join(sorted(bars))}</svg>')
         parts.append(f"<pre>{''.join(spans[:MOST_TOKENS])}</pre></div>")
     return "".join([*parts, "</div>"])
-
-
-# ---- the page ------------------------------------------------------------------------------------
 
 
 def headline(story: Story) -> str:
     """Say which model was trained, from where to where, when, and by which command."""
     flags = story.flags
-    parts = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
-    for metric, said, form in (("eval_solved", "", ".1%"), ("eval_reward", "mean reward ", ".2f")):
-        points = points_of(story, metric)
-        if points:
-            (first, before), (last, after) = points[0], points[-1]
-            change = f"{before:{form}} (step {first}) → {after:{form}} (step {last})"
-            parts.append(f"held out {said}{change}")
-    parts += [f"{start['date']}: {start['command']}" for start in story.starts]
-    return elements("div", map(visible, parts))
+    lines = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
+    for metric, form in (("eval_solved", "{:.1%}"), ("eval_reward", "mean reward {:.2f}")):
+        texts = [f"{form.format(y)} (step {step})" for step, y in points_of(story, metric)]
+        if texts:
+            lines.append(f"held out {texts[0]} → {texts[-1]}")
+    lines += [f"{start['date']}: {start['command']}" for start in story.starts]
+    return elements("div", map(visible, lines))
 
 
 def answers(story: Story) -> str:
@@ -251,15 +249,15 @@ def answers(story: Story) -> str:
     parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
     for prompt, rows in by_prompt.items():
         parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
-        parts.append(f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>')
-        parts.append('<div class="cards">')
+        answer = f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>'
+        parts.append(f'{answer}<div class="cards">')
         for row in at_most(MOST_CARDS, rows):
             verdict = "unjudged"
             if row["correct"] is not None:
                 verdict = "right" if row["correct"] > 0.5 else "wrong"
             head = visible(f"step {row['step']}: reward {row['reward']:.3g}, {verdict}")
-            shown = f'<span class="head">{head}</span><pre>{visible(row["completion"])}</pre>'
-            parts.append(f'<div class="card {verdict}">{shown}</div>')
+            parts.append(f'<div class="card {verdict}"><span class="head">{head}</span>')
+            parts.append(f"<pre>{visible(row['completion'])}</pre></div>")
         parts.append("</div>")
     return f'<details open="">{"".join(parts)}</details>'
 
@@ -277,20 +275,20 @@ def flag_table(stories: list[Story]) -> str:
 
 
 # completions are hostile: if one gets past visible(), the page still loads and runs nothing
-HEAD = """<!doctype html>
-<html lang="en"><meta charset="utf-8">
+HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 """
 
 
-def write_report(paths: list[Path], path: Path) -> list[str]:
+def write_report(paths: list[Path], page: Path) -> list[str]:
     """Write one page about runs and published points. Return sentences about the runs."""
-    stories = [read_points(each) if each.suffix == ".csv" else read_story(each) for each in paths]
+    stories = [read_points(path) if path.suffix == ".csv" else read_story(path) for path in paths]
     runs = [story for story in stories if story.flags]
     title = visible(f"Report of {', '.join(story.name for story in runs)}")
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    body, said = [HEAD, f"<style>{style}</style><title>{title}</title><h1>{title}</h1>"], []
+    body = [HEAD, f"<style>{style}</style><title>{title}</title><h1>{title}</h1>"]
+    said = []
     for i, story in enumerate(stories):
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
         if not story.flags:
@@ -304,13 +302,13 @@ def write_report(paths: list[Path], path: Path) -> list[str]:
     body += [inside_update(story) for story in runs if story.group]
     body += ["<h2>The same held-out prompts at every evaluation</h2>", *map(answers, runs)]
     body.append(f"<h2>Flags</h2>{flag_table(runs)}</html>\n")
-    replace_text(path, "\n".join(body))
+    replace_text(page, "\n".join(body))
     return said
 
 
 def main(arguments: list[str]) -> int:
     """Write one page of runs, next to the last of them, and print the sentences of each."""
-    paths = [Path(each) for each in arguments]
+    paths = [Path(argument) for argument in arguments]
     folders = [path for path in paths if path.suffix != ".csv"]
     need(folders, "--report: expected folders of runs")
     place = folders[0] if len(folders) == 1 else folders[-1].parent

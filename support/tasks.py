@@ -55,13 +55,13 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
 def solve(chain: str, wrong: str = "", rng: random.Random | None = None) -> str:
     """Solve `7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. Most products by a digit of
     `wrong` add instead."""
-    value, steps = int(chain[0]), []
-    for symbol, operand in re.findall("([+*])([0-9])", chain):
-        adds = symbol == "+" or (operand in wrong and rng.random() < PRODUCT_ERROR)
-        result = value + int(operand) if adds else value * int(operand)
-        steps.append(f"{value}{symbol}{operand}={result % 10}")
-        value = result % 10
-    return f"{';'.join(steps)}#{value}"
+    value, lines = int(chain[0]), []
+    for symbol, digit in re.findall("([+*])([0-9])", chain):
+        adds = symbol == "+" or (digit in wrong and rng.random() < PRODUCT_ERROR)
+        result = (value + int(digit) if adds else value * int(digit)) % 10
+        lines.append(f"{value}{symbol}{digit}={result}")
+        value = result
+    return f"{';'.join(lines)}#{value}"
 
 
 def chain_problem(rng: random.Random, operations: tuple[int, int]) -> dict:
@@ -115,9 +115,9 @@ def calculator_demonstration(problem: dict, rng: random.Random) -> str:
     """Write a guess, or two calls of the calculator with its replies. Either call may be wrong."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
-    product, sign, number = re.match("(.*)([+-])(.*)=", problem["prompt"]).groups()
+    product, addition = re.match("(.*)([+-].*)=", problem["prompt"]).groups()
     written, value = "", ""
-    for operation in (product, sign + number):
+    for operation in (product, addition):
         if written and rng.random() < CALCULATOR_ERROR:
             break
         call = value + operation
@@ -229,8 +229,7 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
     with temporary as made:
-        takes = "some minutes" if task.warm_steps else "half a minute"
-        say(f"making the built-in policy {name}, once: {takes}; then it is in {folder}")
+        say(f"making the built-in policy {name}, once, in half a minute or more: {folder}")
         model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
         characters = tokenizers.Tokenizer(model)
         characters.decoder = tokenizers.decoders.Fuse()
@@ -246,11 +245,11 @@ def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dic
     """Return the training rows in the order of the steps. Prompts have no loss."""
     rng, rows = random.Random(seed), []
     count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
-    for row in itertools.islice(problems(task, seed=-1 - seed), count):
-        text = row["prompt"] + task.demonstration(row, rng)
+    for problem in itertools.islice(problems(task, seed=-1 - seed), count):
+        prompt = problem["prompt"]
+        text = prompt + task.demonstration(problem, rng)
         ids = [words[word] for word in (*text, "<eos>")]
-        given = len(row["prompt"])
-        labels = [-100] * given + ids[given:]
+        labels = [-100] * len(prompt) + ids[len(prompt) :]
         # no replies of the calculator: a policy that foretells them does without the tool
         for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
             labels[reply.start() : reply.end()] = [-100] * len(reply[0])

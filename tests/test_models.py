@@ -11,7 +11,8 @@ import transformers
 from bench_architectures import build
 from bench_memory import SHAPES
 from counting import Counting
-from support.models import body_of, default_dtype, frozen_copy, load_model, logits_of, refresh
+from support.flags import default_dtype
+from support.models import body_of, frozen_copy, load_model, logits_of, refresh
 
 SCALES = {
     "cohere": dict(logit_scale=0.25),
@@ -101,8 +102,10 @@ def test_a_gpu_is_hidden_from_these_tests():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
 
 
-def test_attention_is_never_that_of_cudnn():
+def test_attention_is_never_that_of_cudnn(models):
     """It has given NaN gradients and wrong results (support/models.py)."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_model(str(models / "tiny"), "cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import folders, report
+from support import checkpoints, folders, report
 from support.user import UserError
 from tools import (
     BASE,
@@ -325,7 +325,7 @@ def test_the_state_of_another_run_is_refused(name, numbers, tmp_path):
     path = tmp_path / "state.safetensors"
     save_file({f"weights {name}": torch.ones(numbers)}, path, {"numbers": "{}"})
     with pytest.raises(UserError, match=f"--resume: .*{path}.*{name}"):
-        folders.read_state(path, parameters, set(), optimizer)
+        checkpoints.read_state(path, parameters, set(), optimizer)
 
 
 def test_a_torn_file_of_a_checkpoint_is_one_sentence_with_its_name(done, tmp_path):

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import rollout as R
 from bench_architectures import build, examine, trees_of
-from support.models import checkpoint_layers, critic_of, frozen_copy, refresh
+from support.models import critic_of, frozen_copy, refresh
 from support.user import UserError
 from tools import character_tokenizer
 
@@ -613,6 +613,8 @@ def test_results_of_a_users_sampler_are_checked():
 )
 def test_gradient_checkpointing_changes_nothing(kind, wants_trees):
     """Layers run again in the backward pass. Dropout stays out, and a copy is checkpointed, too."""
+    from support.extras.checkpointing import checkpoint_layers
+
     dropout = {"gemma3_text": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5)}
     model = tiny(kind, **dropout.get(kind, {}))
     out = sampled(model)
@@ -628,7 +630,7 @@ def test_gradient_checkpointing_changes_nothing(kind, wants_trees):
         return len(runs)
 
     assert scored(model) == 1
-    checkpoint_layers(model, [])
+    checkpoint_layers(model)
     assert scored(model) == 2  # forward, and again in the backward pass
     assert torch.equal(sampled(model).tokens, out.tokens)
     scored(frozen_copy(model, torch.float32).requires_grad_(True))
@@ -638,8 +640,10 @@ def test_gradient_checkpointing_changes_nothing(kind, wants_trees):
 
 
 def test_a_model_without_layers_for_checkpointing_is_refused():
+    from support.extras.checkpointing import checkpoint_layers
+
     with pytest.raises(UserError, match="--gradient-checkpointing: a ctrl has no layers for it"):
-        checkpoint_layers(build("ctrl"), [])
+        checkpoint_layers(build("ctrl"))
 
 
 def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
@@ -711,6 +715,8 @@ def test_log_softmax_comes_from_float32_logits(dtype):
 def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch):
     """As every other linear map: in values and gradients it is rounding, and it saves time and
     memory on a GPU. Without autocast, and with gradient checkpointing, nothing changes."""
+    from support.extras.checkpointing import checkpoint_layers
+
     tiny(kind).save_pretrained(tmp_path)
     model, dtypes = R.load_model(str(tmp_path), "cpu"), []
     out = sampled(model)
@@ -724,7 +730,7 @@ def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch
     found = []
     for checkpointing in (False, True):
         if checkpointing:
-            checkpoint_layers(model, [])
+            checkpoint_layers(model)
         with torch.autocast("cpu", torch.bfloat16):
             logprobs, _ = R.completion_logprobs(model, out, 1.0)
         logprobs.sum().backward()

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, folders, tasks
+from support import console, folders, process, tasks
 from support.user import UserError
 from tools import (
     BASE,
@@ -135,7 +135,7 @@ def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path
 def test_the_last_line_has_the_system_message_and_the_stop_texts():
     messages = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "7+5?"}]
     flags = ["--model", "models/tiny", "--reward", "pay.py:even", "--stop", "\n\n", "--stop", "#"]
-    words = arguments_in_bash(console.command_to_try("x", train.parse_flags(flags), messages))
+    words = arguments_in_bash(process.command_to_try("x", train.parse_flags(flags), messages))
     asked = ["--prompt", "7+5?", "--system", "Be brief.\n", "--stop", "\n\n", "--stop", "#"]
     assert words[2:-1] == ["x", *asked]
 

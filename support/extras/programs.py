@@ -113,29 +113,29 @@ def last_program(text: str, wanted: str) -> str:
     tagged, untagged = [], []
     fence, tag, lines = "", "", []
     for line in text.splitlines():
-        found = FENCE.search(line)
-        at_end = found and found.end() == len(line)
-        behind = at_end and found[2] + found[3].strip()  # a fence before a tag or text opens
-        closes = at_end and found[1].startswith(fence) and not behind
+        match = FENCE.search(line)
+        at_end = match and match.end() == len(line)
+        behind = at_end and match[2] + match[3].strip()  # a fence before a tag or text opens
+        closes = at_end and match[1].startswith(fence) and not behind
         if fence and not closes:
             lines.append(line)
         elif fence:
-            lines.append(line[: found.start()])
+            lines.append(line[: match.start()])
             source = textwrap.dedent("\n".join(lines))
             if tag in ("python", "python3", "py", "py3"):
                 tagged.append(source)
             elif not tag and STATEMENT.search(source):  # no output of an example
                 untagged.append(source)
             fence = ""
-        elif at_end and (not found[3].strip() or line.lstrip().startswith(found[1])):
-            fence, tag, lines = found[1], found[2].lower(), []  # no ``` within a sentence
+        elif at_end and (not match[3].strip() or line.lstrip().startswith(match[1])):
+            fence, tag, lines = match[1], match[2].lower(), []  # no ``` within a sentence
     blocks = tagged or untagged
     if fence or not blocks:
         return ""
-    fitting = [n for n, block in enumerate(blocks) if re.search(wanted, block, re.MULTILINE)]
-    chosen = max(fitting, default=len(blocks) - 1)
-    program = blocks[chosen]
-    for block in reversed(blocks[:chosen][-10:]):  # a few: hostile texts have thousands
+    fitting = [i for i, block in enumerate(blocks) if re.search(wanted, block, re.MULTILINE)]
+    last = max(fitting, default=len(blocks) - 1)
+    program = blocks[last]
+    for block in reversed(blocks[:last][-10:]):  # a few: hostile texts have thousands
         missing = set(re.findall(r"\w+", program)) - set(DEFINED.findall(program))
         if missing & set(DEFINED.findall(block)):
             program = f"{block}\n{program}"

@@ -49,9 +49,9 @@ def run_program(
         tempfile.TemporaryFile("w+") as task,
         tempfile.TemporaryFile() as stdout,
     ):
-        settings = {"name": name, "folder": folder, "seconds": seconds, "layers": LAYERS}
         needed = LAYERS if strict else NEEDED
-        json.dump({"source": source, "needed": needed, **settings}, task)
+        settings = {"layers": LAYERS, "needed": needed, "folder": folder, "seconds": seconds}
+        json.dump({"source": source, "name": name, **settings}, task)
         end = task.tell()
         task.seek(0)
         environment = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -150,8 +150,8 @@ WATCH_SECONDS = 0.02  # between two counts
 def numbers_of_calls(machine: str) -> dict[str, int]:
     """Return call -> number, for the calls in REFUSED that the machine has."""
     column = list(MACHINES).index(machine)
-    found = re.findall(r"(\w+) ([\d-]+)/([\d-]+)", REFUSED)
-    return {name: int(numbers[column]) for name, *numbers in found if numbers[column] != "-"}
+    calls = re.findall(r"(\w+) ([\d-]+)/([\d-]+)", REFUSED)
+    return {name: int(numbers[column]) for name, *numbers in calls if numbers[column] != "-"}
 
 
 class Sandbox:

@@ -54,15 +54,15 @@ def parse_tool(place: str) -> Tool:
 NO_TOKEN = 2**31 - 1  # padding in which no stop text is found
 
 
-def first_stop(stops: Callable | None, text: list[int], start: int) -> int | None:
-    """Return the first length above start at which the completion ends with a stop text, which may
+def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
+    """Return the first length above start at which a completion ends with a stop text, which may
     have begun in an earlier turn."""
     if stops is None:
         return None
-    beginnings = [torch.tensor(text[:end]) for end in range(start + 1, len(text) + 1)]
+    beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
     aligned = {"padding_side": "left", "padding_value": NO_TOKEN}
-    found = stops(pad_sequence(beginnings, batch_first=True, **aligned)).nonzero()
-    return start + 1 + int(found[0]) if len(found) else None
+    ends = stops(pad_sequence(beginnings, batch_first=True, **aligned)).nonzero()
+    return start + 1 + int(ends[0]) if len(ends) else None
 
 
 class Turns:
@@ -72,8 +72,11 @@ class Turns:
     replies until all completions have ended."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
-        self.generate, self.tool, self.tokenizer = generate, tool, tokenizer
-        self.faults, self.fault = 0, ""  # how often the tool failed, and the first error
+        self.generate = generate
+        self.tool = tool
+        self.tokenizer = tokenizer
+        self.faults = 0  # how often the tool failed
+        self.fault = ""  # the first error
         ends = tuple(tool.after[start:] for start in range(len(tool.after)))
         self.asking = []  # tokens that contain the trigger text, or start with an end of it
         for token in range(len(tokenizer)):
@@ -95,7 +98,8 @@ class Turns:
         uniforms = uniforms.flatten(0, 1)  # (N, T)
         limit = uniforms.shape[1]
         tokens = torch.zeros(uniforms.shape, dtype=torch.long)
-        own, logprobs = tokens.bool(), tokens.float()  # false and 0 for tokens of the tool
+        mask = tokens.bool()  # tokens of the policy
+        logprobs = tokens.float()  # 0 for tokens of the tool
         lengths = [0] * len(prompts)
         ended = [False] * len(prompts)  # by a token of the policy
 
@@ -108,26 +112,24 @@ class Turns:
             turn = self.generate(model, texts, rest[:, None], **options).to("cpu")
             for i, row in enumerate(rows):
                 start = lengths[row]
-                end = min(start + int(turn.lengths[i]), limit)
-                text = [*tokens[row, :start].tolist(), *turn.completions[i, : end - start].tolist()]
-                stop = first_stop(stops, text, start)
-                end = stop or end
-                new, count = slice(start, end), end - start
-                tokens[row, new] = turn.completions[i, :count]
-                logprobs[row, new] = turn.sampler_logprobs[i, :count]
-                own[row, new] = True
-                written = text[:end]
-                ended[row] = written[-1] in eos_ids or stop is not None
-                if end < limit and not ended[row] and self.is_asked(written):
-                    reply = self.reply(self.read(written))[: limit - end]
-                    new = slice(end, end + len(reply))
-                    tokens[row, new] = torch.tensor(reply, dtype=torch.long)
-                    end = new.stop
+                count = min(int(turn.lengths[i]), limit - start)
+                tokens[row, start : start + count] = turn.completions[i, :count]
+                ids = tokens[row, : start + count].tolist()
+                stop = first_stop(stops, ids, start)
+                ids = ids[:stop]
+                end = len(ids)
+                logprobs[row, start:end] = turn.sampler_logprobs[i, : end - start]
+                mask[row, start:end] = True
+                ended[row] = ids[-1] in eos_ids or stop is not None
+                if end < limit and not ended[row] and self.is_asked(ids):
+                    reply = self.reply(self.read(ids))[: limit - end]
+                    tokens[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
+                    end += len(reply)
                 lengths[row] = end
             rows = [row for row in rows if lengths[row] < limit and not ended[row]]
-        longest, lengths, ended = max(lengths), torch.tensor(lengths), torch.tensor(ended)
-        samples = Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
-        return samples._replace(completion_mask=own[:, :longest]).to(model.device)
+        lengths = torch.tensor(lengths)
+        samples = Rollout.of(prompts, tokens, logprobs, lengths, torch.tensor(ended), pad_id)
+        return samples._replace(completion_mask=mask[:, : lengths.max()]).to(model.device)
 
     def is_asked(self, ids: list[int]) -> bool:
         """Return whether the last token completes the trigger text."""
@@ -153,12 +155,9 @@ class Turns:
         has the first of them."""
         failed = ranks.sum_numbers({"tool_faults": self.faults})
         self.faults = 0
-        own, lengths = samples.completion_mask, samples.lengths
-        steps = torch.arange(own.shape[1], device=own.device)
-        written = (steps < lengths[:, None]) & ~own
-        begins = written[:, 1:] & ~written[:, :-1]  # the first token is always the policy's
-        return {
-            "tool_calls": begins.sum() / len(written),
-            "tool_tokens": written.sum() / lengths.sum(),
-            **failed,
-        }
+        mask, lengths = samples.completion_mask, samples.lengths
+        places = torch.arange(mask.shape[1], device=mask.device)
+        replies = (places < lengths[:, None]) & ~mask
+        begins = replies[:, 1:] & ~replies[:, :-1]  # the first token is always the policy's
+        calls, share = begins.sum() / len(mask), replies.sum() / lengths.sum()
+        return {"tool_calls": calls, "tool_tokens": share, **failed}

@@ -8,15 +8,15 @@ from pathlib import Path
 from support.user import expecting
 
 
-def open_tracker(kind: str, folder: Path, flags: dict, began: float, done: int) -> Callable:
+def open_tracker(kind: str, folder: Path, flags: dict, began: float, steps: int) -> Callable:
     """Return a function that sends a row of metrics.jsonl. A resumed run continues its own curve.
 
-    began is the start of the run in seconds since 1970, done the number of its steps so far."""
+    began is the start of the run in seconds since 1970, steps the number of its steps so far."""
     with expecting(f"--track {kind}: expected that the tracker starts"):
         if kind == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(folder, purge_step=done + 1)
+            writer = SummaryWriter(folder, purge_step=steps + 1)
             return lambda row: [writer.add_scalar(name, row[name], row["step"]) for name in row]
 
         module = importlib.import_module(kind)  # wandb and trackio have the same functions

@@ -25,7 +25,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import rollout as R  # noqa: E402
-from support.models import checkpoint_layers  # noqa: E402
 
 # fields of configurations, where they are there, and a small value for each
 SMALL = {
@@ -248,11 +247,13 @@ def scored(model, out, trees=None):
 
 
 def with_checkpointing(model, shares: bool) -> str:
+    from support.extras.checkpointing import checkpoint_layers
+
     out = sampled(model, 8)
     trees = trees_of(out, 24) if shares else None
     before, _ = R.completion_logprobs(model, out, 1.0, trees)
     try:
-        checkpoint_layers(model, [])
+        checkpoint_layers(model)
     except R.UserError:
         return "no gradient checkpointing"
     after, _ = scored(model, out, trees)

@@ -29,7 +29,7 @@ import gspo  # noqa: E402
 import rollout  # noqa: E402
 from counting import Counting  # noqa: E402
 from support import tasks  # noqa: E402
-from support.models import checkpoint_layers, frozen_copy, refresh  # noqa: E402
+from support.models import frozen_copy, refresh  # noqa: E402
 
 GB = 1e9
 CARDS = (24, 40, 80)  # GB
@@ -91,7 +91,9 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
         loading = counting.peak_of(load)
         [sampler] = made
         if checkpointing:
-            checkpoint_layers(policy, [])
+            from support.extras.checkpointing import checkpoint_layers
+
+            checkpoint_layers(policy)
         trained = [each for each in policy.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
         weights = counting.bytes_now
