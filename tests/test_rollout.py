@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import rollout as R
 from bench_architectures import build, examine, trees_of
-from support.models import critic_of, frozen_copy, refresh
+from support.models import configure_torch, critic_of, frozen_copy, refresh
 from support.user import UserError
 from tools import character_tokenizer
 
@@ -910,6 +910,7 @@ def test_ends_are_the_tokenizers_and_the_generation_configs(folder):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("wants_trees", [False, True])
 def test_on_a_gpu_a_bf16_sampler_and_the_scorer_agree(wants_trees):
+    configure_torch()
     policy = tiny().cuda()
     out = sampled(frozen_copy(policy, torch.bfloat16), group_size=32, max_new_tokens=60)
     trees = layout(out, wants_trees, width=1024)
