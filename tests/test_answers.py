@@ -59,6 +59,7 @@ PAIRS = r"""
     x₁+x₂ ≡ x_1+x_2    3-4i ≢ 3+4i    no ≢ on    \theta_1 - \theta_2 ≢ \theta_2-\theta_1
     \partial f ≢ f    \dim V ≢ V    AC ≢ CA    n! ≢ (n+1)!    \binom{n}{k}+1 ≢ \binom{n}{k}
     \binom{n}{k} ≢ \binom{n}{k+1}    (2n)! ≢ 2n!    n! \cdot n ≢ (n!)^2
+    \sqrt{u^2} ≢ -u    -x ≢ |x|
     # functions
     \sin 2x ≡ 2 \sin x \cos x    \cos(60^{\circ}) ≡ 0.5    \tan 45^\circ ≡ 1    \ln 2 ≡ \log_e 2
     \cos^{-1} 0 ≡ \frac{\pi}{2}    \exp{x} ≡ e^{x}    \log_{2}{8} ≡ 3    \log_{10} 1000 ≡ 3
