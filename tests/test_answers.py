@@ -19,62 +19,47 @@ same_answer = answers.same_answer
 
 PAIRS = r"""
     # numbers and percent
-    −5 ≡ -5    \(5\) ≡ 5    \mathbf{5} ≡ 5    2π ≡ \pi*2    28\% ≡ 28 percent    \infty ≡ ∞
+    −5 ≡ -5    \(5\) ≡ 5    \mathbf{5} ≡ 5    2π ≡ \pi*2    \infty ≡ ∞
     \underline{\underline{42}} ≡ 42    \fbox{42} ≡ 42    {\bf 42} ≡ 42    10⁻³ ≡ 0.001
     \large 42 ≡ 42    λ+1 ≡ 1+\lambda    Ω₀ ≡ \Omega_0    μ_0 ≡ \mu_0    \left. 5 \right. ≡ 5
-    (1 ≢ 1    \infty ≢ -\infty    \infty - \infty ≢ 0    5 \choose 2 ≢ 5    0.5 ↛ 0.5\%
-    2 \mod 5 ≢ 2
+    \infty ≢ -\infty
     # fractions and roots
     \cfrac{3}{4} ≡ 6/8    50% ≡ 1/2    1\frac{3}{4}\text{ cups} ≡ 1.75    3√13 ≡ 3\sqrt{13}
-    4 4/9\% ≡ \frac{40}{900}    \sqrt[3]{-8} ≡ -2
-    \sqrt[3]{8} ≢ \sqrt{8}    \frac{1}{0} ≢ \frac{2}{0}    0/0 ≢ 1    5\frac{1}{2} ≢ \frac52
-    \sqrt[3]{-8} ≢ 2    \sqrt{} ≢ 0    {1\over2} ≢ \frac{1}{3}    \frac{1}{2004!} ≢ \frac{1}{2006!}
-    4 4/0 ≢ 4    -1\frac{1}{2} ≢ -\frac12    \binom{10}{3} ≢ \frac{10}{3}
-    0.\overline{12} ≢ 0.1\overline{2}    0.\overline{3} ≢ 0.\overline{33}3
+    4 4/9\% ≡ \frac{40}{900}    \sqrt[3]{-8} ≡ -2    \sqrt[3]{8} ≢ \sqrt{8}
+    \frac{1}{0} ≢ \frac{2}{0}    5\frac{1}{2} ≢ \frac52    {1\over2} ≢ \frac{1}{3}
+    \frac{1}{2004!} ≢ \frac{1}{2006!}    -1\frac{1}{2} ≢ -\frac12
     # powers, factorials and many digits
     1.5 × 10^3 ≡ 1500    5! ≡ 120    5 \cdot 4! ≡ 120    2\binom{10}{3} ≡ 240    1\!234 ≡ 1234
-    \sqrt[3]{60}+\sqrt{7}-\frac{1}{10^{20}} ≢ \sqrt[3]{60}+\sqrt{7}    5! ≢ 5    9^{9^9} ≢ 1
-    200! ≢ 199!    e^{-2023} ≢ 0    e^{1000} ≢ e^{1001}    (5!)! ≢ 5!
-    \binom{10}{3} ≢ \binom{10}{4}
+    200! ≢ 199!    e^{-2023} ≢ 0    e^{1000} ≢ e^{1001}    \binom{10}{3} ≢ \binom{10}{4}
     # units and money
     \textdollar 5 ≡ 5    15\mbox{ cm}^2 ≡ 15    125\textnormal{ miles} ≡ 125    5 m² ≡ 5
     17\text{ any thing} ≡ 17    \pi\text{ cm}^2 ≡ \pi    \pi \text{ square units} ≡ π    ₹450 ≡ 450
-    ¥1200 ≡ 1200    25 years old ≡ 25    100 → 100 percent    28 → 28\text{ percent}    5 USD ≡ \$5
-    5\text{ euros} ≡ €5    60° ≡ 60\text{ degrees}    9.8\ \mathrm{m\cdot s^{-2}} ≡ 9.8
-    2\text{ hours} ≡ 2\text{ hrs}    30\text{ mph} ≡ 30\text{ miles per hour}    150 sq ft ≡ 150
+    ¥1200 ≡ 1200    25 years old ≡ 25    100 → 100 percent    5 USD ≡ \$5    5\text{ euros} ≡ €5
+    60° ≡ 60\text{ degrees}    9.8\ \mathrm{m\cdot s^{-2}} ≡ 9.8    2\text{ hours} ≡ 2\text{ hrs}
+    30\text{ mph} ≡ 30\text{ miles per hour}    150 sq ft ≡ 150
     5\text{ in}^2 ≡ 5\text{ square inches}    5\text{ mL} ≡ 5\text{ milliliters}
     5\text{ cm}^3 ≡ 5\text{ cubic centimeters}    5\text{ sq ft} ≡ 5\text{ ft}^2
-    5 billion dollars ≢ 5    3 pq ≢ 3    x\text{ cm} ≢ x    \$10 ≢ 10\%
-    36\pi\text{ ft}^3 ≢ 36\pi\text{ square feet}    5 m² ≢ 5 cm²
-    1 \text{ hour } 30 \text{ minutes} ≢ 1    10 \mathrm{~cm} ≢ 10 \mathrm{~mm}    at least 17 ≢ 17
-    17 (seventeen) ≢ 18    5/8 of the cake ≢ 8/5    20\% \text{ off} ≢ 20    increased by 20 ≢ 30
-    \$28 ↛ 28\%    \$5 ≢ €5    £5 ≢ \$5    5¢ ≢ \$5    5\text{ euros} ≢ 5\text{ dollars}
-    60^\circ ≢ 60\text{ radians}    60° ≢ 60 minutes    5\text{ mg} ≢ 5\text{ Mg}
-    5\text{ lb} ≢ 5\text{ kg}    100°C ≢ 100°F    ¥500 ≢ \$500    500\text{ yen} ≢ 500\text{ won}
-    3\text{ ft} ≢ 3\text{ yd}    5\text{ dollars} ≢ 5\text{ dimes}    1\text{ kWh} ≢ 1\text{ kW}
-    1\text{ mV} ≢ 1\text{ MV}    10-20 km ≢ 10-20 miles    5\text{ in}^2 ≢ 5\text{ inches}
-    5\text{ mL} ≢ 5\text{ liters}    5 mL ≢ 5\text{ mg}    $5 ≢ 5 cents
+    5 billion dollars ≢ 5    x\text{ cm} ≢ x    36\pi\text{ ft}^3 ≢ 36\pi\text{ square feet}
+    5 m² ≢ 5 cm²    10 \mathrm{~cm} ≢ 10 \mathrm{~mm}    5/8 of the cake ≢ 8/5    \$5 ≢ €5
+    5\text{ euros} ≢ 5\text{ dollars}    60^\circ ≢ 60\text{ radians}    60° ≢ 60 minutes
+    5\text{ mg} ≢ 5\text{ Mg}    5\text{ lb} ≢ 5\text{ kg}    100°C ≢ 100°F    ¥500 ≢ \$500
+    500\text{ yen} ≢ 500\text{ won}    3\text{ ft} ≢ 3\text{ yd}
+    5\text{ dollars} ≢ 5\text{ dimes}    1\text{ kWh} ≢ 1\text{ kW}    1\text{ mV} ≢ 1\text{ MV}
+    5\text{ in}^2 ≢ 5\text{ inches}    5\text{ mL} ≢ 5\text{ liters}    5 mL ≢ 5\text{ mg}
+    $5 ≢ 5 cents
     # words beside a number
     5 million ≡ 5 Million    {\color{blue} x+1} ≡ x+1    5 months ≡ 5
-    \frac{\textcolor{red}{1}}{2} ≡ 1/2    \log x = 7 ≢ 7    (A) 5 or 6 ↛ A
-    5 of the 6 ≢ 5    5 slices of pizza ≡ 5    3 tons ≡ 3
-    \text{The final answer is } 12 ≡ 12    3 outer rings ≡ 3    5 thousand ≢ 5
-    __import__ ≢ 1    None ≢ 0    20 millions ≢ 20    4\text{ lakh} ≢ 4    4 crore ≢ 4
-    12 (twelve) ≢ 13    July 4 ≢ 4    \frac{2}{3}\text{ of a cup} ≢ \frac{3}{2}
-    10\sqrt{2} ≢ 5*(1+sqrt(2))    5 percentage points ≢ 0.05    5-fold ≢ 6    5\text{ isn't it} ≢ 5
-    5\text{ squared meters} ≢ 25    3 or four ≢ 3    5\text{ bil.} ≢ 5    50 per cent ≢ 50
+    \frac{\textcolor{red}{1}}{2} ≡ 1/2    5 slices of pizza ≡ 5    3 tons ≡ 3
+    \text{The final answer is } 12 ≡ 12    3 outer rings ≡ 3    5 thousand ≢ 5    20 millions ≢ 20
+    4\text{ lakh} ≢ 4    4 crore ≢ 4    10\sqrt{2} ≢ 5*(1+sqrt(2))    5\text{ isn't it} ≢ 5
+    3 or four ≢ 3    5\text{ bil.} ≢ 5    50 per cent ≢ 50
     # algebra and letters
     3x^2y ≡ 3yx^2    ab ≡ ba    \color{red}{42} ≡ 42    \pi r^2h ≡ hr^2\pi    x⁴ ≡ x^4
     2ⁿ⁺¹ ≡ 2^{n+1}    2^{n-1}(n+2) ≡ (n+2)2^{n-1}    \varphi ≡ \phi    \varepsilon_0 ≡ \epsilon_0
-    x₁+x₂ ≡ x_1+x_2    dog ≢ god    nan ≢ 0    inf ≢ 1e999    3-4i ≢ 3+4i    x(x+1) ≢ x^2+1
-    n! ≢ n    1st ≢ 2nd    \color{red}{43} ≢ 42    (2^x)^y ≢ 2^{x^y}    \sqrt{u^2} ≢ -u    5th ≢ 5
-    no ≢ on    x¹² ≢ x^1 \cdot 2    x ↛ 28\%    \hbar ≢ h    \mu_0 ≢ \mu
-    \alpha_1\alpha_2 ≢ \alpha_1^2    \theta_1 - \theta_2 ≢ \theta_2-\theta_1    \sim p ≢ p
-    A^c ≢ A    \sqrt[3]{x} ≢ 3\sqrt{x}    \partial f ≢ f    \dim V ≢ V
-    \triangle ABC ≢ \triangle DEF    \angle ABC ≢ \angle ACB    AC ≢ CA    FF_{16} ≢ 255_{8}
-    H_2O ≢ HO_2    ABC ≢ CBA    x₁ ≢ x_2    n! ≢ (n+1)!    n! ≢ k!    \binom{n}{k}+1 ≢ \binom{n}{k}
-    \binom{n}{k} ≢ \binom{n}{k+1}    (2n)! ≢ 2n!    2 to 3 ↛ 2    \binom{n}{k} ≢ \frac{n}{k}
-    n! \cdot n ≢ (n!)^2    2 to 3 ↛ \frac23
+    x₁+x₂ ≡ x_1+x_2    3-4i ≢ 3+4i    no ≢ on    \theta_1 - \theta_2 ≢ \theta_2-\theta_1
+    \partial f ≢ f    \dim V ≢ V    AC ≢ CA    n! ≢ (n+1)!    \binom{n}{k}+1 ≢ \binom{n}{k}
+    \binom{n}{k} ≢ \binom{n}{k+1}    (2n)! ≢ 2n!    n! \cdot n ≢ (n!)^2
+    \sqrt{u^2} ≢ -u    -x ≢ |x|
     # functions
     \sin 2x ≡ 2 \sin x \cos x    \cos(60^{\circ}) ≡ 0.5    \tan 45^\circ ≡ 1    \ln 2 ≡ \log_e 2
     \cos^{-1} 0 ≡ \frac{\pi}{2}    \exp{x} ≡ e^{x}    \log_{2}{8} ≡ 3    \log_{10} 1000 ≡ 3
@@ -83,131 +68,90 @@ PAIRS = r"""
     \cos\frac{2\pi}{5} ≡ \frac{\sqrt5-1}{4}    \csc^2 x - \cot^2 x ≡ 1    \tan 15^\circ ≡ 2-\sqrt3
     7 \sin(\frac{\pi}{5}x) + 1 ≡ 7*sin(pi*x/5)+1    3\cos(2\sqrt{35}t) ≡ 3*cos(sqrt(980/7)*t)
     y = Ce^{2x} ≡ y = C e^{2 x}    \sinh x ≡ \frac{e^x-e^{-x}}{2}
-    \operatorname{arctan} 1 ≡ \frac{\pi}{4}    2\sin x ≢ \sin 2x    \log 2 ≢ 2\log
-    \sin^{-1} x ≢ \frac{1}{\sin x}    \log_2 8 ≢ \log 28    \log_2 8 ≢ \log_8 2
-    1 - \frac{1}{\mathrm{e}} ≢ 1 + \frac{1}{\mathrm{e}}    \ln(x^3) ≢ \ln x
-    \arctan 2 ≢ \frac{\pi}{4}    \sqrt{2}\sin x ≢ \sin\sqrt{2}x    \arcsin x + \arccos x ≢ \pi
-    \tan\frac{\pi}{2} ≢ 1    \sin(x) ≢ cos(x)    Theta(log log n) ≢ O(\log \log n)    \lnot p ≢ p
-    \sin x \cos x ≢ \sin(x\cos x)    \sin x^2 ≢ \sin^2 x    \log_2 x ≢ \log_3 x
-    \tan^{-1} x ≢ \cot x    \ln_2 8 ≢ \ln 8
+    \operatorname{arctan} 1 ≡ \frac{\pi}{4}    \sin^{-1} x ≢ \frac{1}{\sin x}
+    \sqrt{2}\sin x ≢ \sin\sqrt{2}x    \sin x \cos x ≢ \sin(x\cos x)    \tan^{-1} x ≢ \cot x
     # calls
     V(0)e^{-kt} ≡ e^{-kt}V(0)    \Gamma(1/3) ≡ \Gamma\left(\frac{1}{3}\right)    a(b+c) ≡ ab+ac
-    2\Phi(1)-1 ≡ -1+2\Phi(1)    f(x)=2x^3+c ≢ f(x)=2x^3    f(x) = 0 ≢ \forall x>0, f(x) = 0
-    I(0)e^{-t/RC} ≢ 0    f(x+1) ≢ xf+f    f(g(x)) ≢ g(f(x))    3\zeta(2) ≢ 2\zeta(3)
-    2\Phi(1)-1 ≢ \Phi(2)-1    T(n) = 2T(n/2)+n ≢ T(n) = T(n)+n
-    N(0)e^{kt} ≢ N(1)e^{kt}    |f(2)| ≢ f(|2|)    f^{-1}(3) ≢ \frac{3}{f}    (f\circ g)(x) ≢ fgx
-    E(X) ≢ EX    E(X+Y) ≢ E(X)    \text{Var}(X) ≢ \text{Var}(Y)    P(A|B) ≢ P(B|A)
-    \gcd(6,9) ≢ \gcd(9,12)    \binom{n}{k} ≢ \binom{k}{n}    P(A \cap B) ≢ P(A \cup B)
-    (1,200,f(2)) ≢ (1200,f(2))    f(1,234) ≢ f(1234)
+    2\Phi(1)-1 ≡ -1+2\Phi(1)    f(x)=2x^3+c ≢ f(x)=2x^3    2\Phi(1)-1 ≢ \Phi(2)-1
+    T(n) = 2T(n/2)+n ≢ T(n) = T(n)+n    f^{-1}(3) ≢ \frac{3}{f}    (1,200,f(2)) ≢ (1200,f(2))
+    f(1,234) ≢ f(1234)
     # floors and absolute values
-    \lvert x-1 \rvert ≡ |1-x|    2|x| ≡ |2x|    |x||y| ≡ |xy|    204_5 ≡ 204_{5}
+    \lvert x-1 \rvert ≡ |1-x|    2|x| ≡ |2x|    |x||y| ≡ |xy|
     \left\lfloor \frac{n}{2} \right\rfloor ≡ \lfloor\frac{n}{2}\rfloor    |x+y| ≢ |x|+|y|
-    \lfloor 3.5 \rfloor ≢ 3.5    -x ≢ |x|    |v| ≢ v    \lfloor n/100 \rfloor ≢ 0
-    \lfloor x \rfloor ≢ x    \sin x(x+1) ≢ \sin(x(x+1))    n \bmod 7 ≢ n \bmod 5
+    \sin x(x+1) ≢ \sin(x(x+1))
     # names in front, approximations
     x = \pm 2 ≡ \pm 2    a_n = 2^n ≡ 2^n    f^{-1}(x) = \frac{x-1}{2} ≡ \frac{x-1}{2}
     \text{Area} = 24 ≡ 24    mn = 12 → 12    12 \text{ sides} ≡ n=12    P(X=5) \approx 0.17 ≡ 0.17
     \sigma \approx 1.5 ≡ 1.5    2\pi \approx 6.28 ≡ 2\pi    \approx 0.17 ≡ 0.17    2x = 10 ≢ 10
-    x^2 = 4 ≢ 4    x + y = 5 ≢ 5    7 = 11a+c ≢ 11a+c    a + 3z = 0 ≢ 0    x = y + 3 = 5 ≢ x = 5
-    n=2, 3, 4 ≢ n=1, 2, 3    3 \approx 3.14 ≢ 3.14    P(X=5) ≈ 0.83 ≢ 0.17
-    \frac{1}{3} \approx 0.33 ≢ 0.33    \sqrt{2} \approx 1.414 ≢ 1.414    m+n = 601 ↛ 600
+    x^2 = 4 ≢ 4    x + y = 5 ≢ 5    7 = 11a+c ≢ 11a+c    n=2, 3, 4 ≢ n=1, 2, 3
     P(X=5) \approx 0.17 ≢ P(X=5) \approx 0.83    P(X>2) \approx 0.3 ≢ P(X>2) \approx 0.7
     f(2) \approx 3 ≢ f(2)    x \approx 3 ≢ x    a+b = c ↛ c
     \text{speed} \approx 3 ≢ \text{speed} \approx 4    \frac{dy}{dx} \approx 2 ≢ \frac{dy}{dx}
-    x = 1 \text{ (double root)} ≢ 2    x = -3\frac14 ≢ -2.75    m+n = -5 ↛ 5
+    x = -3\frac14 ≢ -2.75
     # equations
-    y=2x+1 ≡ 2x+1=y    x^2+y^2=4 ≡ 4=y^2+x^2
-    a_3 = 2, a_{37} = 19 ≡ a_{37} = 19, \quad a_3 = 2    x=5 ≢ y=5    xy = 0 ≢ x = 0
-    1 = 1 ≢ 2 = 2    x = x ≢ y = y    n=p^k ≢ n=p
+    y=2x+1 ≡ 2x+1=y    x^2+y^2=4 ≡ 4=y^2+x^2    a_3 = 2, a_{37} = 19 ≡ a_{37} = 19, \quad a_3 = 2
+    x=5 ≢ y=5    xy = 0 ≢ x = 0    1 = 1 ≢ 2 = 2    x = x ≢ y = y    n=p^k ≢ n=p
     # inequalities
     x >= 5 ≡ x \geq 5    1 \le x \leq 3 ≡ 1 ≤ x ≤ 3    x \ne 3 ≡ 3 \neq x    x \lt 3 ≡ x < 3
-    x \leqslant 2 ≡ x <= 2
-    -2 \le x \le 7 ≡ 7 \ge x \ge -2    -2 \le x \le 7 ≡ x \in [-2,7]    x \le 3 ≡ (-\infty, 3]
-    x<-1 or x>5 ≡ (-\infty,-1)\cup(5,\infty)    x < 1 or x > 5 ≡ x > 5 or x < 1
-    x<1, x>5 ≡ x>5, x<1    x=1 or x=2 ≡ x=1, x=2    x>5 ≢ x<5    x>5 ≢ 5>x    x\ge5 ≢ x>5
-    1<x<3 ≢ 1<x<4    1<x<3 ≢ 1<x\le3    x \ge 5 ≢ x \le 5    2x > 4 ≢ x < 2    -2x > 4 ≢ x > -2
-    -2 \le x \le 7 ≢ (-2, 7)    -2 \le x \le 7 ≢ x \in [-2,8]    x > 5 ≢ [5, \infty)
-    f(2) < f(1) < f(4) ≢ f(1) < f(2) < f(4)    0 < x < 2 ≢ [0,2]    5 \neq 6 ≢ 5
+    x \leqslant 2 ≡ x <= 2    -2 \le x \le 7 ≡ 7 \ge x \ge -2    -2 \le x \le 7 ≡ x \in [-2,7]
+    x \le 3 ≡ (-\infty, 3]    x<-1 or x>5 ≡ (-\infty,-1)\cup(5,\infty)
+    x < 1 or x > 5 ≡ x > 5 or x < 1    x<1, x>5 ≡ x>5, x<1    x=1 or x=2 ≡ x=1, x=2    x>5 ≢ x<5
+    x>5 ≢ 5>x    x\ge5 ≢ x>5    1<x<3 ≢ 1<x<4    1<x<3 ≢ 1<x\le3    x \ge 5 ≢ x \le 5
+    2x > 4 ≢ x < 2    -2x > 4 ≢ x > -2    -2 \le x \le 7 ≢ (-2, 7)    -2 \le x \le 7 ≢ x \in [-2,8]
+    x > 5 ≢ [5, \infty)    f(2) < f(1) < f(4) ≢ f(1) < f(2) < f(4)    0 < x < 2 ≢ [0,2]
     x<-2 \text{ or } x>2 ≢ x > 2, x < -2    x<-1 or x>5 ≢ x<-1 and x>5
-    x<-1 \text{ or } x>5 ≢ x<-1 \text{ and } x>5    x > 2 \text{ or } x < 5 ≢ (2,5)
-    x=1 \text{ or } y=2 ≢ (1,2)    \{x \mid x>0\} ≢ \{x \mid x<0\}    x<1 \text{ or } x>5 ≢ x<1, x>5
-    x>2, x<5 ≢ (-\infty,5)    x>2, x<5 ≢ (2,\infty)\cup(-\infty,5)
+    x<-1 \text{ or } x>5 ≢ x<-1 \text{ and } x>5    x<1 \text{ or } x>5 ≢ x<1, x>5
+    x>2, x<5 ≢ (2,\infty)\cup(-\infty,5)
     # intervals and sets
     \[5\] ≡ 5    (1,2)∪(3,4) ≡ (1,2)\cup(3,4)    \mathbb{R} ≡ \text{all real numbers}
     \left[-1,-\tfrac12\right) \cup (0,1) ≡ [-1, -\frac{1}{2}) \cup (0, 1)    \emptyset ≡ \varnothing
     ∅ ≡ \emptyset    (-\infty, 5) ≡ (-infinity,5)    [2, 3) \cup (3, 4] ≡ (3,4] \cup [2,3)
     2 < x < 3 \text{ or } x > 5 ≡ (2,3)\cup(5,\infty)    [0, \pi] ≡ 0 \le \theta \le \pi
-    [1,2) ≢ (1,2)    (-\infty,3) ≢ (\infty,3)    x \in (1,234) ≢ 1234    1 ≢ -[0,1)    \emptyset ≢ 0
-    \text{no solution} ≢ \text{infinitely many solutions}    \text{infinite} ≢ \infty
-    all real numbers except zero ≢ \mathbb{R}    (-\infty, 5] ≢ (-infinity,5)
-    x\in\mathbb{R}, x\ne 2 ≢ x \in \mathbb{R}    \mathbb{R}^2 ≢ \mathbb{R}^3
-    \text{infinitely many} ≢ \text{finitely many}
+    [1,2) ≢ (1,2)    (-\infty,3) ≢ (\infty,3)    x \in (1,234) ≢ 1234
+    (-\infty, 5] ≢ (-infinity,5)    x\in\mathbb{R}, x\ne 2 ≢ x \in \mathbb{R}
+    \mathbb{R}^2 ≢ \mathbb{R}^3
     # lists and points
     \langle 1,2\rangle ≡ (1,2)    \pm 3 ≡ 3,-3    1 \pm \sqrt{19} ≡ 1+\sqrt{19}, 1-\sqrt{19}
     \{1\pm\sqrt{5},-2\} ≡ \{-2, 1+\sqrt5, 1-\sqrt5\}    x = \pm 2 ≡ x = 2, x = -2
     x = 2 \pm i ≡ 2+i, 2-i    \text{1, 3, and 5} ≡ 1,3,5    1{,}000{,}000 ≡ 10^{6}
     x = 3, y = -2 ≡ (3,-2)    x=1, y=2, z=3 ≡ (1,2,3)    1\frac12 \text{ and } 2\frac12 ≡ 2.5, 1.5
     x = 1 \mp 2 ≡ 3, -1    (x, y) = (1, 2) ≡ x = 1, y = 2    \vec{v} = (1,2) ≡ (1,2)
-    5 apples and 3 pears ≢ 5    \{1,2\} ≢ \{1,3\}    \{1,1,2\} ≢ \{1,2,2\}    1,1,2 ≢ 1,2,3
-    3 \pm 2\sqrt2 ≢ 3 + 2\sqrt2    1, 2, 3 ≢ 1, 2    1, 2, 3, ... ≢ 1, 2, 3    a=1,b=2 ≢ 2, 1
-    3\text{ red and }2\text{ blue} ≢ 3    2 to 3 ↛ (2,3)    7\text{ boys and 8 girls} ≢ 7
-    1 and odd prime numbers ≢ 1 and even prime numbers    x = 3, y = -2 ≢ (-2,3)
-    x=3 \text{ or } y=-2 ≢ (3,-2)    x = 3, y = -2 ≢ 3, -2    x = 1, y = 2 ≢ \{1,2\}
-    x=2, y=5 ≢ x=5, y=2    \{1,234\} ≢ \{1234\}    x=1, x=2, x=3 ≢ x=1, x=2
-    (1,2) \text{ or } (2,1) ≢ (1,2)    \{1,2,3,\dots\} ≢ \{1,2,3\}    x = 1, y = 2, x = 3 ≢ 1, 2, 3
-    (\pm 1, \mp 2) ≢ (1,2), (-1,-2)
+    5 apples and 3 pears ≢ 5    1,1,2 ≢ 1,2,3    3 \pm 2\sqrt2 ≢ 3 + 2\sqrt2    1, 2, 3 ≢ 1, 2
+    7\text{ boys and 8 girls} ≢ 7    1 and odd prime numbers ≢ 1 and even prime numbers
+    x = 3, y = -2 ≢ (-2,3)    x = 3, y = -2 ≢ 3, -2    x = 1, y = 2 ≢ \{1,2\}    x=2, y=5 ≢ x=5, y=2
+    \{1,234\} ≢ \{1234\}    x=1, x=2, x=3 ≢ x=1, x=2    (1,2) \text{ or } (2,1) ≢ (1,2)
+    x = 1, y = 2, x = 3 ≢ 1, 2, 3    (\pm 1, \mp 2) ≢ (1,2), (-1,-2)
     # matrices and products whose order counts
     \left[\begin{array}{cc}1 & 2 \\3 & 4\end{array}\right] ≡ \begin{pmatrix}1&2\\3&4\end{pmatrix}
     \begin{pmatrix}-\frac{7}{4}&-2\\4&1\\\end{pmatrix} ≡ \begin{pmatrix}-1.75&-2\\4&1\end{pmatrix}
     \begin{pmatrix}1\\[4pt]2\end{pmatrix} ≡ \begin{pmatrix}1\\2\end{pmatrix}
     \begin{pmatrix}\frac12\\[0.5em]-1\end{pmatrix} ≡ \begin{pmatrix}0.5\\-1\end{pmatrix}
     x < -2 \text{ or } x > 2 ≡ (-\infty,-2)\cup(2,\infty)    \frac{PV}{nR} ≡ \frac{VP}{Rn}
-    |x| < 3 ≢ [-3, 3]    \begin{pmatrix}1&2\\3&4\end{pmatrix} ≢ \begin{pmatrix}1&2\\3&5\end{pmatrix}
-    |x| > 3 ≢ (-3, 3)    1 < |x| \le 2 ≢ (1, 2]
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} ≢ \begin{pmatrix}1&2\\3&5\end{pmatrix}
+    1 < |x| \le 2 ≢ (1, 2]
     \begin{vmatrix}1&2\\3&4\end{vmatrix} ≢ \begin{pmatrix}1&2\\3&4\end{pmatrix}    A^TB ≢ B^TA
-    \begin{cases} x=1 \\ y=2 \end{cases} ≢ 1    \sum_{k=1}^{n} k ≢ \prod_{k=1}^{n} k    ABA ≢ A^2B
-    \begin{pmatrix}1\\-1\end{pmatrix} ≢ \begin{pmatrix}-1\\1\end{pmatrix}    PDP^{-1} ≢ P^{-1}DP
-    \begin{matrix}0&1\\0&0\end{matrix}\begin{matrix}1\\0\end{matrix} ≢ \begin{matrix}1\end{matrix}
-    \begin{bmatrix} 1 & 0 \\ 0 & 1 \end{bmatrix}^{-1} ≢ \begin{bmatrix} 1 & 2 \\ 0 & 1 \end{bmatrix}
-    A \times B ≢ B \cup A    \det A ≢ A
-
-
+    \begin{pmatrix}1\\-1\end{pmatrix} ≢ \begin{pmatrix}-1\\1\end{pmatrix}    \det A ≢ A
     \begin{pmatrix}1&2\end{pmatrix} ≢ \begin{pmatrix}1\\2\end{pmatrix}
     # times, ranges, ratios, angles
     3:5 ≡ 6:10    2:3 ≡ 4:6    180 - 2\alpha ≡ 180^\circ - 2\alpha    10-20 years ≡ 10–20 years
-    -60° ≡ -60    2 to 3 ↛ 3:2    2:1 ≢ \frac12    28^\circ ↛ 28\%    1:03 PM ≢ 2:06 PM
-    3:30 PM ≢ 3:30 AM    5:00 ≢ 5    10-20 years ≢ -10 years    10–12 weeks ≢ 12–14 weeks
-    8 hours 30 minutes ≢ 8 hours    8\text{ h }30\text{ min} ≢ 8\text{ h}    60\% ≢ 60^\circ
-    -60° ≢ -60 rad    \text{1:15 PM} ≢ \text{2:30 PM}
-    \text{10-20 years} ≢ \text{20-30 years}    3 to 2 ↛ 2:3
+    -60° ≡ -60    -60° ≢ -60 rad    \text{1:15 PM} ≢ \text{2:30 PM}
+    \text{10-20 years} ≢ \text{20-30 years}
     # words, case and choices
     \text{yes} ≡ Yes    man bites dog ≡ Man  bites dog    xyz ≡ x \cdot yz    2abc ≡ 2cab
     \text{ Navin } ≡ \text{navin}    \text{The points form a hexagon} ≡ the points form a hexagon
     \text{The value is }5 ≡ 5    abc ≡ a \cdot bc    twelve ≡ Twelve    \emph{Tuesday} ≡ Tuesday
-    \text{true} ≡ True    8 → $8\%$    \text{Thursday} ≡ \text{thursday}.    MONDAY ≡ Monday
+    \text{true} ≡ True    \text{Thursday} ≡ \text{thursday}.    MONDAY ≡ Monday
     parallelogram ≡ \text{Parallelogram}    \text{Saturday} ≡ SATURDAY    \mathbf{B} ≡ B
     \text{cannot be determined} ≡ \text{Cannot be determined}    \text{No Solution} ≡ no solution
     \text{Both are Even} ≡ both are even    \boldsymbol{(D)} ≡ D    \text{rectangle} ≡ Rectangle
-    \mathbf{(B)} → B
-    \textbf{(D) } 30 ≡ \textbf{(D)}\ 30    \text{Tuesday} ≢ Wednesday
-    man bites dog ≢ dog bites man    evil ≢ live    (C) ≢ (D)    \text{Evelyn} ≢ \text{Briana}
-    \text{odd} ≢ \text{even}    bca ≢ abc    xyz ≢ zyx    PRT ≢ prt
-    \text{one of the roots is }5 ≢ 5    5\text{ thirty-seconds} ≢ 5    3 sixty-thirds ≢ 3    Co ≢ CO
-    \text{Friday} ≢ \text{Monday}    E ≢ \mathrm{E}*2    \mathrm{(D)}\ 12 ≢ 13    \Gamma ≢ \gamma
-    \text{True} ≢ \text{Yes}    \text{odd} ≢ \text{oddd}    \text{Alice, Bob} ≢ \text{Alice}
-    \text{acute} ≢ \text{obtuse}    \frac{GMm}{r^2} ≢ \frac{Gmm}{r^2}    \Omega_0 ≢ \omega_0
-    \Delta_1 ≢ \delta_1    mgH ≢ mgh    \lim_{n\to\infty} A_n ≢ \lim_{n\to\infty} a_n
-    {}_nC_r ≢ {}_Nc_r    \textbf{(A)}\ 5 ↛ B    \textbf{(A)}\ 5 ↛ 6    \mathbf{B} ≢ C
-    \text{A} ≢ a    HCl ≢ HCL    NaCl ≢ NACL    \text{pH} ≢ \text{PH}    AB ≢ ab    ABCD ≢ ACBD
-    (A) is wrong ↛ A    (A) 5 or 6 ↛ 5    option (B) ↛ C    C ↛ \textbf{(D) } 30
+    \mathbf{(B)} → B    \textbf{(D) } 30 ≡ \textbf{(D)}\ 30    bca ≢ abc    xyz ≢ zyx
+    5\text{ thirty-seconds} ≢ 5    \text{pH} ≢ \text{PH}    (A) is wrong ↛ A
     # units and words behind a value: at most three words of a to z, and symbols with their case
-    5\text{ halves} ≡ 5    5 oder 6 ≢ 5    5 is impossible ≡ 5    5 Å ≢ 5    5 slices of pizza ≡ 5
-    5 big slices of pizza ≢ 5    5\text{ ms} ≢ 5\text{ m}    5 Feet ≡ 5 ft
-    5\text{ MHz} ≢ 5\text{ mHz}    5\text{ hrs} ≡ 5\text{ hours}    5\text{ lbs} ≡ 5\text{ lb}
+    5\text{ halves} ≡ 5    5 is impossible ≡ 5    5 slices of pizza ≡ 5    5 big slices of pizza ≢ 5
+    5\text{ ms} ≢ 5\text{ m}    5 Feet ≡ 5 ft    5\text{ MHz} ≢ 5\text{ mHz}
+    5\text{ hrs} ≡ 5\text{ hours}    5\text{ lbs} ≡ 5\text{ lb}
     # percent where one is asked, digits and brackets of other widths, zeros, names of equations
-    25\% → 25    25 percent → 25    0.7% ↛ 0.7    1\% → 1    25 → 25\%    0.25 → 25\%
-    60\% ↛ 60^\circ    ２５ ≡ 25    （1，2） ≡ (1,2)    ［0，1］ ≡ [0,1]    0,05 ≢ 0,5
-    0,05 ≢ 0.05    007 ≢ 7    \sin A = 1 ≢ 1    \frac{a}{b} = 2 ≢ 2    |x| = 3 ≢ 3
+    25 percent → 25    0.25 → 25\%    0,05 ≢ 0,5    007 ≢ 7    |x| = 3 ≢ 3
     \text{speed of a car} = 3 ≡ 3
 """  # many were found by people who tried to be rewarded for a wrong answer
 
