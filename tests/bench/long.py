@@ -7,12 +7,10 @@
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -24,10 +22,10 @@ import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
+import common  # noqa: E402
 import train  # noqa: E402
+from common import markdown, read_rows  # noqa: E402
 from support import tasks  # noqa: E402
 
 STEPS, EVERY, PROMPTS = 16, 4, 256  # rollout steps, between evaluations, held-out prompts
@@ -99,8 +97,8 @@ def train_once(experiment: Experiment, seed: int) -> dict:
         with open(Path(folder, "log"), "w") as log, contextlib.redirect_stdout(log):
             status = train.main([*flags, "--name", "one"])
         assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
-        metrics = read_rows(Path(folder, "one/metrics.jsonl"))
-        before = read_rows(Path(folder, "one/starts.jsonl"))[0]["eval_solved"]
+        metrics = read_rows(f"{folder}/one/metrics.jsonl")
+        before = read_rows(f"{folder}/one/starts.jsonl")[0]["eval_solved"]
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
     found = dataclasses.asdict(experiment) | {"seed": seed, "warm": warm}
     found["solved"] = {0: before} | solved
@@ -112,29 +110,16 @@ def train_once(experiment: Experiment, seed: int) -> dict:
     return found | {"seconds": round(time.monotonic() - begun)}
 
 
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def grouped(rows: list[dict]) -> dict[Experiment, list[dict]]:
-    """Return experiment -> its runs, by seed."""
-    names = [field.name for field in dataclasses.fields(Experiment)]
-    found: dict[Experiment, list[dict]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault(Experiment(**{name: row[name] for name in names}), []).append(row)
-    return found
-
-
-def missing(arguments: argparse.Namespace) -> list[tuple[Experiment, int]]:
+def missing(given) -> list[tuple[Experiment, int]]:
     """Return the runs that --out does not hold. All experiments of a part with one seed, in random
     order, come before those with the next seed. So an early end leaves whole blocks."""
-    done, left = grouped(read_rows(arguments.out)), []
-    for experiments, seeds in map(PARTS.get, arguments.parts):
-        for seed in arguments.seeds or seeds:
+    done, left = set(), []
+    for run in read_rows(given.out):
+        done.add((Experiment(run["row"], run["lr"], run["tokens"], run["more"]), run["seed"]))
+    for experiments, seeds in map(PARTS.get, given.parts):
+        for seed in given.seeds or seeds:
             block = random.Random(seed).sample(experiments, len(experiments))
-            for experiment in block:
-                if all(run["seed"] != seed for run in done.get(experiment, [])):
-                    left.append((experiment, seed))
+            left += [(each, seed) for each in block if (each, seed) not in done]
     return left
 
 
@@ -150,19 +135,18 @@ def work(given: tuple[Experiment, int]) -> tuple[dict | None, str]:
     return found, f"{experiment}, seed {seed}: {said} ({found['seconds']} s)"
 
 
-def train_missing(arguments: argparse.Namespace) -> None:
+def train_missing(given) -> None:
     """Append a line to --out for each run that it does not hold."""
-    left, failed = missing(arguments), 0
+    left, failed = missing(given), 0
     print(len(left), "runs are missing", flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     # a fork for each run: it has a fresh state, and need not import torch again
-    with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
         for found, said in pool.imap_unordered(work, left):
             print(said, flush=True)
             failed += found is None
             if found:
-                with open(arguments.out, "a") as file:
-                    file.write(json.dumps(found) + "\n")
+                common.add_row(given.out, found)
     if failed:
         sys.exit(f"{failed} runs failed")
 
@@ -273,12 +257,6 @@ def by_seed(by_rate: dict[float, dict[int, dict]], number) -> dict[int, dict[flo
     return found
 
 
-def markdown(*lines: list[str]) -> str:
-    """Return a table; the first line is its head."""
-    drawn = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in drawn)
-
-
 def short(lr: float) -> str:
     return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
@@ -343,20 +321,16 @@ def numbers(runs: Runs) -> str:
     return markdown(*lines)
 
 
-def compared(gaps: dict[int, float]) -> list[str]:
-    """Return the mean of differences by seed, its 95% interval, and how many are above 0."""
-    mean, half = interval([*gaps.values()])
-    above = sum(gap > 0 for gap in gaps.values())
-    bounds = f"{mean - half:+.2f} to {mean + half:+.2f}"
-    return [f"{mean:+.2f}", bounds, f"{above} of {len(gaps)}"]
-
-
 def by_warm_start(gaps: dict[int, float]) -> str:
     """Return the mean difference of each warm start."""
     found: dict[int, list[float]] = {}
     for seed, gap in gaps.items():
         found.setdefault(seed % WARM_STARTS, []).append(gap)
     return ", ".join(f"{statistics.fmean(found[warm]):+.1f}" for warm in sorted(found))
+
+
+def pairs_above(gaps) -> str:
+    return f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
 
 
 def comparisons(runs: Runs) -> str:
@@ -370,8 +344,10 @@ def comparisons(runs: Runs) -> str:
             every.append({seed: mine - theirs[seed] for seed, mine in by_row[one].items()})
         ps = [permutation_p([*gaps.values()]) for gaps in every]
         for (one, other), gaps, p, corrected in zip(COMPARISONS, every, ps, holm(ps)):
-            line = [name, f"{one} − {other}", *compared(gaps), f"{p:.3f}", f"{corrected:.3f}"]
-            lines.append([*line, by_warm_start(gaps)])
+            mean, half = interval([*gaps.values()])
+            line = [name, f"{one} − {other}", f"{mean:+.2f}"]
+            line += [f"{mean - half:+.2f} to {mean + half:+.2f}", pairs_above(gaps.values())]
+            lines.append([*line, f"{p:.3f}", f"{corrected:.3f}", by_warm_start(gaps)])
     return markdown(*lines)
 
 
@@ -385,8 +361,8 @@ def by_rate_comparisons(runs: Runs) -> str:
             mine, theirs = runs[one][lr], runs[other][lr]
             gaps = [outcome(mine[seed]) - outcome(theirs[seed]) for seed in mine]
             mean, half = interval(gaps)
-            above, p = sum(gap > 0 for gap in gaps), permutation_p(gaps)
-            line.append(f"{mean:+.0f} ± {half:.0f}, {above} of {len(gaps)}, {p:.3f}")
+            compared = f"{mean:+.0f} ± {half:.0f}, {pairs_above(gaps)}"
+            line.append(f"{compared}, {permutation_p(gaps):.3f}")
         lines.append(line)
     return markdown(*lines)
 
@@ -436,25 +412,20 @@ def tables(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/rates/rows.jsonl")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
-    arguments = parser.parse_args()
-    if not arguments.table:
-        train_missing(arguments)
-    found = tables(read_rows(arguments.out))
+    given = parser.parse_args()
+    if not given.table:
+        train_missing(given)
+    found = tables(read_rows(given.out))
     print(found)
-    if arguments.write:
-        path = ROOT / "docs/results.md"
-        before, _, rest = path.read_text().partition("<!-- rates -->\n")
-        _, _, after = rest.partition("<!-- end of rates -->")
-        path.write_text(f"{before}<!-- rates -->\n{found}\n<!-- end of rates -->{after}")
+    if given.write:
+        common.put("docs/results.md", "rates", found)
 
 
 if __name__ == "__main__":
