@@ -136,30 +136,11 @@ def gradients(run, batch, fixed, row: int) -> tuple[dict[str, torch.Tensor], tor
     return found, log_ratio
 
 
-class Bucket:
-    """The completions of some lengths: their log-ratios, and of their gradients under each weight
-    the sum and the squared norms."""
-
-    def __init__(self):
-        self.log_ratios = []
-        self.totals = dict.fromkeys(WEIGHTS, 0.0)
-        self.squares = {name: [] for name in WEIGHTS}
-
-    def add(self, found: dict[str, torch.Tensor], log_ratio: torch.Tensor) -> None:
-        self.log_ratios.append(log_ratio)
-        for name, gradient in found.items():
-            self.totals[name] = self.totals[name] + gradient
-            self.squares[name].append(float(gradient.square().sum()))
-
-    def variance(self, name: str) -> float:
-        count = len(self.log_ratios)
-        return sum(self.squares[name]) / count - float((self.totals[name] / count).square().sum())
-
-
 def variance(_) -> None:
     """Print, for chains of 1 to 8 operations, the variance of one completion's gradient by length,
     relative to that of the same gradient without a weight."""
-    buckets = collections.defaultdict(Bucket)
+    log_ratios = {bucket: [] for bucket in BUCKETS}
+    totals, squares = collections.defaultdict(float), collections.defaultdict(list)
     with short_run() as run:
         for step in range(1, 15):
             batch, updates, fixed = sampled(run, step)
@@ -167,22 +148,26 @@ def variance(_) -> None:
             active = torch.cat([update.active for update in updates]).tolist()
             for row in active if step > 6 else []:
                 length = int(batch.mask[row].sum())
-                bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
-                buckets[bucket].add(*gradients(run, batch, fixed, row))
-    for low, high in BUCKETS:
-        bucket = buckets[low, high]
-        print(f"{low} to {high} tokens, {len(bucket.log_ratios)} completions; medians:")
+                bucket = next(b for b in BUCKETS if b[0] <= length <= b[1])
+                found, log_ratio = gradients(run, batch, fixed, row)
+                log_ratios[bucket].append(log_ratio)
+                for name, gradient in found.items():
+                    totals[bucket, name] = totals[bucket, name] + gradient
+                    squares[bucket, name].append(float(gradient.square().sum()))
+    for bucket, rows in log_ratios.items():
+        print(f"{bucket[0]} to {bucket[1]} tokens, {len(rows)} completions; medians:")
         typical = {
-            "furthest token": [row.abs().max() for row in bucket.log_ratios],
-            "log s": [row.mean() for row in bucket.log_ratios],
-            "log of the product": [row.sum() for row in bucket.log_ratios],
+            "furthest token": [row.abs().max() for row in rows],
+            "log s": [row.mean() for row in rows],
+            "log of the product": [row.sum() for row in rows],
         }
         for title, values in typical.items():
             print(f"  {title} {float(torch.stack(values).abs().median()):.4f}")
-        parts = []
-        for name, squares in bucket.squares.items():
-            share = bucket.variance(name) / bucket.variance("1")
-            of_one = max(squares) / sum(squares)
+        parts, variances = [], {}
+        for name in WEIGHTS:
+            mean, total = totals[bucket, name] / len(rows), sum(squares[bucket, name])
+            variances[name] = total / len(rows) - float(mean.square().sum())
+            share, of_one = variances[name] / variances["1"], max(squares[bucket, name]) / total
             parts.append(f"{name}: {share:.2f} ({of_one:.0%} of it one completion)")
         print("  variance:", "; ".join(parts))
 

@@ -8,10 +8,8 @@ It counts the bytes of all floating-point tensors that live at a time (counting.
 own functions load, sample, score and train in bfloat16 autocast, with attention that is fused, as
 on a GPU. CUDA itself and what its allocator cannot use are not counted. ROOM is for them."""
 
-import argparse
 import dataclasses
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,14 +20,13 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import gspo  # noqa: E402
-import rollout  # noqa: E402
-from counting import Counting  # noqa: E402
-from support import tasks  # noqa: E402
-from support.models import checkpoint_layers, frozen_copy, refresh  # noqa: E402
+import common
+import gspo
+import rollout
+from counting import Counting
+from support import tasks
+from support.extras.lora import add_adapters
+from support.models import checkpoint_layers, frozen_copy, refresh
 
 GB = 1e9
 CARDS = (24, 40, 80)  # GB
@@ -78,18 +75,11 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
     """Return the most bytes of a run, phase by phase. rank: of adapters; 0: all weights."""
     with Counting() as counting:
         policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-        made = []
-
-        def load():
-            made.append(frozen_copy(policy, torch.bfloat16))
-            if rank:
-                options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
-                from support.extras.lora import add_adapters
-
-                add_adapters(policy, options, torch.bfloat16)
-
-        loading = counting.peak_of(load)
-        [sampler] = made
+        sampler = frozen_copy(policy, torch.bfloat16)
+        if rank:
+            options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
+            add_adapters(policy, options, torch.bfloat16)
+        loading = counting.bytes_peak
         if checkpointing:
             checkpoint_layers(policy, [])
         trained = [each for each in policy.parameters() if each.requires_grad]
@@ -120,9 +110,9 @@ def count_deep(shape: dict, rank: int) -> Memory:
     """count_memory from two shallow models, in seconds: every layer adds the same. Of the 0.6B
     model it is within 0.1 GB of the count of all layers. Not so with gradient checkpointing, where
     another moment is the peak of a deep model."""
-    few, many = (
+    few, many = [
         vars(count_memory(shape | {"num_hidden_layers": layers}, rank)) for layers in (4, 6)
-    )
+    ]
     more = (shape["num_hidden_layers"] - 4) / 2
     return Memory(**{name: few[name] + more * (many[name] - few[name]) for name in few})
 
@@ -169,7 +159,7 @@ HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card
 
 def memory_table(names: list[str]) -> str:
     """Return Markdown rows in GB, and whether a card has room, with which flag."""
-    lines = [HEAD, ["---"] * len(HEAD)]
+    lines = [HEAD]
     for name in names:
         for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
             memory = count_deep(SHAPES[name], rank)
@@ -184,7 +174,7 @@ def memory_table(names: list[str]) -> str:
                 room = (card - ROOM) * GB
                 cells.append(next((way for each, way in ways if each.peak <= room), "no"))
             lines.append([f"Qwen3-{name}", trained, *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return common.markdown(*lines)
 
 
 # ---- measured ------------------------------------------------------------------------------------
@@ -210,28 +200,24 @@ def measure(name: str, *extra: str) -> dict:
         flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 {' '.join(LIMITS)}"
         if name == "tiny":
             flags += " --max-new-tokens 28 --prompts-per-step 8 --micro-batch-tokens 1024"
-        command = [sys.executable, str(ROOT / "train.py"), *flags.split(), *extra]
+        command = [sys.executable, str(common.ROOT / "train.py"), *flags.split(), *extra]
         subprocess.run(command, check=True)
-        return json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1])
+        return common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
-    arguments, extra = parser.parse_known_args()
+    given, extra = parser.parse_known_args()
     transformers.utils.logging.disable_progress_bar()
-    if arguments.measure:
-        print(json.dumps(measure(arguments.measure, *extra), indent=1))
+    if given.measure:
+        print(json.dumps(measure(given.measure, *extra), indent=1))
         return
     table = memory_table(PUBLISHED)
     print(table)
-    if arguments.write:
-        path = ROOT / "docs/memory.md"
-        pattern = r"(<!-- memory -->\n).*?(<!-- end -->)"
-        path.write_text(re.sub(pattern, rf"\1{table}\n\2", path.read_text(), flags=re.DOTALL))
+    if given.write:
+        common.put("docs/memory.md", "memory", table)
 
 
 if __name__ == "__main__":
