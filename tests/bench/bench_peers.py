@@ -18,7 +18,6 @@ Contestants take turns, and who goes first changes. Each prints a line after a s
 taken when the line arrives, and starts when the model is loaded. The built-in policy, trained,
 answers the same held-out problems greedily, sampled by our train.py."""
 
-import argparse
 import collections
 import itertools
 import json
@@ -32,12 +31,11 @@ from pathlib import Path
 
 import transformers
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import rewards  # noqa: E402
-from support import tasks  # noqa: E402
-from support.data import messages_of  # noqa: E402
+import common
+import rewards
+from common import read_rows
+from support import tasks
+from support.data import messages_of
 
 PEERS = {  # contestant -> its name in the table
     "ours": "ours",
@@ -45,34 +43,25 @@ PEERS = {  # contestant -> its name in the table
     "trl-defaults": "TRL, its defaults",
     "trl-wide": "TRL, its band and mean",
 }
-PHASES = (
-    "seconds_sample",
-    "seconds_score",
-    "seconds_constants",
-)  # the rest of a step is the updates
+# the rest of a step is the updates
+PHASES = ("seconds_sample", "seconds_score", "seconds_constants")
 LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> dict:
+def prepare(given, folder: Path) -> dict:
     """Return the settings of all contestants. Write the prompts, where they are the task's."""
-    settings = vars(arguments) | BATCH | {"out": None, "held_out": None}
-    settings["eval_data"] = str(folder / "eval.jsonl")  # one prompt: no time goes to evaluation
-    if arguments.model == "tiny":
+    settings = vars(given) | BATCH | {"held_out": None}
+    if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
         settings |= {"model": str(tasks.built_in_policy(task, "tiny")), "reward": task.verifier}
         settings |= {"max_new_tokens": task.max_new_tokens, "lr": 2e-4}
         settings |= {name: str(folder / f"{name}.jsonl") for name in ("data", "held_out")}
-        count = arguments.steps * arguments.prompts_per_step
+        count = given.steps * given.prompts_per_step
         write_rows(settings["data"], itertools.islice(tasks.problems(task, 0), count))
         held_out = tasks.problems(task, 0, held_out=True)
         write_rows(settings["held_out"], itertools.islice(held_out, 256))
-    write_rows(settings["eval_data"], read_rows(settings["data"])[:1])
     return settings
-
-
-def read_rows(path: str | Path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
 
 
 def write_rows(path: str | Path, rows) -> None:
@@ -95,8 +84,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         with process.stdout:
             lines = [(time.perf_counter(), line) for line in process.stdout]  # as each arrives
-        _, status, usage = os.wait4(process.pid, 0)  # resources of this process alone
-        process.returncode = os.waitstatus_to_exitcode(status)
+        peak = common.finish(process)
     if process.returncode:
         sys.exit(f"{peer}: exit {process.returncode}: {(folder / 'errors').read_text()[-4000:]}")
 
@@ -108,8 +96,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
         step["elapsed"], step["seconds"] = end - begun, end - before
         step["seconds_update"] = step["seconds"] - sum(step[phase] for phase in PHASES)
     held_out = held_out_accuracy(settings, folder) if settings["held_out"] else None
-    gb = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-    return {"peer": peer, "steps": steps, "held_out": held_out, "peak_gb": gb}
+    return {"steps": steps, "held_out": held_out, "peak_gb": peak / 1e9}
 
 
 def train_command(settings: dict, folder: Path, **flags) -> list[str]:
@@ -117,11 +104,12 @@ def train_command(settings: dict, folder: Path, **flags) -> list[str]:
     completions = settings["prompts_per_step"] * settings["group_size"]
     given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
     given |= {"completions_per_update": completions // settings["updates"], "save_every": 0}
-    given |= {"eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
-    names = ["model", "data", "eval_data", "reward", "prompts_per_step", "group_size", "steps"]
+    # one prompt: no time goes to evaluation
+    given |= {"eval_data": settings["data"], "eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
+    names = ["model", "data", "reward", "prompts_per_step", "group_size", "steps"]
     names += ["max_new_tokens", "lr", "clip_low", "clip_high", "seed"]
     given |= {name: settings[name] for name in names}
-    words = [sys.executable, str(ROOT / "train.py")]
+    words = [sys.executable, str(common.ROOT / "train.py")]
     for name, value in (given | flags).items():
         words += ["--" + name.replace("_", "-"), str(value)]
     return words
@@ -226,15 +214,14 @@ class Watch(transformers.TrainerCallback):
         row["dead"] = statistics.fmean(len(set(group)) == 1 for group in groups)
         clipped = self.metrics["clip_ratio/region_mean"]  # an item for each update
         row["clip_fraction"] = statistics.fmean(clipped[-self.settings["updates"] :])
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        common.add_row(self.path, row)
         print(f"step {number}", flush=True)
         self.seconds.clear()
         self.rewards, self.lengths = [], []
 
 
 def trl_config(trl, settings: dict, folder: Path):
-    objective = {"importance_sampling_level": settings.get("level_of_ratios", "sequence")}
+    objective = {"importance_sampling_level": "sequence"}
     if settings["peer"] == "trl":
         objective |= {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}
         objective |= {"epsilon": settings["clip_low"], "epsilon_high": settings["clip_high"]}
@@ -299,14 +286,12 @@ def table(turns: list[dict]) -> str:
         "share of dead groups": lambda r: mean(r, "dead"),
         "peak memory, GB": lambda r: r["peak_gb"],
     }
-    names = " | ".join(PEERS[peer] for peer in turns[0])
-    lines = [f"| median of turns (times ours) | {names} |"]
-    lines.append("|---" * (len(turns[0]) + 1) + "|")
+    lines = [["median of turns (times ours)", *(PEERS[peer] for peer in turns[0])]]
     for label, measure in measures.items():
         ours = [measure(turn["ours"]) for turn in turns]
         cells = [cell([measure(turn[peer]) for turn in turns], ours) for peer in turns[0]]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([label, *cells])
+    return common.markdown(*lines)
 
 
 def cell(values: list[float | None], ours: list[float | None]) -> str:
@@ -321,9 +306,7 @@ def cell(values: list[float | None], ours: list[float | None]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--trl-python", required=True, help="of an environment with TRL")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["ours", "trl"])
     parser.add_argument("--model", default="tiny", help="tiny, or a folder of a model")
@@ -335,27 +318,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="rollouts of a run")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSONL that every run is appended to")
-    arguments = parser.parse_args()
-    threads = str(arguments.threads)  # of the processes that contestants have
+    given = parser.parse_args()
+    threads = str(given.threads)  # of the processes that contestants have
     os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     turns = []
     with tempfile.TemporaryDirectory() as shared:
-        settings = prepare(arguments, Path(shared))
-        for turn in range(arguments.turns):
-            done = dict.fromkeys(arguments.peers)
-            for peer in arguments.peers if turn % 2 == 0 else arguments.peers[::-1]:
+        settings = prepare(given, Path(shared))
+        for turn in range(given.turns):
+            done = dict.fromkeys(given.peers)
+            for peer in given.peers if turn % 2 == 0 else given.peers[::-1]:
                 with tempfile.TemporaryDirectory() as own:
                     done[peer] = run(peer, settings | {"seed": turn}, Path(own))
                 seconds = mean(done[peer], "seconds")
                 print(f"turn {turn + 1}, {peer}: {seconds:.3g} s a step", flush=True)
-                if arguments.out:
-                    with open(arguments.out, "a") as file:
-                        file.write(json.dumps({"turn": turn, **done[peer]}) + "\n")
             turns.append(done)
-    size = f"{arguments.prompts_per_step} x {BATCH['group_size']} completions"
-    print(f"\n{arguments.model}, {size}, {BATCH['updates']} updates a rollout\n")
+    size = f"{given.prompts_per_step} x {BATCH['group_size']} completions"
+    print(f"\n{given.model}, {size}, {BATCH['updates']} updates a rollout\n")
     print(table(turns))
 
 
