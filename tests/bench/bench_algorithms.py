@@ -7,51 +7,25 @@ A run that is in --out already is not repeated, so an interrupted benchmark goes
 stopped. Delete the file when train.py has changed. --write puts the table into docs/results.md,
 between its bench markers. The flags after -- go to train.py."""
 
-import os
+import resource
 import statistics
-import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import common
 import gspo
+import train  # noqa: F401  # each fork then has it
 
 GOAL = 0.9  # held-out accuracy whose first step is reported
 
 
-def train(flags: list[str]) -> dict:
-    """Run train.py to its end. Return its metrics, the accuracy before, the peak memory in MB."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(common.ROOT / "train.py"), "--eval-every", "5", *flags]
-        command += ["--runs", folder, "--name", "bench"]
-        with open(Path(folder, "log"), "w") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-            peak = common.finish(process) / 2**20
-        if process.returncode:
-            sys.exit(f"{' '.join(flags)}: {Path(folder, 'log').read_text()[-2000:]}")
-        before = common.read_rows(f"{folder}/bench/starts.jsonl")[0]["eval_solved"]
-        rows = common.read_rows(f"{folder}/bench/metrics.jsonl")
-    return {"flags": flags, "before": before, "rows": rows, "peak_mb": peak}
-
-
-def train_all(wanted: list[list[str]], jobs: int, out: Path) -> list[dict]:
-    """Return the runs of these flags. Read those that --out holds from it."""
-    known = {tuple(run["flags"]): run for run in common.read_rows(out)}
-
-    def one(flags: list[str]) -> dict:
-        if tuple(flags) in known:
-            return known[tuple(flags)]
-        run = train(flags)
-        common.add_row(out, run)
-        after = run["rows"][-1]["eval_solved"]
-        print(f"{' '.join(flags)}: {run['before']:.1%} -> {after:.1%}", file=sys.stderr)
-        return run
-
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, wanted))
+def run(flags: tuple[str, ...]) -> tuple[dict, str]:
+    """Train with these flags. Return metrics, the accuracy before, the peak memory in MB."""
+    before, rows = common.train(["--eval-every", "5", *flags])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak /= 2**20 if sys.platform == "darwin" else 2**10
+    found = {"flags": flags, "before": before, "rows": rows, "peak_mb": peak}
+    return found, f"{before:.1%} -> {rows[-1]['eval_solved']:.1%}"
 
 
 def mean(runs: list[dict], metric: str) -> float:
@@ -94,18 +68,21 @@ def main() -> None:
     parser.add_argument("--algos", nargs="+", choices=gspo.ALGOS, default=list(gspo.ALGOS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
-    parser.add_argument("--out", required=True, help="JSONL file of finished runs, also read")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL file of finished runs")
     parser.add_argument("--write", action="store_true", help="put the table into docs/results.md")
     parser.add_argument("flags", nargs="*", help="of train.py, after --")
     given = parser.parse_args()
     wanted = [
-        ["--algo", algo, "--seed", str(seed), *given.flags]
+        ("--algo", algo, "--seed", str(seed), *given.flags)
         for seed in given.seeds
         for algo in given.algos
     ]
+    known = {tuple(each["flags"]) for each in common.read_rows(given.out)}
+    common.run_each(run, [flags for flags in wanted if flags not in known], given.out, given.jobs)
     results = {algo: [] for algo in given.algos}
-    for run in train_all(wanted, given.jobs, given.out):
-        results[run["flags"][1]].append(run)
+    for each in common.read_rows(given.out):
+        if tuple(each["flags"]) in wanted:
+            results[each["flags"][1]].append(each)
     table = results_table(results)
     print(table)
     if given.write:

@@ -7,8 +7,6 @@ python tests/bench/bench_lesson.py stops     # how far s is from 1 where GSPO do
 
 import collections
 import statistics
-import sys
-import tempfile
 
 import torch
 
@@ -46,14 +44,14 @@ VARIANTS = {
 }
 
 
+SILENT = ["--eval-samples", "0", "--save-every", "0"]
+
+
 def trained(loss, flags: str, seed: int) -> list[dict]:
     """Train with a loss in the place of gspo_loss. Return the metrics."""
     gspo.ALGOS["gspo"] = gspo.Algorithm(loss)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = f"{flags} --seed {seed} --eval-samples 0 --save-every 0 --runs {folder} --name run"
-        if train.main(["--algo", "gspo", *flags.split()]):
-            sys.exit("the run failed")
-        return common.read_rows(f"{folder}/run/metrics.jsonl")
+    _, metrics = common.train(["--algo", "gspo", *flags.split(), "--seed", str(seed), *SILENT])
+    return metrics
 
 
 def variants(seeds: list[int]) -> None:

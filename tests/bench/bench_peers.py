@@ -84,7 +84,8 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         with process.stdout:
             lines = [(time.perf_counter(), line) for line in process.stdout]  # as each arrives
-        peak = common.finish(process)
+        _, status, usage = os.wait4(process.pid, 0)  # resources of this process alone
+        process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         sys.exit(f"{peer}: exit {process.returncode}: {(folder / 'errors').read_text()[-4000:]}")
 
@@ -96,7 +97,8 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
         step["elapsed"], step["seconds"] = end - begun, end - before
         step["seconds_update"] = step["seconds"] - sum(step[phase] for phase in PHASES)
     held_out = held_out_accuracy(settings, folder) if settings["held_out"] else None
-    return {"steps": steps, "held_out": held_out, "peak_gb": peak / 1e9}
+    gb = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return {"steps": steps, "held_out": held_out, "peak_gb": gb}
 
 
 def train_command(settings: dict, folder: Path, **flags) -> list[str]:

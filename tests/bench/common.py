@@ -1,11 +1,13 @@
 """Used by several benchmarks. To import it puts the project on the path: import it first."""
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +31,46 @@ def add_row(path: Path | str, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def finish(process: subprocess.Popen) -> int:
-    """Wait for a process. Return the most bytes of memory that it had, without its children."""
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def train(flags: list[str]) -> tuple[float, list[dict]]:
+    """Run train.py silently to its end, with one thread. Return the held-out share solved before,
+    and the metrics."""
+    import torch
+
+    import train  # as the benchmark has changed it
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/log", "w") as log, contextlib.redirect_stdout(log):
+            status = train.main([*flags, "--runs", folder, "--name", "run"])
+        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
+        before = read_rows(f"{folder}/run/starts.jsonl")[0]["eval_solved"]
+        return before, read_rows(f"{folder}/run/metrics.jsonl")
+
+
+def attempt(call: tuple) -> tuple[dict | None, str]:
+    work, given = call
+    os.nice(10)
+    try:
+        row, said = work(given)
+    except Exception as error:  # the others go on
+        row, said = None, repr(error)
+    return row, f"{given}: {said}"
+
+
+def run_each(work, wanted: list, out: Path, jobs: int) -> None:
+    """Append a row to a file for each of these. work(one) returns it, and words about it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    # a fork for each: it has a fresh state, and need not import torch again
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+        for row, said in pool.imap_unordered(attempt, [(work, given) for given in wanted]):
+            print(said, file=sys.stderr, flush=True)
+            if row is None:
+                failed += 1
+            else:
+                add_row(out, row)
+    if failed:
+        sys.exit(f"{failed} runs failed")
 
 
 def markdown(*lines: list[str]) -> str:

@@ -7,26 +7,20 @@
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import math
-import multiprocessing
-import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-
-import common  # noqa: E402
-import train  # noqa: E402
-from common import markdown, read_rows  # noqa: E402
-from support import tasks  # noqa: E402
+import common
+import train  # noqa: F401  # each fork then has it
+from common import markdown, read_rows
+from support import tasks
 
 STEPS, EVERY, PROMPTS = 16, 4, 256  # rollout steps, between evaluations, held-out prompts
 COMPLETIONS = 16  # of an update: 256 of a step make 16 updates
@@ -87,18 +81,13 @@ def flags_of(experiment: Experiment, seed: int) -> list[str]:
     return [*flags.split(), "--warmup-steps", "0"]  # as for a policy that is named tiny
 
 
-def train_once(experiment: Experiment, seed: int) -> dict:
-    """Run train.py to its end, and return the numbers that the tables need."""
+def train_once(given: tuple[Experiment, int]) -> tuple[dict, str]:
+    """Run train.py to its end. Return the numbers that the tables need, and words about them."""
+    experiment, seed = given
     begun, warm = time.monotonic(), seed % WARM_STARTS
     tasks.TASKS["chains"] = tasks.chains(LENGTHS[experiment.tokens])
     policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--model", str(policy), *flags_of(experiment, seed), "--runs", folder]
-        with open(Path(folder, "log"), "w") as log, contextlib.redirect_stdout(log):
-            status = train.main([*flags, "--name", "one"])
-        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
-        metrics = read_rows(f"{folder}/one/metrics.jsonl")
-        before = read_rows(f"{folder}/one/starts.jsonl")[0]["eval_solved"]
+    before, metrics = common.train(["--model", str(policy), *flags_of(experiment, seed)])
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
     found = dataclasses.asdict(experiment) | {"seed": seed, "warm": warm}
     found["solved"] = {0: before} | solved
@@ -107,7 +96,9 @@ def train_once(experiment: Experiment, seed: int) -> dict:
     found["digest"] = hashlib.sha256(repr((found["solved"], exact)).encode()).hexdigest()[:12]
     for name, values in exact.items():
         found[name] = [float(f"{value:.3g}") for value in values]
-    return found | {"seconds": round(time.monotonic() - begun)}
+    found["seconds"] = round(time.monotonic() - begun)
+    said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
+    return found, f"{said} ({found['seconds']} s)"
 
 
 def missing(given) -> list[tuple[Experiment, int]]:
@@ -121,34 +112,6 @@ def missing(given) -> list[tuple[Experiment, int]]:
             block = random.Random(seed).sample(experiments, len(experiments))
             left += [(each, seed) for each in block if (each, seed) not in done]
     return left
-
-
-def work(given: tuple[Experiment, int]) -> tuple[dict | None, str]:
-    """Return the numbers of a run, or None, and a line about it."""
-    os.nice(10)
-    experiment, seed = given
-    try:
-        found = train_once(experiment, seed)
-    except Exception as error:  # the other runs go on
-        return None, f"{experiment}, seed {seed}: {error!r}"
-    said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
-    return found, f"{experiment}, seed {seed}: {said} ({found['seconds']} s)"
-
-
-def train_missing(given) -> None:
-    """Append a line to --out for each run that it does not hold."""
-    left, failed = missing(given), 0
-    print(len(left), "runs are missing", flush=True)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    # a fork for each run: it has a fresh state, and need not import torch again
-    with multiprocessing.get_context("fork").Pool(given.jobs, maxtasksperchild=1) as pool:
-        for found, said in pool.imap_unordered(work, left):
-            print(said, flush=True)
-            failed += found is None
-            if found:
-                common.add_row(given.out, found)
-    if failed:
-        sys.exit(f"{failed} runs failed")
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -421,7 +384,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
     given = parser.parse_args()
     if not given.table:
-        train_missing(given)
+        left = missing(given)
+        print(len(left), "runs are missing", file=sys.stderr, flush=True)
+        common.run_each(train_once, left, given.out, given.jobs)
     found = tables(read_rows(given.out))
     print(found)
     if given.write:
