@@ -44,13 +44,11 @@ VARIANTS = {
 }
 
 
-SILENT = ["--eval-samples", "0", "--save-every", "0"]
-
-
 def trained(loss, flags: str, seed: int) -> list[dict]:
     """Train with a loss in the place of gspo_loss. Return the metrics."""
     gspo.ALGOS["gspo"] = gspo.Algorithm(loss)
-    _, metrics = common.train(["--algo", "gspo", *flags.split(), "--seed", str(seed), *SILENT])
+    flags = f"--algo gspo --seed {seed} --eval-samples 0 --save-every 0 {flags}"
+    _, metrics = common.train(flags.split())
     return metrics
 
 
