@@ -287,21 +287,21 @@ def rates_picture(rows: list[dict]) -> str:
     """Draw the outcome by learning rate, a line a row of the experiment: mean and 95% interval."""
     runs = long.runs_of(rows, tokens=80, more="")
     runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
-    rates = [*runs["gspo"]]
+    rates = long.rates_of(runs)
     plot = Plot((math.log(rates[0]) - 0.1, math.log(rates[-1]) + 0.1), (0, 1), 58, 356, 66, 306)
     drawn = [*plot.ticks_of_y(PERCENT)]
     for lr in rates:
         drawn.append(words(plot.x(math.log(lr)), 322, long.short(lr), anchor="middle"))
-    seeds = runs["gspo"][rates[0]]
-    before = statistics.fmean(map(long.start, seeds.values())) / 100
+    before = statistics.fmean(map(long.start, long.at_rate(runs["gspo"], rates[0]))) / 100
     drawn.append(across(plot, before, "null"))
     drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
     lines, told = {}, []
-    for color, (row, by_rate) in enumerate(runs.items()):
+    for color, (row, seeds) in enumerate(runs.items()):
         aside = (color - 2) * 0.04  # bars of several rows stand side by side
         points = []
-        for lr, there in by_rate.items():
-            mean, half = long.interval([long.outcome(run) / 100 for run in there.values()])
+        for lr in rates:
+            ends = [long.outcome(run) / 100 for run in long.at_rate(seeds, lr)]
+            mean, half = long.interval(ends)
             points.append((math.log(lr) + aside, mean))
             bar = [(points[-1][0], mean - half), (points[-1][0], mean + half)]
             drawn.append(plot.line(bar, f"thin color{color}"))

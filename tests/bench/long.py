@@ -174,7 +174,7 @@ def at_own_best(ends: dict[int, dict[float, float]]) -> dict[int, float]:
 # ---- tables --------------------------------------------------------------------------------------
 
 COMPARISONS = (("gspo", "grpo"), ("gspo", "gspo, 0.2"), ("gspo, 3e-3", "gspo"))
-Runs = dict[str, dict[float, dict[int, dict]]]  # row -> rate -> seed -> run
+Runs = dict[str, dict[int, dict[float, dict]]]  # row -> seed -> rate -> run
 
 
 def start(run: dict) -> float:
@@ -192,32 +192,29 @@ def gain(run: dict) -> float:
 
 
 def runs_of(rows: list[dict], **settings) -> Runs:
-    """Return the runs of these settings, in the order of ROWS and of the rates."""
+    """Return the runs of these settings, in the order of ROWS, of the seeds and of the rates."""
     found: Runs = {name: {} for name in ROWS}
-    for run in sorted(rows, key=lambda run: (run["lr"], run["seed"])):
+    for run in sorted(rows, key=lambda run: (run["seed"], run["lr"])):
         if all(run[name] == value for name, value in settings.items()):
-            found[run["row"]].setdefault(run["lr"], {})[run["seed"]] = run
-    return {name: by_rate for name, by_rate in found.items() if by_rate}
+            found[run["row"]].setdefault(run["seed"], {})[run["lr"]] = run
+    return {name: seeds for name, seeds in found.items() if seeds}
+
+
+def rates_of(runs: Runs) -> list[float]:
+    return sorted({lr for seeds in runs.values() for by_rate in seeds.values() for lr in by_rate})
+
+
+def at_rate(seeds: dict[int, dict[float, dict]], lr: float) -> list[dict]:
+    return [by_rate[lr] for by_rate in seeds.values() if lr in by_rate]
 
 
 def whole_blocks(runs: Runs) -> Runs:
     """Leave out the seeds of which a run is not there yet."""
-    rates = set().union(*runs.values())
-    cells = [by_rate.get(lr, {}) for by_rate in runs.values() for lr in rates]
-    whole = sorted(set.intersection(*map(set, cells)))
-    return {
-        row: {lr: {seed: by_rate[lr][seed] for seed in whole} for lr in sorted(rates)}
-        for row, by_rate in runs.items()
-    }
-
-
-def by_seed(by_rate: dict[float, dict[int, dict]], number) -> dict[int, dict[float, float]]:
-    """Return seed -> rate -> a number of the run."""
-    found: dict[int, dict[float, float]] = {}
-    for lr, seeds in by_rate.items():
-        for seed, run in seeds.items():
-            found.setdefault(seed, {})[lr] = number(run)
-    return found
+    rates, whole = rates_of(runs), set.intersection(*map(set, runs.values()))
+    whole = [
+        seed for seed in sorted(whole) if all(len(runs[row][seed]) == len(rates) for row in runs)
+    ]
+    return {row: {seed: seeds[seed] for seed in whole} for row, seeds in runs.items()}
 
 
 def short(lr: float) -> str:
@@ -240,12 +237,12 @@ def at_step_4(run: dict) -> float:
 def cells(runs: Runs, number=outcome, said=spread) -> str:
     """Return a number of the runs by row and rate: mean over seeds and its 95% interval. It is in
     italics where the row breaks: on average it ends below its start."""
-    rates = sorted(set().union(*runs.values()))
+    rates = rates_of(runs)
     lines = [["", *map(short, rates)]]
-    for row, by_rate in runs.items():
+    for row, seeds in runs.items():
         line = [f"`{row}`"]
         for lr in rates:
-            there = by_rate.get(lr, {}).values()
+            there = at_rate(seeds, lr)
             text = said([number(run) for run in there]) if there else ""
             breaks = there and statistics.fmean(map(gain, there)) < 0
             line.append(f"*{text}*" if breaks else text)
@@ -256,11 +253,13 @@ def cells(runs: Runs, number=outcome, said=spread) -> str:
 def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
     """Return name -> row -> seed -> number, of the numbers that are compared."""
     means, largest, best = {}, {}, {}
-    for row, by_rate in runs.items():
-        ends = by_seed(by_rate, outcome)
-        gains = by_seed(by_rate, gain)
-        means[row] = {seed: statistics.fmean(ends[seed].values()) for seed in ends}
-        largest[row] = {seed: math.log2(largest_rate(gains[seed])) for seed in ends}
+    for row, seeds in runs.items():
+        ends, means[row], largest[row] = {}, {}, {}
+        for seed, by_rate in seeds.items():
+            ends[seed] = {lr: outcome(run) for lr, run in by_rate.items()}
+            gains = {lr: gain(run) for lr, run in by_rate.items()}
+            means[row][seed] = statistics.fmean(ends[seed].values())
+            largest[row][seed] = math.log2(largest_rate(gains))
         best[row] = at_own_best(ends)
     return {
         "mean over the rates, points": means,
@@ -274,10 +273,10 @@ def numbers(runs: Runs) -> str:
     is the geometric mean."""
     means, largest, best = primary(runs).values()
     lines = [["", "mean over the rates", "largest rate", "at its own best rate", "which is"]]
-    for row, by_rate in runs.items():
+    for row, seeds in runs.items():
         middle, half = interval([*largest[row].values()])
         rates = [short(2 ** (middle + some)) for some in (0, -half, half)]
-        highest = max(by_rate, key=lambda lr: sum(map(outcome, by_rate[lr].values())))
+        highest = max(rates_of(runs), key=lambda lr: sum(map(outcome, at_rate(seeds, lr))))
         line = [f"`{row}`", spread([*means[row].values()])]
         line.append(f"{rates[0]} ({rates[1]} to {rates[2]})")
         lines.append([*line, spread([*best[row].values()]), short(highest)])
@@ -316,13 +315,13 @@ def comparisons(runs: Runs) -> str:
 
 def by_rate_comparisons(runs: Runs) -> str:
     """Compare rows at each rate: mean difference, its 95% interval, pairs above, p."""
-    rates = [*next(iter(runs.values()))]
+    rates = rates_of(runs)
     lines = [["", *map(short, rates)]]
     for one, other in COMPARISONS:
         line = [f"{one} − {other}"]
         for lr in rates:
-            mine, theirs = runs[one][lr], runs[other][lr]
-            gaps = [outcome(mine[seed]) - outcome(theirs[seed]) for seed in mine]
+            pairs = zip(at_rate(runs[one], lr), at_rate(runs[other], lr))
+            gaps = [outcome(mine) - outcome(theirs) for mine, theirs in pairs]
             mean, half = interval(gaps)
             compared = f"{mean:+.0f} ± {half:.0f}, {pairs_above(gaps)}"
             line.append(f"{compared}, {permutation_p(gaps):.3f}")
@@ -346,9 +345,9 @@ def count(values: list[float]) -> str:
 def tables(rows: list[dict]) -> str:
     """Return everything that docs/results.md has of these runs."""
     plain = runs_of(rows, tokens=80, more="")
-    runs = whole_blocks({row: by_rate for row, by_rate in plain.items() if row in MAIN})
-    seeds = runs["gspo"][RATES[0]]
-    starts = ", ".join(f"{start(run):.0f}" for run in seeds.values())
+    runs = whole_blocks({row: seeds for row, seeds in plain.items() if row in MAIN})
+    seeds = runs["gspo"]
+    starts = ", ".join(f"{start(by_rate[RATES[0]]):.0f}" for by_rate in seeds.values())
     said = f"{len(seeds)} seeds from {min(seeds)} on, which start at {starts}%."
     found = {
         "Outcome, mean and 95% interval.": cells(runs) + "\n\n" + said,
