@@ -144,7 +144,9 @@ def variance(_) -> None:
             active = torch.cat([update.active for update in updates]).tolist()
             for row in active if step > 6 else []:
                 length = int(batch.mask[row].sum())
-                bucket = next(b for b in BUCKETS if b[0] <= length <= b[1])
+                bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
+                if bucket is None:
+                    continue
                 found, log_ratio = gradients(run, batch, fixed, row)
                 log_ratios[bucket].append(log_ratio)
                 for name, gradient in found.items():
