@@ -174,8 +174,7 @@ class Watch(transformers.TrainerCallback):
         folder.mkdir()
         self.verifiers = rewards.parse_reward(settings["reward"])
         self.metrics = {}  # the trainer's own
-        self.seconds = collections.Counter()  # these three: of the rollout under way
-        self.rewards, self.lengths = [], []
+        self.seconds, self.rewards = collections.Counter(), []  # of the rollout under way
 
     def time(self, trainer, name: str, phase: str) -> None:
         """Add the seconds of a method of the trainer to a phase from now on."""
@@ -189,13 +188,12 @@ class Watch(transformers.TrainerCallback):
 
         setattr(trainer, name, timed)
 
-    def reward(self, prompts, completions, completion_ids, row, **_) -> list[float]:
+    def reward(self, completions, row, **_) -> list[float]:
         """Our reward as a function for TRL."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         scores = self.verifiers.score(texts, [json.loads(one) for one in row])
         found = [float(one.reward) for one in scores]
         self.rewards += found
-        self.lengths += map(len, completion_ids)
         return found
 
     def on_train_begin(self, *_, **__):
@@ -212,14 +210,13 @@ class Watch(transformers.TrainerCallback):
         size = self.settings["group_size"]
         groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
         row["reward"] = statistics.fmean(self.rewards)
-        row["length_mean"] = statistics.fmean(self.lengths)
         row["dead"] = statistics.fmean(len(set(group)) == 1 for group in groups)
         clipped = self.metrics["clip_ratio/region_mean"]  # an item for each update
         row["clip_fraction"] = statistics.fmean(clipped[-self.settings["updates"] :])
         common.add_row(self.path, row)
         print(f"step {number}", flush=True)
         self.seconds.clear()
-        self.rewards, self.lengths = [], []
+        self.rewards.clear()
 
 
 def trl_config(trl, settings: dict, folder: Path):
@@ -284,7 +281,6 @@ def table(turns: list[dict]) -> str:
         f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),
         "held out after them, greedy": lambda r: r["held_out"],
         "share clipped": lambda r: mean(r, "clip_fraction"),
-        "tokens of a completion": lambda r: mean(r, "length_mean"),
         "share of dead groups": lambda r: mean(r, "dead"),
         "peak memory, GB": lambda r: r["peak_gb"],
     }
