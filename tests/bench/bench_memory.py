@@ -8,13 +8,13 @@ It counts the bytes of all floating-point tensors that live at a time (counting.
 own functions load, sample, score and train in bfloat16 autocast, with attention that is fused, as
 on a GPU. CUDA itself and what its allocator cannot use are not counted. ROOM is for them."""
 
-import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -34,7 +34,6 @@ ROOM = 1.5  # GB of a card: 1 for CUDA and its libraries, 0.5 that the allocator
 CACHE_GB = 2  # KV caches while sampling, in the table. With less, few completions run at once
 LORA_RANK = 16
 TOKENS = 4096  # of a micro-batch, padding included
-LIMITS = ["--micro-batch-tokens", str(TOKENS), "--cache-gb", str(CACHE_GB)]
 PROMPT, LONGEST = 200, 1024  # tokens
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -53,8 +52,7 @@ PUBLISHED = [name for name in SHAPES if name.endswith("B")]
 # ---- counted -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Memory:
+class Memory(NamedTuple):
     """Bytes on the device. The last four are peaks: all that lives then is in them."""
 
     parameters: int  # their number
@@ -110,11 +108,9 @@ def count_deep(shape: dict, rank: int) -> Memory:
     """count_memory from two shallow models, in seconds: every layer adds the same. Of the 0.6B
     model it is within 0.1 GB of the count of all layers. Not so with gradient checkpointing, where
     another moment is the peak of a deep model."""
-    few, many = [
-        vars(count_memory(shape | {"num_hidden_layers": layers}, rank)) for layers in (4, 6)
-    ]
+    few, many = (count_memory(shape | {"num_hidden_layers": layers}, rank) for layers in (4, 6))
     more = (shape["num_hidden_layers"] - 4) / 2
-    return Memory(**{name: few[name] + more * (many[name] - few[name]) for name in few})
+    return Memory(*(four + more * (six - four) for four, six in zip(few, many)))
 
 
 def full_micro_batch() -> rollout.Rollout:
@@ -164,8 +160,7 @@ def memory_table(names: list[str]) -> str:
         for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
             memory = count_deep(SHAPES[name], rank)
             less = count_memory(SHAPES[name], rank, checkpointing=True)
-            numbers = [memory.weights, memory.moments, memory.gradients, memory.loading]
-            numbers += [memory.refreshing, memory.sampling, memory.updating, less.updating]
+            numbers = [*memory[1:], less.updating]
             # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
             numbers += [2 * memory.parameters, 16 * memory.parameters]
             cells = [f"{number / GB:.1f}" for number in numbers]
@@ -187,17 +182,17 @@ def measure(name: str, *extra: str) -> dict:
     """Train random weights of a shape for two steps in a process of its own. Return the last row of
     metrics: memory and seconds are those of a real model of that shape."""
     with tempfile.TemporaryDirectory() as folder:
-        # random weights, with the tokenizer of the built-in policy
         built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
         tokenizer = AutoTokenizer.from_pretrained(built_in)
         ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name], **ends))
-        model.save_pretrained(f"{folder}/model")
-        tokenizer.save_pretrained(f"{folder}/model")
+        for part in (model, tokenizer):
+            part.save_pretrained(f"{folder}/model")
         Path(folder, "pay.py").write_text(REWARD)
         flags = f"--model {folder}/model --reward {folder}/pay.py:by_text --steps 2 "
         flags += f"--eval-samples 0 --eval-prompts 8 --runs {folder} --name run "
-        flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 {' '.join(LIMITS)}"
+        flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 "
+        flags += f"--micro-batch-tokens {TOKENS} --cache-gb {CACHE_GB}"
         if name == "tiny":
             flags += " --max-new-tokens 28 --prompts-per-step 8 --micro-batch-tokens 1024"
         command = [sys.executable, str(common.ROOT / "train.py"), *flags.split(), *extra]
