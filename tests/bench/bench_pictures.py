@@ -285,7 +285,7 @@ def apart(places: list[float], gap: float) -> list[float]:
 
 def rates_picture(rows: list[dict]) -> str:
     """Draw the outcome by learning rate, a line a row of the experiment: mean and 95% interval."""
-    runs = long.runs_of(rows, tokens=80, more="")
+    runs = long.runs_of(rows, **long.USUAL)
     runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
     rates = long.rates_of(runs)
     plot = Plot((math.log(rates[0]) - 0.1, math.log(rates[-1]) + 0.1), (0, 1), 58, 356, 66, 306)

@@ -7,7 +7,6 @@
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -47,26 +46,13 @@ OTHERS = tuple(ROWS)[5:]
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """The settings of a run; its seed is apart."""
-
-    row: str
-    lr: float
-    tokens: int = 80  # of a mean answer
-    more: str = ""  # further flags
-
-
-def grid(rows, rates, **others) -> list[Experiment]:
-    return [Experiment(row, lr, **others) for row, lr in itertools.product(rows, rates)]
-
-
-# name -> experiments, seeds; in the order of their importance
+USUAL = {"tokens": 80, "more": ""}  # tokens of a mean answer, further flags
+# name -> rows, rates, seeds, settings that are not the usual ones; in the order of their importance
 PARTS = {
-    "rates": (grid(MAIN, RATES), SEEDS),
-    "norm": (grid(("gspo", "grpo"), (4e-4, 5.6e-4), more="--max-grad-norm 0.03"), SEEDS),
-    "longer": (grid(MAIN, (5e-5, 1e-4, 2e-4), tokens=170), SEEDS),
-    "others": (grid(OTHERS, RATES), SEEDS[:5]),
+    "rates": (MAIN, RATES, SEEDS, {}),
+    "norm": (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, {"more": "--max-grad-norm 0.03"}),
+    "longer": (MAIN, (5e-5, 1e-4, 2e-4), SEEDS, {"tokens": 170}),
+    "others": (OTHERS, RATES, SEEDS[:5], {}),
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
 
@@ -74,23 +60,21 @@ METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def flags_of(experiment: Experiment, seed: int) -> list[str]:
-    flags = f"{ROWS[experiment.row]} --lr {experiment.lr:g} {experiment.more} --seed {seed} "
+def flags_of(run: dict) -> str:
+    flags = f"{ROWS[run['row']]} --lr {run['lr']:g} {run['more']} --seed {run['seed']} "
     flags += f"--task chains --steps {STEPS} --completions-per-update {COMPLETIONS} "
     flags += f"--eval-every {EVERY} --eval-prompts {PROMPTS} --eval-samples 0 --save-every 0 "
-    return [*flags.split(), "--warmup-steps", "0"]  # as for a policy that is named tiny
+    return flags + "--warmup-steps 0"  # as for a policy that is named tiny
 
 
-def train_once(given: tuple[Experiment, int]) -> tuple[dict, str]:
+def train_once(run: dict) -> tuple[dict, str]:
     """Run train.py to its end. Return the numbers that the tables need, and words about them."""
-    experiment, seed = given
-    begun, warm = time.monotonic(), seed % WARM_STARTS
-    tasks.TASKS["chains"] = tasks.chains(LENGTHS[experiment.tokens])
+    begun, warm = time.monotonic(), run["seed"] % WARM_STARTS
+    tasks.TASKS["chains"] = tasks.chains(LENGTHS[run["tokens"]])
     policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
-    before, metrics = common.train(["--model", str(policy), *flags_of(experiment, seed)])
+    before, metrics = common.train(["--model", str(policy), *flags_of(run).split()])
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
-    found = dataclasses.asdict(experiment) | {"seed": seed, "warm": warm}
-    found["solved"] = {0: before} | solved
+    found = run | {"warm": warm, "solved": {0: before} | solved}
     exact = {name: [row.get(name, 0.0) for row in metrics] for name in METRICS}  # of every step
     # two versions of the code that train the same bits have the same digest
     found["digest"] = hashlib.sha256(repr((found["solved"], exact)).encode()).hexdigest()[:12]
@@ -101,16 +85,18 @@ def train_once(given: tuple[Experiment, int]) -> tuple[dict, str]:
     return found, f"{said} ({found['seconds']} s)"
 
 
-def missing(given) -> list[tuple[Experiment, int]]:
-    """Return the runs that --out does not hold. All experiments of a part with one seed, in random
-    order, come before those with the next seed. So an early end leaves whole blocks."""
-    done, left = set(), []
-    for run in read_rows(given.out):
-        done.add((Experiment(run["row"], run["lr"], run["tokens"], run["more"]), run["seed"]))
-    for experiments, seeds in map(PARTS.get, given.parts):
+def missing(given) -> list[dict]:
+    """Return the runs that --out does not hold. All runs of a part with one seed, in random order,
+    come before those with the next seed. So an early end leaves whole blocks."""
+    names = ("row", "lr", "tokens", "more", "seed")
+    done = [{name: run[name] for name in names} for run in read_rows(given.out)]
+    left = []
+    for rows, rates, seeds, others in map(PARTS.get, given.parts):
+        block = [{"row": row, "lr": lr} for row, lr in itertools.product(rows, rates)]
         for seed in given.seeds or seeds:
-            block = random.Random(seed).sample(experiments, len(experiments))
-            left += [(each, seed) for each in block if (each, seed) not in done]
+            shuffled = random.Random(seed).sample(block, len(block))
+            runs = [run | USUAL | others | {"seed": seed} for run in shuffled]
+            left += [run for run in runs if run not in done]
     return left
 
 
@@ -344,7 +330,7 @@ def count(values: list[float]) -> str:
 
 def tables(rows: list[dict]) -> str:
     """Return everything that docs/results.md has of these runs."""
-    plain = runs_of(rows, tokens=80, more="")
+    plain = runs_of(rows, **USUAL)
     runs = whole_blocks({row: seeds for row, seeds in plain.items() if row in MAIN})
     seeds = runs["gspo"]
     starts = ", ".join(f"{start(by_rate[RATES[0]]):.0f}" for by_rate in seeds.values())
@@ -359,8 +345,8 @@ def tables(rows: list[dict]) -> str:
         "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, share),
     }
     further = {
-        "With `--max-grad-norm 0.03`.": runs_of(rows, tokens=80, more="--max-grad-norm 0.03"),
-        "Answers of 170 tokens.": runs_of(rows, tokens=170, more=""),
+        "With `--max-grad-norm 0.03`.": runs_of(rows, **USUAL | PARTS["norm"][-1]),
+        "Answers of 170 tokens.": runs_of(rows, **USUAL | PARTS["longer"][-1]),
         "Other objectives.": {row: plain[row] for row in OTHERS if row in plain},
     }
     for name, some in further.items():
