@@ -14,7 +14,6 @@ from pathlib import Path
 
 import common
 import gspo
-import train  # noqa: F401  # each fork then has it
 
 GOAL = 0.9  # held-out accuracy whose first step is reported
 
@@ -78,7 +77,8 @@ def main() -> None:
         for algo in given.algos
     ]
     known = {tuple(each["flags"]) for each in common.read_rows(given.out)}
-    common.run_each(run, [flags for flags in wanted if flags not in known], given.out, given.jobs)
+    missing = [flags for flags in wanted if flags not in known]
+    common.run_each(run, missing, given.out, given.jobs, start="spawn")
     results = {algo: [] for algo in given.algos}
     for each in common.read_rows(given.out):
         if tuple(each["flags"]) in wanted:

@@ -73,6 +73,7 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
     """Return the most bytes of a run, phase by phase. rank: of adapters; 0: all weights."""
     with Counting() as counting:
         policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
+        counting.bytes_peak = counting.bytes_now  # a head that is then tied is not of a run
         sampler = frozen_copy(policy, torch.bfloat16)
         if rank:
             options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)

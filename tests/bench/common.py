@@ -57,18 +57,22 @@ def attempt(call: tuple) -> tuple[dict | None, str]:
     return row, f"{given}: {said}"
 
 
-def run_each(work, wanted: list, out: Path, jobs: int) -> None:
-    """Append a row to a file for each of these. work(one) returns it, and words about it."""
+def run_each(work, wanted: list, out: Path, jobs: int, start: str = "fork") -> None:
+    """Append a row to a file for each of these. work(one) returns it, and words about it.
+
+    Each has a process of its own. A fork need not import torch again. One of start="spawn" has the
+    memory of a program that a person starts."""
     out.parent.mkdir(parents=True, exist_ok=True)
     failed = 0
-    # a fork for each: it has a fresh state, and need not import torch again
-    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context(start).Pool(jobs, maxtasksperchild=1) as pool:
         for row, said in pool.imap_unordered(attempt, [(work, given) for given in wanted]):
             print(said, file=sys.stderr, flush=True)
             if row is None:
                 failed += 1
             else:
                 add_row(out, row)
+        pool.close()
+        pool.join()  # without it the last one is stopped by a signal, which train.py answers
     if failed:
         sys.exit(f"{failed} runs failed")
 
