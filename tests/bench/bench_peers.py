@@ -76,8 +76,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     settings = settings | {"peer": peer}
     if peer == "trl-defaults":
         settings["updates"] = 1
-    (folder / "settings.json").write_text(json.dumps(settings))
-    command = [settings["trl_python"], __file__, "--trl-worker", str(folder)]
+    command = [settings["trl_python"], __file__, "--trl-worker", str(folder), json.dumps(settings)]
     if peer == "ours":
         command = train_command(settings, folder)
     with open(folder / "errors", "w") as errors:
@@ -129,13 +128,12 @@ def held_out_accuracy(settings: dict, folder: Path) -> float:
 # ---- TRL, in its own environment -----------------------------------------------------------------
 
 
-def trl_worker(folder: Path) -> None:
+def trl_worker(folder: Path, settings: dict) -> None:
     """Train with GRPOTrainer as the settings say, into a folder like that of a run of ours."""
     import datasets
     import torch
     import trl
 
-    settings = json.loads((folder / "settings.json").read_text())
     torch.set_num_threads(settings["threads"])
     rows = read_rows(settings["data"])
     template = transformers.AutoTokenizer.from_pretrained(settings["model"]).chat_template
@@ -338,6 +336,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--trl-worker"]:
-        trl_worker(Path(sys.argv[2]))
+        trl_worker(Path(sys.argv[2]), json.loads(sys.argv[3]))
     else:
         main()

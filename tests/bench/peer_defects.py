@@ -86,27 +86,25 @@ def trl_sequence_weight(policy: str) -> None:
     """With vLLM each completion is weighed by exp of the *sum* of log pi_old - log pi_vllm, and by
     0 above 3 ("sequence_mask", the default). Meant so: a request for the mean, its pull request
     5815, was closed. vllm_importance_sampling_mode="token_truncate" has no such product."""
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2}
     for mode in ("sequence_mask", "token_truncate"):
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trl_trainer(policy, folder, vllm_importance_sampling_mode=mode, **settings)
+        trainer.use_vllm = True  # there is none: vllm_weight replaces its samples
         for tokens in (1000, 4000):
-            weights = [vllm_weight(policy, mode, tokens, gap) for gap in (-1e-3, 1e-3)]
-            print(
-                f"TRL, {mode}, {tokens} tokens: a mean log-ratio of -0.001 and 0.001 weighs "
-                f"{weights[0]:.3g} and {weights[1]:.3g}"
-            )
+            low, high = vllm_weight(trainer, tokens, -1e-3), vllm_weight(trainer, tokens, 1e-3)
+            print(f"TRL, {mode}, {tokens} tokens: a mean log-ratio of -0.001 and 0.001 ", end="")
+            print(f"weighs {low:.3g} and {high:.3g}")
 
 
-def vllm_weight(policy: str, mode: str, tokens: int, gap: float) -> float:
+def vllm_weight(trainer, tokens: int, gap: float) -> float:
     """Of completions of so many tokens whose log-probs in vLLM differ by a gap, all by the same."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"num_generations": 2, "per_device_train_batch_size": 2}
-        trainer = trl_trainer(policy, folder, vllm_importance_sampling_mode=mode, **settings)
-        trainer.use_vllm = True  # there is none: `generated` replaces its samples
-        completions, sampled = [[3] * tokens] * 2, [[-1.0 - gap] * tokens] * 2
-        generated = ([[3], [3]], completions, None, ["3", "3"], sampled, {}, None, None)
-        trainer._generate = lambda prompts: generated
-        scored = torch.full((2, tokens), -1.0)
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, None, None)
-        found = trainer._generate_and_score_completions([{"prompt": "1"}] * 2)
+    completions, sampled = [[3] * tokens] * 2, [[-1.0 - gap] * tokens] * 2
+    generated = ([[3], [3]], completions, None, ["3", "3"], sampled, {}, None, None)
+    scored = torch.full((2, tokens), -1.0)
+    trainer._generate = lambda prompts: generated
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, None, None)
+    found = trainer._generate_and_score_completions([{"prompt": "1"}] * 2)
     return found["importance_sampling_ratio"].mean().item()
 
 
