@@ -25,7 +25,6 @@ import gspo
 import rollout
 from counting import Counting
 from support import tasks
-from support.extras.lora import add_adapters
 from support.models import checkpoint_layers, frozen_copy, refresh
 
 GB = 1e9
@@ -76,6 +75,8 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
         counting.bytes_peak = counting.bytes_now  # a head that is then tied is not of a run
         sampler = frozen_copy(policy, torch.bfloat16)
         if rank:
+            from support.extras.lora import add_adapters
+
             options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
             add_adapters(policy, options, torch.bfloat16)
         loading = counting.bytes_peak
