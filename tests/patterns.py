@@ -36,18 +36,16 @@ def expressions(path: str) -> dict[tuple[int, int], re.Pattern]:
     return found
 
 
-def repeats(nodes) -> list:
-    """Every repeated part of a parsed expression that has no upper bound below 9."""
-    found = []
+def walk(nodes):
+    """Yield (operation, argument) of every node of a parsed expression, at any depth."""
     for operation, argument in nodes:
-        if str(operation) in REPEATS and argument[1] > 9:
-            found.append(argument[2])
-        found += [each for part in parts(argument) for each in repeats(part)]
-    return found
+        yield str(operation), argument
+        for part in parts(argument):
+            yield from walk(part)
 
 
 def parts(argument) -> list:
-    """The parsed expressions directly inside an argument of one."""
+    """Return the parsed expressions directly inside an argument of one."""
     if isinstance(argument, re._parser.SubPattern):
         return [argument]
     if isinstance(argument, (tuple, list)):
@@ -83,9 +81,8 @@ def sample(nodes, rng: random.Random, pumped=None, length: int = LENGTH) -> str:
 
 
 def holds(nodes, pumped) -> bool:
-    """Whether a parsed expression holds the part that is pumped."""
-    inside = (part for _, argument in nodes for part in parts(argument))
-    return nodes is pumped or any(holds(part, pumped) for part in inside)
+    """Return whether a parsed expression holds the part that is pumped."""
+    return nodes is pumped or any(pumped in parts(argument) for _, argument in walk(nodes))
 
 
 def member(choices: list, rng: random.Random) -> str:
@@ -104,7 +101,8 @@ def texts(pattern: re.Pattern, samples: int = 4, length: int = LENGTH) -> list[s
     """Texts that pump each repeated part, with an end that fits and with one that does not."""
     rng, found = random.Random(0), []
     nodes = re._parser.parse(pattern.pattern, pattern.flags & ~re.UNICODE)
-    for body in repeats(nodes):
+    repeated = [argument for operation, argument in walk(nodes) if operation in REPEATS]
+    for body in [body for _, high, body in repeated if high > 9]:  # no bound, or a high one
         for _ in range(samples):
             text = sample(nodes, rng, body, length)
             found += [text, text + "\0", text[: length // 2] + "\0" + text[length // 2 :]]

@@ -39,5 +39,5 @@ def test_best_rate_is_chosen_on_the_other_seeds():
 
 def test_only_whole_blocks_are_compared():
     """Seed 1 has no run of grpo at rate 2."""
-    runs = {"gspo": {1: {0: {}, 1: {}}, 2: {0: {}, 1: {}}}, "grpo": {1: {0: {}, 1: {}}, 2: {0: {}}}}
-    assert long.whole_blocks(runs) == {row: {1: {0: {}}, 2: {0: {}}} for row in runs}
+    runs = {"gspo": {0: {1: {}, 2: {}}, 1: {1: {}, 2: {}}}, "grpo": {0: {1: {}, 2: {}}, 1: {1: {}}}}
+    assert long.whole_blocks(runs) == {row: {0: {1: {}, 2: {}}} for row in runs}

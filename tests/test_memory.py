@@ -1,7 +1,5 @@
 """Counted memory (bench_memory.py, counting.py) is the memory that real tensors take."""
 
-import dataclasses
-
 import pytest
 import torch
 import transformers
@@ -87,19 +85,18 @@ def test_memory_of_a_run_is_counted_phase_by_phase(monkeypatch):
 def test_the_table_says_what_fits(updating, less, fits, monkeypatch):
     """1.5 GB of a card are left. The largest of the four peaks decides."""
     peaks = ["loading", "refreshing", "sampling", "updating"]
+    every = Memory(*[10**9] * len(Memory._fields))
 
     def count(shape, rank, checkpointing=False):
-        memory = dict.fromkeys([each.name for each in dataclasses.fields(Memory)], int(1e9))
-        return Memory(**memory | {peaks[rank % 3]: less if checkpointing else updating})
+        return every._replace(**{peaks[rank % 3]: less if checkpointing else updating})
 
     monkeypatch.setattr(bench_memory, "count_deep", count)
     monkeypatch.setattr(bench_memory, "count_memory", count)
-    head, rule, *rows = memory_table(["tiny"]).splitlines()
+    _, _, *rows = memory_table(["tiny"]).splitlines()
     for row, trained in zip(rows, ("all", "LoRA"), strict=True):
-        assert head.count("|") == rule.count("|") == row.count("|")
         cells = row.strip("| ").split(" | ")
         assert cells[:2] == ["Qwen3-tiny", trained] and cells[-3:] == fits
-        assert f"{updating / 1e9}" in cells
+        assert len(cells) == len(bench_memory.HEAD) and f"{updating / 1e9}" in cells
 
 
 @pytest.mark.slow

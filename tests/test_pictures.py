@@ -8,7 +8,7 @@ import torch
 
 import bench_pictures as pictures
 import train
-from bench_pictures import Plot
+from bench_pictures import Completion, Plot
 from support.ranks import Ranks
 from support.report import Story
 from tools import ROOT, command_line
@@ -26,13 +26,13 @@ def drawn(text: str) -> ElementTree.Element:
     return root
 
 
-def of_class(root, name: str) -> list[ElementTree.Element]:
-    return [each for each in root.iter() if name in each.get("class", "").split()]
-
-
-def places(path) -> list[tuple[float, float]]:
-    pairs = path.get("d").removeprefix("M").split("L")
-    return [tuple(map(float, pair.split())) for pair in pairs]
+def lines(root, look: str) -> list[list[tuple[float, float]]]:
+    """Return the points of the lines of a look."""
+    paths = [each.get("d") for each in root.iter() if look in each.get("class", "").split()]
+    return [
+        [tuple(map(float, pair.split())) for pair in path.removeprefix("M").split("L")]
+        for path in paths
+    ]
 
 
 def assert_near(found, expected):
@@ -54,13 +54,10 @@ def story_of(*held_out: float):
 def test_curve_begins_before_training_and_is_the_mean_of_seeds():
     root = drawn(pictures.curve_picture([story_of(0.2, 0.5, 1.0), story_of(0.4, 0.7, 0.8)]))
     plot = Plot((0, 10), (0, 1), left=58, right=368, top=62, bottom=262)
-    [curve] = of_class(root, "curve")
-    assert_near(places(curve), [(plot.x(5 * i), plot.y(y)) for i, y in enumerate((0.3, 0.6, 0.9))])
-    bar = places(of_class(root, "thin")[0])
-    assert_near([y for _, y in bar], [plot.y(0.2), plot.y(0.4)])
-    told = root.find(f"{SVG}desc").text
-    assert "tiny on arithmetic, greedy, mean of 2 seeds" in told
-    assert "gspo goes from 30.0% to 90.0% in 10 steps" in told
+    means = [(0, 0.3), (5, 0.6), (10, 0.9)]
+    assert_near(lines(root, "curve")[0], [(plot.x(x), plot.y(y)) for x, y in means])
+    assert_near([y for _, y in lines(root, "thin")[0]], [plot.y(0.2), plot.y(0.4)])
+    assert "mean of 2 seeds: gspo goes from 30.0% to 90.0%" in root.find(f"{SVG}desc").text
 
 
 def test_rates_picture_has_the_mean_of_seeds_its_interval_and_the_start():
@@ -76,26 +73,17 @@ def test_rates_picture_has_the_mean_of_seeds_its_interval_and_the_start():
     half_a_block = {"row": "gspo", "lr": 1e-4, "seed": 2, "tokens": 80, "more": ""}
     root = drawn(pictures.rates_picture([*runs, half_a_block]))
     plot = Plot((0, 1), (0, 1), left=58, right=356, top=66, bottom=306)
-    curves = of_class(root, "curve") + of_class(root, "edge")
-    assert len(curves) == 5 and len(of_class(root, "thin")) == 10
+    curves, bars = lines(root, "curve") + lines(root, "edge"), lines(root, "thin")
+    assert len(curves) == 5 and len(bars) == 10
     for curve in curves:
-        assert_near([y for _, y in places(curve)], [plot.y(0.501)] * 2)
-    for bar in of_class(root, "thin"):
-        ends = [plot.y(0.501 - 0.012706), plot.y(0.501 + 0.012706)]
-        assert_near([y for _, y in places(bar)], ends)
-    assert_near(places(of_class(root, "null")[0]), [(58, plot.y(0.4)), (356, plot.y(0.4))])
-    told = root.find(f"{SVG}desc").text
-    assert "2 seeds, learning rates 0.0001 to 0.0004: gspo from 50% to 50%" in told
-
-
-def test_labels_of_close_lines_are_moved_apart():
-    assert pictures.apart([50.0, 10.0, 52.0], gap=18) == pytest.approx([42, 10, 60], abs=0.1)
+        assert_near([y for _, y in curve], [plot.y(0.501)] * 2)
+    for bar in bars:
+        assert_near([y for _, y in bar], [plot.y(0.501 - 0.012706), plot.y(0.501 + 0.012706)])
+    assert_near(lines(root, "null")[0], [(58, plot.y(0.4)), (356, plot.y(0.4))])
 
 
 def test_a_token_beyond_the_axis_has_no_dot():
-    shown = pictures.Completion(["1", "+", "2", "<eos>"], [0.0, 0.1, -0.5, 0.001])
-    assert shown.log_ratio == pytest.approx(-0.39900 / 4)
-    assert shown.furthest == 0.5
+    shown = Completion(["1", "+", "2", "<eos>"], [0.0, 0.1, -0.5, 0.001])
     root = drawn(pictures.ratios_picture(shown))
     # wide: 1, e^0.1 and e^0.001. Close, 1.5 |s - 1| = 0.14 around 1: the same three
     assert len(list(root.iter(f"{SVG}circle"))) == 6
@@ -103,20 +91,19 @@ def test_a_token_beyond_the_axis_has_no_dot():
 
 
 def test_length_picture_has_medians_of_each_length():
-    found = [pictures.Completion(["1"] * 6, [0.0] * 6)] * 10  # too few of this length
+    found = [Completion(["1"] * 6, [0.0] * 6)] * 10  # too few of this length
     for length in (8, 4):
-        spread = [k / 100 / length for k in range(11)]  # medians: 0.05 / length
-        found += [pictures.Completion(["1"] * length, [value] * length) for value in spread]
+        values = [k / 100 / length for k in range(11)]  # medians: 0.05 / length
+        found += [Completion(["1"] * length, [value] * length) for value in values]
     root = drawn(pictures.length_picture(pictures.by_length(found, 11)))
     plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
-    for curve in of_class(root, "curve"):  # all tokens alike: the furthest is s
-        medians = [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)]
-        assert_near(places(curve), medians)
+    for curve in lines(root, "curve"):  # all tokens alike: the furthest is s
+        assert_near(curve, [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)])
 
 
 def test_random_tokens_have_a_larger_maximum_where_there_are_more():
     """Tokens 0.1, 0.2, ..., 1.0: the median of the larger of two is the quantile 0.5^(1/2)."""
-    groups = {10: [pictures.Completion(["1"] * 10, [k / 10 for k in range(1, 11)])]}
+    groups = {10: [Completion(["1"] * 10, [k / 10 for k in range(1, 11)])]}
     found = [pictures.furthest_of_random_tokens(groups, length) for length in (1, 2)]
     assert found == pytest.approx([0.55, 0.1 + 0.9 * 0.5**0.5])
 
@@ -126,9 +113,8 @@ def test_log_ratios_are_those_of_the_updates(place):
     words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
     run = train.start(train.parse_flags(words), Ranks())
     found, done = pictures.train_and_compare(run, 1)
-    after, old_logprobs = pictures.score(run, done.batch.rollout), done.constants.old_logprobs
+    gaps = pictures.score(run, done.batch.rollout) - done.constants.old_logprobs
     for i in torch.cat([update.active for update in done.updates]).tolist():
-        length = len(found[i].tokens)
-        expected = after[i, :length] - old_logprobs[i, :length]
-        assert found[i].log_ratios == pytest.approx(expected.tolist(), abs=1e-5)
+        expected = gaps[i, : len(found[i].tokens)].tolist()
+        assert found[i].log_ratios == pytest.approx(expected, abs=1e-5)
     assert max(one.furthest for one in found) > 1e-3

@@ -1,7 +1,6 @@
 """train.py on a pretended CUDA device (pretend.py), each run in a process of its own: nothing mixes
 devices, and a float32 run has the metrics of the CPU."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ from tools import BASE, ROOT, command_line, good, metrics
 
 pytestmark = pytest.mark.usefixtures("place")
 
-PROGRAM = """
+PROGRAM = f"""
 import runpy, sys
 
-sys.argv[:1] = []
+sys.argv[0] = {str(ROOT / "tests/pretend.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 CASES = {
@@ -25,13 +24,11 @@ CASES = {
 }
 
 
-def pretended(runs, flags, source=ROOT):
-    """Return the exit status of a run on the device, and its stderr."""
-    arguments = [str(source / "train.py"), *command_line(runs, flags), "--device", "cuda"]
-    out, err = Path("out"), Path("err")
-    process = fork(program, PROGRAM, str(ROOT / "tests/pretend.py"), *arguments, out=out, err=err)
+def pretended(*arguments):
+    """Return the exit status of a program on the device, its output and its stderr."""
+    process = fork(program, PROGRAM, *map(str, arguments), out="out", err="err")
     process.join()
-    return process.exitcode, err.read_text()
+    return process.exitcode, Path("out").read_text(), Path("err").read_text()
 
 
 @pytest.mark.parametrize(
@@ -39,9 +36,9 @@ def pretended(runs, flags, source=ROOT):
 )
 def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
     flags = f"{BASE} {CASES[case]}"
-    status, said = pretended(tmp_path / "gpu", flags)
-    assert status == 0, said[-3000:]
-    assert ", cuda " in Path("out").read_text()
+    words = command_line(tmp_path / "gpu", flags, "--device", "cuda")
+    status, out, said = pretended(ROOT / "train.py", *words)
+    assert status == 0 and ", cuda " in out, said[-3000:]
     folder = good(tmp_path / "cpu", flags).folder
     if case == "bf16":
         return
@@ -50,15 +47,8 @@ def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.slow
-def test_a_transfer_that_is_missing_is_seen(tmp_path):
-    source, there = tmp_path / "source", "torch.tensor(outcomes, device=config.device)"
-    source.mkdir()
-    for name in ("gspo.py", "rollout.py", "rewards.py", "train.py"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "support", source / "support")
-    text = (source / "train.py").read_text()
-    assert text.count(there) == 1
-    (source / "train.py").write_text(text.replace(there, "torch.tensor(outcomes)"))
-    _, said = pretended(tmp_path / "gpu", f"{BASE} --steps 1 --dtype float32", source)
-    assert "same device" in said
+def test_a_transfer_that_is_missing_is_seen():
+    lines = ("import torch", "there = torch.ones(2, device='cuda')", "there + torch.ones(2)")
+    Path("mixed.py").write_text("\n".join(lines))
+    _, _, said = pretended("mixed.py")
+    assert "same device" in said and "line 3" in said

@@ -11,9 +11,7 @@ Refused: one sentence instead. Texts have up to 21 tokens, more than every windo
 original context of the tiny configurations. An encoder that has a causal head is built as a
 decoder. Attention is that which transformers takes by itself: sdpa, where a model has it."""
 
-import argparse
 import contextlib
-import sys
 import warnings
 from pathlib import Path
 
@@ -22,88 +20,73 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import common
+import rollout as R
+from support.extras.checkpointing import checkpoint_layers
 
-import rollout as R  # noqa: E402
-
-# fields of configurations, where they are there, and a small value for each
+# a small value -> the fields of configurations that get it, where they are there
+SIZES = {
+    0: "pad_token_id",
+    1: "bos_token_id n_group topk_group first_k_dense_replace",
+    2: """eos_token_id num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
+        num_blocks num_encoder_layers num_decoder_layers num_key_value_heads num_kv_heads
+        num_experts_per_tok moe_topk num_experts_per_token moe_k top_k_experts""",
+    4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads
+        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads num_experts
+        num_local_experts n_routed_experts moe_num_experts mamba_d_state
+        mamba_d_conv state_size ssm_state_size mamba_dt_rank time_step_rank linear_num_key_heads
+        linear_num_value_heads rotary_dim""",
+    8: """head_dim global_head_dim d_kv dim_head kv_channels qk_rope_head_dim qk_nope_head_dim
+        v_head_dim mamba_n_heads mamba_num_heads n_mamba_heads mamba_d_head mamba_headdim
+        mamba_head_dim mamba_chunk_size chunk_size linear_key_head_dim linear_value_head_dim""",
+    16: "kv_lora_rank q_lora_rank",
+    32: """hidden_size n_embd d_model embedding_size embedding_dim word_embed_proj_dim lru_width
+        input_embedding_size attention_hidden_size moe_intermediate_size
+        shared_expert_intermediate_size""",
+    40: "vocab_size",
+    64: """intermediate_size ffn_dim n_inner decoder_ffn_dim intermediate_size_mlp ffn_hidden_size
+        dim_ff dff expert_ffn_hidden_size encoder_ffn_dim d_inner mamba_d_ssm""",
+    128: "max_position_embeddings n_positions max_seq_len n_ctx",
+}
+EFFECTIVE_FROM = {  # some length on, in tokens or blocks
+    1: "index_topk_blocks index_local_blocks",
+    4: "floor_scale log_scaling_n_floor index_topk index_block_size",
+    6: """sliding_window sliding_window_size attention_window_size window_size local_attention
+        attention_chunk_size""",
+    18: "keep_window_size",
+}
 SMALL = {
-    "vocab_size": 40,
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "dim"], 32),
-    **dict.fromkeys(["embedding_size", "embedding_dim", "word_embed_proj_dim"], 32),
-    **dict.fromkeys(["lru_width", "input_embedding_size", "attention_hidden_size"], 32),
-    **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim"], 64),
-    **dict.fromkeys(["intermediate_size_mlp", "ffn_hidden_size", "dim_ff", "dff"], 64),
-    **dict.fromkeys(["expert_ffn_hidden_size", "encoder_ffn_dim", "d_inner"], 64),
-    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers"], 2),
-    **dict.fromkeys(["encoder_layers", "decoder_layers", "num_blocks"], 2),
-    **dict.fromkeys(["num_encoder_layers", "num_decoder_layers"], 2),
-    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], 4),
-    **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 4),
-    **dict.fromkeys(["num_encoder_attention_heads", "num_decoder_attention_heads"], 4),
-    **dict.fromkeys(["num_key_value_heads", "num_kv_heads"], 2),
-    **dict.fromkeys(["head_dim", "global_head_dim", "d_kv", "dim_head", "kv_channels"], 8),
-    **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"], 128),
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
-    **dict.fromkeys(["moe_num_experts", "num_moe_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k"], 2),
-    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 32),
-    **dict.fromkeys(["moe_router_topk", "top_k_experts"], 2),
-    **dict.fromkeys(["n_group", "topk_group"], 1),
-    **dict.fromkeys(["kv_lora_rank", "q_lora_rank"], 16),
-    **dict.fromkeys(["qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"], 8),
-    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads", "n_mamba_heads"], 8),
-    **dict.fromkeys(["mamba_d_head", "mamba_headdim", "mamba_head_dim"], 8),
-    **dict.fromkeys(["mamba_d_state", "mamba_d_conv", "state_size", "ssm_state_size"], 4),
-    **dict.fromkeys(["mamba_chunk_size", "chunk_size"], 8),
-    **dict.fromkeys(["mamba_dt_rank", "time_step_rank"], 4),
-    **dict.fromkeys(["linear_num_key_heads", "linear_num_value_heads"], 4),
-    **dict.fromkeys(["linear_key_head_dim", "linear_value_head_dim"], 8),
-    "mamba_d_ssm": 64,
-    # settings that take effect from some length on
-    **dict.fromkeys(["sliding_window_size", "attention_window_size", "window_size"], 6),
-    **dict.fromkeys(["local_attention", "attention_chunk_size"], 6),
-    **dict.fromkeys(["floor_scale", "log_scaling_n_floor", "index_topk", "index_block_size"], 4),
-    **dict.fromkeys(["index_topk_blocks", "index_local_blocks"], 1),
-    "keep_window_size": 18,
-    "rotary_dim": 4,
-    "first_k_dense_replace": 1,
-    "sliding_window": 6,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    name: value
+    for sizes in (SIZES, EFFECTIVE_FROM)
+    for value, names in sizes.items()
+    for name in names.split()
 }
 EVEN_IF_NONE = {"head_dim", "num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group"}
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types")
 NAMES_OF_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-ZAMBA = dict(
-    num_hidden_layers=4,
-    layers_block_type=["linear_attention", "hybrid"] * 2,
-    attention_head_dim=16,
-    attention_hidden_size=64,
-)
+MIXED = ["linear_attention", "hybrid"] * 2
+ZAMBA = dict(num_hidden_layers=4, layers_block_type=MIXED, attention_hidden_size=64)
 EXTRA = {
-    "bailing_hybrid": dict(num_expert_group=1, linear_head_dim=8, linear_num_heads=4),
+    "bailing_hybrid": dict(num_expert_group=1),
     "bamba": dict(attn_layer_indices=[1]),
     "dbrx": dict(
         attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
         ffn_config=dict(hidden_size=32, ffn_hidden_size=64, moe_num_experts=4, moe_top_k=2),
     ),
-    "dots1": dict(n_shared_experts=1, n_routed_experts=4, first_k_dense_replace=1),
+    "dots1": dict(n_shared_experts=1, n_routed_experts=4),
     "gemma3n_text": dict(
         num_hidden_layers=4,
         layer_types=["sliding_attention", "full_attention"] * 2,
         num_kv_shared_layers=2,
         vocab_size_per_layer_input=40,
         hidden_size_per_layer_input=8,
-        activation_sparsity_pattern=[0.0] * 4,
     ),
-    "gpt_neo": dict(attention_types=[[["global", "local"], 1]], window_size=6),
+    "gpt_neo": dict(attention_types=[[["global", "local"], 1]]),
     "granitemoehybrid": dict(layer_types=["mamba", "attention"]),
     "jamba": dict(attn_layer_period=2, attn_layer_offset=1),
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"], num_dense_layers=1),
-    "mamba2": dict(num_heads=8, head_dim=8, n_groups=1),
+    "mamba2": dict(num_heads=8, n_groups=1),
     "reformer": dict(axial_pos_embds_dim=(16, 16), axial_pos_shape=(8, 16)),
     "xlstm": dict(hidden_size=64, embedding_dim=64, num_heads=1),
     "zamba": ZAMBA,
@@ -210,17 +193,15 @@ def compare(model, new_tokens: int, shares: bool) -> tuple[str, str]:
             row[:length] = R.text_logprobs(model, text)[-length:]
     rows, by_rows = scored(model, out)
     gaps = {"sampler": out.sampler_logprobs - own, "rows": rows - own}
+    how = "rows, and trees differ" if R.shares_prefixes(model) else "rows"
     if shares:
+        how = "rows and trees"
         trees, by_trees = scored(model, out, trees_of(out, 24))
         scale = max(float(gradient.abs().max()) for gradient in by_rows)
         far = max(float((a - b).abs().max()) for a, b in zip(by_rows, by_trees, strict=True))
         gaps |= {"trees": trees - own, "gradients of trees": torch.tensor(far / scale)}
     gaps = {name: float(gap.detach().abs().max()) for name, gap in gaps.items()}
     wrong = [f"{name} {gap:.1e}" for name, gap in gaps.items() if not gap < 1e-3]
-    if shares:
-        how = "rows and trees"
-    else:
-        how = "rows, and trees differ" if R.shares_prefixes(model) else "rows"
     return ", ".join(wrong), how
 
 
@@ -262,42 +243,37 @@ def with_checkpointing(model, shares: bool) -> str:
     return "checkpointed"
 
 
-def markdown(found: dict[str, tuple[str, str]]) -> str:
+def tables(found: dict[str, tuple[str, str]]) -> str:
     """Return the architectures of each verdict, and why some are refused or could not be built."""
-    lines = [
-        f"| verdict | how | number | architectures of transformers {transformers.__version__} |"
-    ]
-    lines.append("|---|---|---|---|")
-    rows = {}
+    rows, reasons = {}, []
     for kind, (verdict, how) in found.items():
-        row = (verdict, how if verdict == "right" else "see below")
-        rows.setdefault(row, []).append(kind)
+        if verdict != "right":
+            reasons.append(f"- {kind}, {verdict}: {how}")
+            how = "see below"
+        rows.setdefault((verdict, how), []).append(kind)
     order = ["right", "refused", "not built", "WRONG", "error"]
+    lines = [["verdict", "how", "number"]]
+    lines[0].append(f"architectures of transformers {transformers.__version__}")
     for verdict, how in sorted(rows, key=lambda row: (order.index(row[0]), row[1])):
         kinds = rows[verdict, how]
-        lines.append(f"| {verdict} | {how} | {len(kinds)} | {', '.join(kinds)} |")
-    lines.append("")
-    for kind, (verdict, why) in found.items():
-        if verdict != "right":
-            lines.append(f"- {kind}, {verdict}: {why}")
-    return "\n".join(lines)
+        lines.append([verdict, how, str(len(kinds)), ", ".join(kinds)])
+    return "\n".join([common.markdown(*lines), "", *reasons])
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("kinds", nargs="*", help="types of models; default: all")
-    parser.add_argument("--markdown", help="page whose table is replaced")
-    args = parser.parse_args()
+    parser.add_argument("--markdown", type=Path, help="page whose table is replaced")
+    given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     found = {}
-    for kind in args.kinds or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]:
+    for kind in given.kinds or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]:
         found[kind] = verdict, why = examine(kind)
         print(f"{kind:28} {verdict:10} {why}", flush=True)
-    if args.markdown:
-        page = Path(args.markdown)
-        text, _, _ = page.read_text().partition("| verdict |")
-        page.write_text(f"{text}{markdown(found)}\n")
+    if given.markdown:
+        text, _, _ = given.markdown.read_text().partition("| verdict |")
+        given.markdown.write_text(f"{text}{tables(found)}\n")
 
 
 if __name__ == "__main__":

@@ -8,28 +8,24 @@ It counts the bytes of all floating-point tensors that live at a time (counting.
 own functions load, sample, score and train in bfloat16 autocast, with attention that is fused, as
 on a GPU. CUDA itself and what its allocator cannot use are not counted. ROOM is for them."""
 
-import argparse
-import dataclasses
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import gspo  # noqa: E402
-import rollout  # noqa: E402
-from counting import Counting  # noqa: E402
-from support import tasks  # noqa: E402
-from support.models import frozen_copy, refresh  # noqa: E402
+import common
+import gspo
+import rollout
+from counting import Counting
+from support import tasks
+from support.models import frozen_copy, refresh
 
 GB = 1e9
 CARDS = (24, 40, 80)  # GB
@@ -37,7 +33,6 @@ ROOM = 1.5  # GB of a card: 1 for CUDA and its libraries, 0.5 that the allocator
 CACHE_GB = 2  # KV caches while sampling, in the table. With less, few completions run at once
 LORA_RANK = 16
 TOKENS = 4096  # of a micro-batch, padding included
-LIMITS = ["--micro-batch-tokens", str(TOKENS), "--cache-gb", str(CACHE_GB)]
 PROMPT, LONGEST = 200, 1024  # tokens
 
 NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -56,8 +51,7 @@ PUBLISHED = [name for name in SHAPES if name.endswith("B")]
 # ---- counted -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Memory:
+class Memory(NamedTuple):
     """Bytes on the device. The last four are peaks: all that lives then is in them."""
 
     parameters: int  # their number
@@ -78,18 +72,14 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
     """Return the most bytes of a run, phase by phase. rank: of adapters; 0: all weights."""
     with Counting() as counting:
         policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-        made = []
+        counting.bytes_peak = counting.bytes_now  # a head that is then tied is not of a run
+        sampler = frozen_copy(policy, torch.bfloat16)
+        if rank:
+            from support.extras.lora import add_adapters
 
-        def load():
-            made.append(frozen_copy(policy, torch.bfloat16))
-            if rank:
-                options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
-                from support.extras.lora import add_adapters
-
-                add_adapters(policy, options, torch.bfloat16)
-
-        loading = counting.peak_of(load)
-        [sampler] = made
+            options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
+            add_adapters(policy, options, torch.bfloat16)
+        loading = counting.bytes_peak
         if checkpointing:
             from support.extras.checkpointing import checkpoint_layers
 
@@ -122,11 +112,9 @@ def count_deep(shape: dict, rank: int) -> Memory:
     """count_memory from two shallow models, in seconds: every layer adds the same. Of the 0.6B
     model it is within 0.1 GB of the count of all layers. Not so with gradient checkpointing, where
     another moment is the peak of a deep model."""
-    few, many = (
-        vars(count_memory(shape | {"num_hidden_layers": layers}, rank)) for layers in (4, 6)
-    )
+    few, many = (count_memory(shape | {"num_hidden_layers": layers}, rank) for layers in (4, 6))
     more = (shape["num_hidden_layers"] - 4) / 2
-    return Memory(**{name: few[name] + more * (many[name] - few[name]) for name in few})
+    return Memory(*(four + more * (six - four) for four, six in zip(few, many)))
 
 
 def full_micro_batch() -> rollout.Rollout:
@@ -171,13 +159,12 @@ HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card
 
 def memory_table(names: list[str]) -> str:
     """Return Markdown rows in GB, and whether a card has room, with which flag."""
-    lines = [HEAD, ["---"] * len(HEAD)]
+    lines = [HEAD]
     for name in names:
         for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
             memory = count_deep(SHAPES[name], rank)
             less = count_memory(SHAPES[name], rank, checkpointing=True)
-            numbers = [memory.weights, memory.moments, memory.gradients, memory.loading]
-            numbers += [memory.refreshing, memory.sampling, memory.updating, less.updating]
+            numbers = [*memory[1:], less.updating]
             # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
             numbers += [2 * memory.parameters, 16 * memory.parameters]
             cells = [f"{number / GB:.1f}" for number in numbers]
@@ -186,7 +173,7 @@ def memory_table(names: list[str]) -> str:
                 room = (card - ROOM) * GB
                 cells.append(next((way for each, way in ways if each.peak <= room), "no"))
             lines.append([f"Qwen3-{name}", trained, *cells])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return common.markdown(*lines)
 
 
 # ---- measured ------------------------------------------------------------------------------------
@@ -199,41 +186,37 @@ def measure(name: str, *extra: str) -> dict:
     """Train random weights of a shape for two steps in a process of its own. Return the last row of
     metrics: memory and seconds are those of a real model of that shape."""
     with tempfile.TemporaryDirectory() as folder:
-        # random weights, with the tokenizer of the built-in policy
         built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
         tokenizer = AutoTokenizer.from_pretrained(built_in)
         ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name], **ends))
-        model.save_pretrained(f"{folder}/model")
-        tokenizer.save_pretrained(f"{folder}/model")
+        for part in (model, tokenizer):
+            part.save_pretrained(f"{folder}/model")
         Path(folder, "pay.py").write_text(REWARD)
         flags = f"--model {folder}/model --reward {folder}/pay.py:by_text --steps 2 "
         flags += f"--eval-samples 0 --eval-prompts 8 --runs {folder} --name run "
-        flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 {' '.join(LIMITS)}"
+        flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 "
+        flags += f"--micro-batch-tokens {TOKENS} --cache-gb {CACHE_GB}"
         if name == "tiny":
             flags += " --max-new-tokens 28 --prompts-per-step 8 --micro-batch-tokens 1024"
-        command = [sys.executable, str(ROOT / "train.py"), *flags.split(), *extra]
+        command = [sys.executable, str(common.ROOT / "train.py"), *flags.split(), *extra]
         subprocess.run(command, check=True)
-        return json.loads(Path(folder, "run/metrics.jsonl").read_text().splitlines()[-1])
+        return common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
-    arguments, extra = parser.parse_known_args()
+    given, extra = parser.parse_known_args()
     transformers.utils.logging.disable_progress_bar()
-    if arguments.measure:
-        print(json.dumps(measure(arguments.measure, *extra), indent=1))
+    if given.measure:
+        print(json.dumps(measure(given.measure, *extra), indent=1))
         return
     table = memory_table(PUBLISHED)
     print(table)
-    if arguments.write:
-        path = ROOT / "docs/memory.md"
-        pattern = r"(<!-- memory -->\n).*?(<!-- end -->)"
-        path.write_text(re.sub(pattern, rf"\1{table}\n\2", path.read_text(), flags=re.DOTALL))
+    if given.write:
+        common.put("docs/memory.md", "memory", table)
 
 
 if __name__ == "__main__":

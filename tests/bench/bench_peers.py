@@ -18,7 +18,6 @@ Contestants take turns, and who goes first changes. Each prints a line after a s
 taken when the line arrives, and starts when the model is loaded. The built-in policy, trained,
 answers the same held-out problems greedily, sampled by our train.py."""
 
-import argparse
 import collections
 import itertools
 import json
@@ -32,12 +31,11 @@ from pathlib import Path
 
 import transformers
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import rewards  # noqa: E402
-from support import tasks  # noqa: E402
-from support.data import messages_of  # noqa: E402
+import common
+import rewards
+from common import read_rows
+from support import tasks
+from support.data import messages_of
 
 PEERS = {  # contestant -> its name in the table
     "ours": "ours",
@@ -45,34 +43,25 @@ PEERS = {  # contestant -> its name in the table
     "trl-defaults": "TRL, its defaults",
     "trl-wide": "TRL, its band and mean",
 }
-PHASES = (
-    "seconds_sample",
-    "seconds_score",
-    "seconds_constants",
-)  # the rest of a step is the updates
+# the rest of a step is the updates
+PHASES = ("seconds_sample", "seconds_score", "seconds_constants")
 LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> dict:
+def prepare(given, folder: Path) -> dict:
     """Return the settings of all contestants. Write the prompts, where they are the task's."""
-    settings = vars(arguments) | BATCH | {"out": None, "held_out": None}
-    settings["eval_data"] = str(folder / "eval.jsonl")  # one prompt: no time goes to evaluation
-    if arguments.model == "tiny":
+    settings = vars(given) | BATCH | {"held_out": None}
+    if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
         settings |= {"model": str(tasks.built_in_policy(task, "tiny")), "reward": task.verifier}
         settings |= {"max_new_tokens": task.max_new_tokens, "lr": 2e-4}
         settings |= {name: str(folder / f"{name}.jsonl") for name in ("data", "held_out")}
-        count = arguments.steps * arguments.prompts_per_step
+        count = given.steps * given.prompts_per_step
         write_rows(settings["data"], itertools.islice(tasks.problems(task, 0), count))
         held_out = tasks.problems(task, 0, held_out=True)
         write_rows(settings["held_out"], itertools.islice(held_out, 256))
-    write_rows(settings["eval_data"], read_rows(settings["data"])[:1])
     return settings
-
-
-def read_rows(path: str | Path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
 
 
 def write_rows(path: str | Path, rows) -> None:
@@ -87,8 +76,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     settings = settings | {"peer": peer}
     if peer == "trl-defaults":
         settings["updates"] = 1
-    (folder / "settings.json").write_text(json.dumps(settings))
-    command = [settings["trl_python"], __file__, "--trl-worker", str(folder)]
+    command = [settings["trl_python"], __file__, "--trl-worker", str(folder), json.dumps(settings)]
     if peer == "ours":
         command = train_command(settings, folder)
     with open(folder / "errors", "w") as errors:
@@ -109,7 +97,7 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
         step["seconds_update"] = step["seconds"] - sum(step[phase] for phase in PHASES)
     held_out = held_out_accuracy(settings, folder) if settings["held_out"] else None
     gb = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-    return {"peer": peer, "steps": steps, "held_out": held_out, "peak_gb": gb}
+    return {"steps": steps, "held_out": held_out, "peak_gb": gb}
 
 
 def train_command(settings: dict, folder: Path, **flags) -> list[str]:
@@ -117,11 +105,12 @@ def train_command(settings: dict, folder: Path, **flags) -> list[str]:
     completions = settings["prompts_per_step"] * settings["group_size"]
     given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
     given |= {"completions_per_update": completions // settings["updates"], "save_every": 0}
-    given |= {"eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
-    names = ["model", "data", "eval_data", "reward", "prompts_per_step", "group_size", "steps"]
+    # one prompt: no time goes to evaluation
+    given |= {"eval_data": settings["data"], "eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
+    names = ["model", "data", "reward", "prompts_per_step", "group_size", "steps"]
     names += ["max_new_tokens", "lr", "clip_low", "clip_high", "seed"]
     given |= {name: settings[name] for name in names}
-    words = [sys.executable, str(ROOT / "train.py")]
+    words = [sys.executable, str(common.ROOT / "train.py")]
     for name, value in (given | flags).items():
         words += ["--" + name.replace("_", "-"), str(value)]
     return words
@@ -139,13 +128,12 @@ def held_out_accuracy(settings: dict, folder: Path) -> float:
 # ---- TRL, in its own environment -----------------------------------------------------------------
 
 
-def trl_worker(folder: Path) -> None:
+def trl_worker(folder: Path, settings: dict) -> None:
     """Train with GRPOTrainer as the settings say, into a folder like that of a run of ours."""
     import datasets
     import torch
     import trl
 
-    settings = json.loads((folder / "settings.json").read_text())
     torch.set_num_threads(settings["threads"])
     rows = read_rows(settings["data"])
     template = transformers.AutoTokenizer.from_pretrained(settings["model"]).chat_template
@@ -184,8 +172,7 @@ class Watch(transformers.TrainerCallback):
         folder.mkdir()
         self.verifiers = rewards.parse_reward(settings["reward"])
         self.metrics = {}  # the trainer's own
-        self.seconds = collections.Counter()  # these three: of the rollout under way
-        self.rewards, self.lengths = [], []
+        self.seconds, self.rewards = collections.Counter(), []  # of the rollout under way
 
     def time(self, trainer, name: str, phase: str) -> None:
         """Add the seconds of a method of the trainer to a phase from now on."""
@@ -199,13 +186,12 @@ class Watch(transformers.TrainerCallback):
 
         setattr(trainer, name, timed)
 
-    def reward(self, prompts, completions, completion_ids, row, **_) -> list[float]:
+    def reward(self, completions, row, **_) -> list[float]:
         """Our reward as a function for TRL."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         scores = self.verifiers.score(texts, [json.loads(one) for one in row])
         found = [float(one.reward) for one in scores]
         self.rewards += found
-        self.lengths += map(len, completion_ids)
         return found
 
     def on_train_begin(self, *_, **__):
@@ -222,19 +208,17 @@ class Watch(transformers.TrainerCallback):
         size = self.settings["group_size"]
         groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
         row["reward"] = statistics.fmean(self.rewards)
-        row["length_mean"] = statistics.fmean(self.lengths)
         row["dead"] = statistics.fmean(len(set(group)) == 1 for group in groups)
         clipped = self.metrics["clip_ratio/region_mean"]  # an item for each update
         row["clip_fraction"] = statistics.fmean(clipped[-self.settings["updates"] :])
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        common.add_row(self.path, row)
         print(f"step {number}", flush=True)
         self.seconds.clear()
-        self.rewards, self.lengths = [], []
+        self.rewards.clear()
 
 
 def trl_config(trl, settings: dict, folder: Path):
-    objective = {"importance_sampling_level": settings.get("level_of_ratios", "sequence")}
+    objective = {"importance_sampling_level": "sequence"}
     if settings["peer"] == "trl":
         objective |= {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}
         objective |= {"epsilon": settings["clip_low"], "epsilon_high": settings["clip_high"]}
@@ -295,18 +279,15 @@ def table(turns: list[dict]) -> str:
         f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),
         "held out after them, greedy": lambda r: r["held_out"],
         "share clipped": lambda r: mean(r, "clip_fraction"),
-        "tokens of a completion": lambda r: mean(r, "length_mean"),
         "share of dead groups": lambda r: mean(r, "dead"),
         "peak memory, GB": lambda r: r["peak_gb"],
     }
-    names = " | ".join(PEERS[peer] for peer in turns[0])
-    lines = [f"| median of turns (times ours) | {names} |"]
-    lines.append("|---" * (len(turns[0]) + 1) + "|")
+    lines = [["median of turns (times ours)", *(PEERS[peer] for peer in turns[0])]]
     for label, measure in measures.items():
         ours = [measure(turn["ours"]) for turn in turns]
         cells = [cell([measure(turn[peer]) for turn in turns], ours) for peer in turns[0]]
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append([label, *cells])
+    return common.markdown(*lines)
 
 
 def cell(values: list[float | None], ours: list[float | None]) -> str:
@@ -321,9 +302,7 @@ def cell(values: list[float | None], ours: list[float | None]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--trl-python", required=True, help="of an environment with TRL")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=["ours", "trl"])
     parser.add_argument("--model", default="tiny", help="tiny, or a folder of a model")
@@ -335,32 +314,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="rollouts of a run")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSONL that every run is appended to")
-    arguments = parser.parse_args()
-    threads = str(arguments.threads)  # of the processes that contestants have
+    given = parser.parse_args()
+    threads = str(given.threads)  # of the processes that contestants have
     os.environ |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     turns = []
     with tempfile.TemporaryDirectory() as shared:
-        settings = prepare(arguments, Path(shared))
-        for turn in range(arguments.turns):
-            done = dict.fromkeys(arguments.peers)
-            for peer in arguments.peers if turn % 2 == 0 else arguments.peers[::-1]:
+        settings = prepare(given, Path(shared))
+        for turn in range(given.turns):
+            done = dict.fromkeys(given.peers)
+            for peer in given.peers if turn % 2 == 0 else given.peers[::-1]:
                 with tempfile.TemporaryDirectory() as own:
                     done[peer] = run(peer, settings | {"seed": turn}, Path(own))
                 seconds = mean(done[peer], "seconds")
                 print(f"turn {turn + 1}, {peer}: {seconds:.3g} s a step", flush=True)
-                if arguments.out:
-                    with open(arguments.out, "a") as file:
-                        file.write(json.dumps({"turn": turn, **done[peer]}) + "\n")
             turns.append(done)
-    size = f"{arguments.prompts_per_step} x {BATCH['group_size']} completions"
-    print(f"\n{arguments.model}, {size}, {BATCH['updates']} updates a rollout\n")
+    size = f"{given.prompts_per_step} x {BATCH['group_size']} completions"
+    print(f"\n{given.model}, {size}, {BATCH['updates']} updates a rollout\n")
     print(table(turns))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--trl-worker"]:
-        trl_worker(Path(sys.argv[2]))
+        trl_worker(Path(sys.argv[2]), json.loads(sys.argv[3]))
     else:
         main()

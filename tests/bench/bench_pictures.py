@@ -12,32 +12,25 @@ that long.py writes. clip.svg and weights.svg are edited by hand.
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
 
-import argparse
 import contextlib
-import dataclasses
 import html
 import math
-import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-import long  # noqa: E402
-import rollout  # noqa: E402
-import train  # noqa: E402
-from support import tasks  # noqa: E402
-from support.ranks import Ranks  # noqa: E402
-from support.report import Story, points_of, read_story  # noqa: E402
+import common
+import long
+import rollout
+import train
+from support import tasks
+from support.ranks import Ranks
+from support.report import Story, points_of, read_story
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
 MOST_TOKENS = 80  # of a completion. One of 8 operations has 50
@@ -48,6 +41,7 @@ GSPO_BAND = (1 - 3e-4, 1 + 4e-4)
 
 # ---- SVG -----------------------------------------------------------------------------------------
 
+PERCENT = {0: "0%", 0.25: "25%", 0.5: "50%", 0.75: "75%", 1: "100%"}  # labels of an axis
 WIDTH = 480  # shown 640 wide: letters of 14 are 19 there, and 10 on a phone
 STYLE = """
 svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card: #f3f5f7;
@@ -112,10 +106,10 @@ class Plot(NamedTuple):
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
-    left: float = 50.0
-    right: float = 300.0
-    top: float = 6.0
-    bottom: float = 130.0
+    left: float
+    right: float
+    top: float
+    bottom: float
 
     def x(self, value: float) -> float:
         first, last = self.x_range
@@ -131,11 +125,11 @@ class Plot(NamedTuple):
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
         return f'<path class="{look}" d="M{"L".join(places)}"/>'
 
-    def dots(self, points: list[tuple[float, float]], look: str, form=",.3g", radius=2.5):
+    def dots(self, points: list[tuple[float, float]], look: str, radius: float):
         """Draw dots that show their numbers under the mouse."""
         for x, y in points:
             place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
-            note = f"<title>step {x:g}: {y:{form}}</title>"
+            note = f"<title>step {x:g}: {y:,.3g}</title>"
             yield f'<circle class="{look}" {place}>{note}</circle>'
 
     def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
@@ -174,8 +168,7 @@ def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str
 # ---- measured ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Completion:
+class Completion(NamedTuple):
     """A completion, and the change of its log-probs by the updates of one step."""
 
     tokens: list[str]
@@ -241,13 +234,11 @@ def curve_picture(stories: list[Story]) -> str:
     """Draw held-out accuracy by step: the mean of an algorithm's runs, with bars from the lowest
     seed to the highest."""
     flags = stories[0].flags
-    algorithms = {story.flags["algo"] for story in stories}
-    assert len(algorithms) == 1, f"one algorithm a picture, not {algorithms}"
     curves = [dict(points_of(story, "eval_solved")) for story in stories]
     solved = {step: [curve[step] for curve in curves] for step in curves[0]}
     steps = list(solved)
     plot = Plot((0, steps[-1]), (0, 1), left=58, right=368, top=62, bottom=262)
-    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
+    drawn = [*plot.ticks_of_y(PERCENT)]
     drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
     drawn.append(words(368, 294, "training step", "dim", "end"))
     model = Path(flags["model"]).name.removesuffix("-Instruct")
@@ -291,23 +282,23 @@ def apart(places: list[float], gap: float) -> list[float]:
 
 def rates_picture(rows: list[dict]) -> str:
     """Draw the outcome by learning rate, a line a row of the experiment: mean and 95% interval."""
-    runs = long.runs_of(rows, tokens=80, more="")
+    runs = long.runs_of(rows, **long.USUAL)
     runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
-    rates = [*runs["gspo"]]
+    rates = long.rates_of(runs)
     plot = Plot((math.log(rates[0]) - 0.1, math.log(rates[-1]) + 0.1), (0, 1), 58, 356, 66, 306)
-    drawn = [*plot.ticks_of_y({share / 4: f"{share / 4:.0%}" for share in range(5)})]
+    drawn = [*plot.ticks_of_y(PERCENT)]
     for lr in rates:
         drawn.append(words(plot.x(math.log(lr)), 322, long.short(lr), anchor="middle"))
-    seeds = runs["gspo"][rates[0]]
-    before = statistics.fmean(map(long.start, seeds.values())) / 100
+    before = statistics.fmean(map(long.start, long.at_rate(runs["gspo"], rates[0]))) / 100
     drawn.append(across(plot, before, "null"))
     drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
     lines, told = {}, []
-    for color, (row, by_rate) in enumerate(runs.items()):
+    for color, (row, seeds) in enumerate(runs.items()):
         aside = (color - 2) * 0.04  # bars of several rows stand side by side
         points = []
-        for lr, there in by_rate.items():
-            mean, half = long.interval([long.outcome(run) / 100 for run in there.values()])
+        for lr in rates:
+            ends = [long.outcome(run) / 100 for run in long.at_rate(seeds, lr)]
+            mean, half = long.interval(ends)
             points.append((math.log(lr) + aside, mean))
             bar = [(points[-1][0], mean - half), (points[-1][0], mean + half)]
             drawn.append(plot.line(bar, f"thin color{color}"))
@@ -425,21 +416,21 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--run", nargs="+", type=Path, default=[], help="folders, for curve.svg")
-    parser.add_argument("--real", nargs="+", type=Path, default=[], help="folders, for real.svg")
-    parser.add_argument("--rates", type=Path, help="rows of long.py, for rates.svg")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/pictures")
-    arguments = parser.parse_args()
+    parser = common.parser(__doc__)
+    parser.add_argument("--run", nargs="+", type=Path, help="folders, for curve.svg")
+    parser.add_argument("--real", nargs="+", type=Path, help="folders, for real.svg")
+    parser.add_argument("--rates", help="rows of long.py, for rates.svg")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "docs/pictures")
+    given = parser.parse_args()
     drawn = {}
-    if arguments.rates:
-        drawn["rates"] = rates_picture(long.read_rows(arguments.rates))
-    for name, folders in (("curve", arguments.run), ("real", arguments.real)):
-        if folders:
-            drawn[name] = curve_picture([read_story(folder) for folder in folders])
+    if given.rates:
+        drawn["rates"] = rates_picture(common.read_rows(given.rates))
+    if given.run:
+        drawn["curve"] = curve_picture([read_story(folder) for folder in given.run])
+    if given.real:
+        drawn["real"] = curve_picture([read_story(folder) for folder in given.real])
     if not drawn:
+        torch.set_num_threads(1)
         with short_run() as run:
             for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
                 next(run.prompts)
@@ -448,11 +439,10 @@ def main() -> None:
         # the completion with the most ratios that differ visibly from 1, and all fit on the axis
         some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
         varied = max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
-        drawn["ratios"] = ratios_picture(varied)
-        drawn["length"] = length_picture(by_length(found))
-    arguments.out.mkdir(exist_ok=True)
+        drawn = {"ratios": ratios_picture(varied), "length": length_picture(by_length(found))}
+    given.out.mkdir(exist_ok=True)
     for name, text in drawn.items():
-        (arguments.out / f"{name}.svg").write_text(text, encoding="utf-8")
+        (given.out / f"{name}.svg").write_text(text, encoding="utf-8")
         print(f"{name}.svg, {len(text.encode()) / 1000:.1f} KB")
 
 

@@ -7,34 +7,31 @@ The same model, prompts and long-tailed lengths for all. Contestants take turns,
 medians over the turns. Completions of random weights share their prompt alone. The last table is of
 completions of the built-in policy, which share more."""
 
-import argparse
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import bench_memory  # noqa: E402
-import rollout as R  # noqa: E402
-from support import tasks  # noqa: E402
+import bench_memory
+import common
+import rollout as R
+from support import tasks
 
 GROUP, PROMPT, SCORED_PROMPT = 8, 24, 200
 TURNS = 5
-
-
 SHAPES = {"3m": dict(zip(bench_memory.NAMES, (192, 576, 6, 6, 2, 32, 1000, True)))}
 SHAPES |= {f"qwen3-{name.lower()}": bench_memory.SHAPES[name] for name in bench_memory.PUBLISHED}
 
 
+def generator(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
 def long_tailed(rows, longest):
     """Return the lengths of completions: most are short, some meet the limit."""
-    draw = torch.Generator().manual_seed(5)
-    lengths = torch.exp(torch.randn(rows, generator=draw) + torch.tensor(longest / 7.0).log())
+    lengths = torch.exp(torch.randn(rows, generator=generator(5)) + torch.tensor(longest / 7).log())
     return lengths.long().clamp(4, longest)
 
 
@@ -57,16 +54,6 @@ def ratio(times, name, base):
     return f"**{statistics.median(b / a for a, b in zip(times[name], times[base])):.2f}**"
 
 
-def show(*cells):
-    print("|", " | ".join(str(cell) for cell in cells), "|", flush=True)
-
-
-def head(*cells):
-    print()
-    show(*cells)
-    show(*["---"] * len(cells))
-
-
 class Lengths(StoppingCriteria):
     """Ends a completion at a length that its first token decides on, for all contestants."""
 
@@ -79,8 +66,7 @@ class Lengths(StoppingCriteria):
 
 
 def sampling(model, rows, longest):
-    lengths = long_tailed(rows, longest).to(model.device)
-    draw = torch.Generator().manual_seed(1)
+    lengths, draw = long_tailed(rows, longest).to(model.device), generator()
     prompts = torch.randint(3, model.config.vocab_size, (rows // GROUP, PROMPT), generator=draw)
     uniforms = torch.rand(rows // GROUP, GROUP, longest, generator=draw)
     ids, sampled = prompts.to(model.device), {}
@@ -106,7 +92,7 @@ def sampling(model, rows, longest):
 
     times = in_turns(model.device, {"ours": ours, "generate": theirs})
     speeds = [f"{sampled[name] / statistics.median(times[name]):.0f}" for name in times]
-    show(rows, *speeds, ratio(times, "ours", "generate"))
+    return [str(rows), *speeds, ratio(times, "ours", "generate")]
 
 
 def padded(model, out):
@@ -121,10 +107,9 @@ def padded(model, out):
 
 def random_rollout(model, rows, longest):
     """Return groups of completions of random tokens, of long-tailed lengths."""
-    lengths = long_tailed(rows, longest)
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, model.config.vocab_size, (rows, longest), generator=draw)
-    prompts = torch.randint(0, model.config.vocab_size, (rows, SCORED_PROMPT), generator=draw)
+    lengths, size, draw = long_tailed(rows, longest), model.config.vocab_size, generator()
+    tokens = torch.randint(0, size, (rows, longest), generator=draw)
+    prompts = torch.randint(0, size, (rows, SCORED_PROMPT), generator=draw)
     prompts = prompts[::GROUP].repeat_interleave(GROUP, 0).tolist()
     return R.Rollout.of(prompts, tokens, torch.zeros(rows, longest), lengths, lengths > 0, 0)
 
@@ -155,7 +140,7 @@ def scoring(model, rows, longest):
     }
     times = in_turns(model.device, contestants)
     useful = [f"{1e6 * statistics.median(t) / out.lengths.sum():.0f}" for t in times.values()]
-    show(rows, *useful, ratio(times, "trees", "rows"), ratio(times, "rows", "padded"))
+    return [str(rows), *useful, ratio(times, "trees", "rows"), ratio(times, "rows", "padded")]
 
 
 def sharing():
@@ -166,9 +151,8 @@ def sharing():
     model, tokenizer = R.load_model(source, "cpu"), R.inspect_model(source)[0]
     problems = tasks.problems(task, seed=0)
     prompts = [tokenizer.encode(next(problems)["prompt"]) for _ in range(32)]
-    uniforms = torch.rand(32, GROUP, 64, generator=torch.Generator().manual_seed(0))
-    ends = R.end_and_pad_ids(model, tokenizer)
-    out = R.generate(model, prompts, uniforms, **ends)
+    uniforms = torch.rand(32, GROUP, 64, generator=generator(0))
+    out = R.generate(model, prompts, uniforms, **R.end_and_pad_ids(model, tokenizer))
 
     quarter = out.select(list(range(64)))
     layouts = {
@@ -178,30 +162,28 @@ def sharing():
     times = in_turns(model.device, layouts)
     texts = zip(out.sequences(), out.prompt_lengths.tolist())
     prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
-    show(int(out.lengths.sum()), len(prefixes), ratio(times, "trees", "rows"))
+    return [str(int(out.lengths.sum())), str(len(prefixes)), ratio(times, "trees", "rows")]
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="3m", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256], help="completions")
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest completion")
-    flags = parser.parse_args()
+    given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[flags.model])).eval()
-    if flags.model != "3m":
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[given.model])).eval()
+    if given.model != "3m":
         model.to("cuda", torch.bfloat16)
-    head("sampled", "ours, tokens/s", "`generate`", "ours / `generate`")
-    for rows in flags.rows:
-        sampling(model, rows, flags.longest)
-    head("scored", "trees, µs a token", "rows", "padded", "trees / rows", "rows / padded")
-    scoring(model, 64, flags.longest // 2)
+    head = ["sampled", "ours, tokens/s", "`generate`", "ours / `generate`"]
+    sampled = [sampling(model, rows, given.longest) for rows in given.rows]
+    print(common.markdown(head, *sampled), flush=True)
+    head = ["scored", "trees, µs a token", "rows", "padded", "trees / rows", "rows / padded"]
+    print(f"\n{common.markdown(head, scoring(model, 64, given.longest // 2))}", flush=True)
     if model.device.type == "cpu":
-        head("tokens", "distinct prefixes", "trees / rows, forward and backward of 64")
-        sharing()
+        head = ["tokens", "distinct prefixes", "trees / rows, forward and backward of 64"]
+        print(f"\n{common.markdown(head, sharing())}")
 
 
 if __name__ == "__main__":

@@ -7,17 +7,16 @@ It runs the tests that need a GPU. It compares `generate` with transformers' (be
 times a real training step by phase, and compares its memory with the counted memory. Weights are
 random: nothing is downloaded. If a part fails, the block says so and the others continue."""
 
-import argparse
 import subprocess
 import sys
 import time
 import traceback
-from pathlib import Path
 
 import torch
 import transformers
 
-from bench_memory import GB, ROOT, SHAPES, count_deep, measure
+import common
+from bench_memory import GB, SHAPES, count_deep, measure
 
 
 def gpu_tests() -> str:
@@ -31,28 +30,27 @@ def sampling() -> str:
 
 def output(*command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=400
+        [sys.executable, *command], cwd=common.ROOT, capture_output=True, text=True, timeout=400
     )
     return (done.stdout or done.stderr[-2000:]).strip()
 
 
 def training() -> str:
     """Return the seconds of the phases of the second step, and its memory beside the counted."""
-    lines = ["| trained | seconds by phase | tokens/s | measured, GB | counted, GB |"]
-    lines.append("|---" * 5 + "|")
+    lines = [["trained", "seconds by phase", "tokens/s", "measured, GB", "counted, GB"]]
     for trained, rank in (("all", 0), ("LoRA", 16)):
         row = measure("0.6B", "--device", "cuda", "--lora-rank", str(rank))
         phases = [f"{key[8:]} {row[key]:.2f}" for key in row if key.startswith("seconds_")]
         counted = count_deep(SHAPES["0.6B"], rank).peak / GB
-        cells = [trained, ", ".join(phases), f"{row['tokens_per_second']:.0f}"]
-        lines.append(f"| {' | '.join(cells)} | {row['memory_gb']:.2f} | {counted:.2f} |")
-    return "\n".join(lines)
+        line = [trained, ", ".join(phases), f"{row['tokens_per_second']:.0f}"]
+        lines.append([*line, f"{row['memory_gb']:.2f}", f"{counted:.2f}"])
+    return common.markdown(*lines)
 
 
 def reference_runs() -> str:
     """Return the scripts of published runs for one GPU, and how to use them."""
-    scripts = sorted(Path(ROOT, "docs/runs/published").glob("*.sh"))
-    texts = [f"---- bash {path.relative_to(ROOT)}\n\n{path.read_text()}" for path in scripts]
+    scripts = sorted((common.ROOT / "docs/runs/published").glob("*.sh"))
+    texts = [f"---- bash {path.relative_to(common.ROOT)}\n\n{path.read_text()}" for path in scripts]
     texts.append(
         "Each script makes one published run, and then draws it over the published points in\n"
         "runs/NAME/report.html. For GSPO instead of GRPO take --algo gspo, a quarter of\n"
@@ -65,20 +63,17 @@ PARTS = {"Tests that need a GPU": gpu_tests, "Sampling": sampling, "A training s
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--train", action="store_true", help="print the commands of two runs only")
-    flags = parser.parse_args()
-    if flags.train:
+    if parser.parse_args().train:
         print(reference_runs())
         return 0
     if not torch.cuda.is_available():
         print("error: no GPU here")
         return 2
-    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    card = torch.cuda.get_device_properties(0)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{name}, {memory / GB:.0f} GB, {versions}")
+    print(f"{card.name}, {card.total_memory / GB:.0f} GB, {versions}")
     failed = False
     for title, part in PARTS.items():
         begun = time.perf_counter()

@@ -7,28 +7,19 @@
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
-import argparse
-import contextlib
-import dataclasses
 import hashlib
 import itertools
-import json
 import math
-import multiprocessing
-import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-import train  # noqa: E402
-from support import tasks  # noqa: E402
+import common
+import train  # noqa: F401  # each fork then has it
+from common import markdown, read_rows
+from support import tasks
 
 STEPS, EVERY, PROMPTS = 16, 4, 256  # rollout steps, between evaluations, held-out prompts
 COMPLETIONS = 16  # of an update: 256 of a step make 16 updates
@@ -55,26 +46,13 @@ OTHERS = tuple(ROWS)[5:]
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """The settings of a run; its seed is apart."""
-
-    row: str
-    lr: float
-    tokens: int = 80  # of a mean answer
-    more: str = ""  # further flags
-
-
-def grid(rows, rates, **others) -> list[Experiment]:
-    return [Experiment(row, lr, **others) for row, lr in itertools.product(rows, rates)]
-
-
-# name -> experiments, seeds; in the order of their importance
+USUAL = {"tokens": 80, "more": ""}  # tokens of a mean answer, further flags
+# name -> rows, rates, seeds, settings that are not the usual ones; in the order of their importance
 PARTS = {
-    "rates": (grid(MAIN, RATES), SEEDS),
-    "norm": (grid(("gspo", "grpo"), (4e-4, 5.6e-4), more="--max-grad-norm 0.03"), SEEDS),
-    "longer": (grid(MAIN, (5e-5, 1e-4, 2e-4), tokens=170), SEEDS),
-    "others": (grid(OTHERS, RATES), SEEDS[:5]),
+    "rates": (MAIN, RATES, SEEDS, {}),
+    "norm": (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, {"more": "--max-grad-norm 0.03"}),
+    "longer": (MAIN, (5e-5, 1e-4, 2e-4), SEEDS, {"tokens": 170}),
+    "others": (OTHERS, RATES, SEEDS[:5], {}),
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
 
@@ -82,89 +60,44 @@ METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def flags_of(experiment: Experiment, seed: int) -> list[str]:
-    flags = f"{ROWS[experiment.row]} --lr {experiment.lr:g} {experiment.more} --seed {seed} "
+def flags_of(run: dict) -> str:
+    flags = f"{ROWS[run['row']]} --lr {run['lr']:g} {run['more']} --seed {run['seed']} "
     flags += f"--task chains --steps {STEPS} --completions-per-update {COMPLETIONS} "
     flags += f"--eval-every {EVERY} --eval-prompts {PROMPTS} --eval-samples 0 --save-every 0 "
-    return [*flags.split(), "--warmup-steps", "0"]  # as for a policy that is named tiny
+    return flags + "--warmup-steps 0"  # as for a policy that is named tiny
 
 
-def train_once(experiment: Experiment, seed: int) -> dict:
-    """Run train.py to its end, and return the numbers that the tables need."""
-    begun, warm = time.monotonic(), seed % WARM_STARTS
-    tasks.TASKS["chains"] = tasks.chains(LENGTHS[experiment.tokens])
+def train_once(run: dict) -> tuple[dict, str]:
+    """Run train.py to its end. Return the numbers that the tables need, and words about them."""
+    begun, warm = time.monotonic(), run["seed"] % WARM_STARTS
+    tasks.TASKS["chains"] = tasks.chains(LENGTHS[run["tokens"]])
     policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ["--model", str(policy), *flags_of(experiment, seed), "--runs", folder]
-        with open(Path(folder, "log"), "w") as log, contextlib.redirect_stdout(log):
-            status = train.main([*flags, "--name", "one"])
-        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
-        metrics = read_rows(Path(folder, "one/metrics.jsonl"))
-        before = read_rows(Path(folder, "one/starts.jsonl"))[0]["eval_solved"]
+    before, metrics = common.train(["--model", str(policy), *flags_of(run).split()])
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
-    found = dataclasses.asdict(experiment) | {"seed": seed, "warm": warm}
-    found["solved"] = {0: before} | solved
+    found = run | {"warm": warm, "solved": {0: before} | solved}
     exact = {name: [row.get(name, 0.0) for row in metrics] for name in METRICS}  # of every step
     # two versions of the code that train the same bits have the same digest
     found["digest"] = hashlib.sha256(repr((found["solved"], exact)).encode()).hexdigest()[:12]
     for name, values in exact.items():
         found[name] = [float(f"{value:.3g}") for value in values]
-    return found | {"seconds": round(time.monotonic() - begun)}
-
-
-def read_rows(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def grouped(rows: list[dict]) -> dict[Experiment, list[dict]]:
-    """Return experiment -> its runs, by seed."""
-    names = [field.name for field in dataclasses.fields(Experiment)]
-    found: dict[Experiment, list[dict]] = {}
-    for row in sorted(rows, key=lambda row: row["seed"]):
-        found.setdefault(Experiment(**{name: row[name] for name in names}), []).append(row)
-    return found
-
-
-def missing(arguments: argparse.Namespace) -> list[tuple[Experiment, int]]:
-    """Return the runs that --out does not hold. All experiments of a part with one seed, in random
-    order, come before those with the next seed. So an early end leaves whole blocks."""
-    done, left = grouped(read_rows(arguments.out)), []
-    for experiments, seeds in map(PARTS.get, arguments.parts):
-        for seed in arguments.seeds or seeds:
-            block = random.Random(seed).sample(experiments, len(experiments))
-            for experiment in block:
-                if all(run["seed"] != seed for run in done.get(experiment, [])):
-                    left.append((experiment, seed))
-    return left
-
-
-def work(given: tuple[Experiment, int]) -> tuple[dict | None, str]:
-    """Return the numbers of a run, or None, and a line about it."""
-    os.nice(10)
-    experiment, seed = given
-    try:
-        found = train_once(experiment, seed)
-    except Exception as error:  # the other runs go on
-        return None, f"{experiment}, seed {seed}: {error!r}"
+    found["seconds"] = round(time.monotonic() - begun)
     said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
-    return found, f"{experiment}, seed {seed}: {said} ({found['seconds']} s)"
+    return found, f"{said} ({found['seconds']} s)"
 
 
-def train_missing(arguments: argparse.Namespace) -> None:
-    """Append a line to --out for each run that it does not hold."""
-    left, failed = missing(arguments), 0
-    print(len(left), "runs are missing", flush=True)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    # a fork for each run: it has a fresh state, and need not import torch again
-    with multiprocessing.get_context("fork").Pool(arguments.jobs, maxtasksperchild=1) as pool:
-        for found, said in pool.imap_unordered(work, left):
-            print(said, flush=True)
-            failed += found is None
-            if found:
-                with open(arguments.out, "a") as file:
-                    file.write(json.dumps(found) + "\n")
-    if failed:
-        sys.exit(f"{failed} runs failed")
+def missing(given) -> list[dict]:
+    """Return the runs that --out does not hold. All runs of a part with one seed, in random order,
+    come before those with the next seed. So an early end leaves whole blocks."""
+    names = ("row", "lr", "tokens", "more", "seed")
+    done = [{name: run[name] for name in names} for run in read_rows(given.out)]
+    left = []
+    for rows, rates, seeds, others in map(PARTS.get, given.parts):
+        block = [{"row": row, "lr": lr} for row, lr in itertools.product(rows, rates)]
+        for seed in given.seeds or seeds:
+            shuffled = random.Random(seed).sample(block, len(block))
+            runs = [run | USUAL | others | {"seed": seed} for run in shuffled]
+            left += [run for run in runs if run not in done]
+    return left
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -227,7 +160,7 @@ def at_own_best(ends: dict[int, dict[float, float]]) -> dict[int, float]:
 # ---- tables --------------------------------------------------------------------------------------
 
 COMPARISONS = (("gspo", "grpo"), ("gspo", "gspo, 0.2"), ("gspo, 3e-3", "gspo"))
-Runs = dict[str, dict[float, dict[int, dict]]]  # row -> rate -> seed -> run
+Runs = dict[str, dict[int, dict[float, dict]]]  # row -> seed -> rate -> run
 
 
 def start(run: dict) -> float:
@@ -245,38 +178,29 @@ def gain(run: dict) -> float:
 
 
 def runs_of(rows: list[dict], **settings) -> Runs:
-    """Return the runs of these settings, in the order of ROWS and of the rates."""
+    """Return the runs of these settings, in the order of ROWS, of the seeds and of the rates."""
     found: Runs = {name: {} for name in ROWS}
-    for run in sorted(rows, key=lambda run: (run["lr"], run["seed"])):
+    for run in sorted(rows, key=lambda run: (run["seed"], run["lr"])):
         if all(run[name] == value for name, value in settings.items()):
-            found[run["row"]].setdefault(run["lr"], {})[run["seed"]] = run
-    return {name: by_rate for name, by_rate in found.items() if by_rate}
+            found[run["row"]].setdefault(run["seed"], {})[run["lr"]] = run
+    return {name: seeds for name, seeds in found.items() if seeds}
+
+
+def rates_of(runs: Runs) -> list[float]:
+    return sorted({lr for seeds in runs.values() for by_rate in seeds.values() for lr in by_rate})
+
+
+def at_rate(seeds: dict[int, dict[float, dict]], lr: float) -> list[dict]:
+    return [by_rate[lr] for by_rate in seeds.values() if lr in by_rate]
 
 
 def whole_blocks(runs: Runs) -> Runs:
     """Leave out the seeds of which a run is not there yet."""
-    rates = set().union(*runs.values())
-    cells = [by_rate.get(lr, {}) for by_rate in runs.values() for lr in rates]
-    whole = sorted(set.intersection(*map(set, cells)))
-    return {
-        row: {lr: {seed: by_rate[lr][seed] for seed in whole} for lr in sorted(rates)}
-        for row, by_rate in runs.items()
-    }
-
-
-def by_seed(by_rate: dict[float, dict[int, dict]], number) -> dict[int, dict[float, float]]:
-    """Return seed -> rate -> a number of the run."""
-    found: dict[int, dict[float, float]] = {}
-    for lr, seeds in by_rate.items():
-        for seed, run in seeds.items():
-            found.setdefault(seed, {})[lr] = number(run)
-    return found
-
-
-def markdown(*lines: list[str]) -> str:
-    """Return a table; the first line is its head."""
-    drawn = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in drawn)
+    rates, whole = rates_of(runs), set.intersection(*map(set, runs.values()))
+    whole = [
+        seed for seed in sorted(whole) if all(len(runs[row][seed]) == len(rates) for row in runs)
+    ]
+    return {row: {seed: seeds[seed] for seed in whole} for row, seeds in runs.items()}
 
 
 def short(lr: float) -> str:
@@ -299,12 +223,12 @@ def at_step_4(run: dict) -> float:
 def cells(runs: Runs, number=outcome, said=spread) -> str:
     """Return a number of the runs by row and rate: mean over seeds and its 95% interval. It is in
     italics where the row breaks: on average it ends below its start."""
-    rates = sorted(set().union(*runs.values()))
+    rates = rates_of(runs)
     lines = [["", *map(short, rates)]]
-    for row, by_rate in runs.items():
+    for row, seeds in runs.items():
         line = [f"`{row}`"]
         for lr in rates:
-            there = by_rate.get(lr, {}).values()
+            there = at_rate(seeds, lr)
             text = said([number(run) for run in there]) if there else ""
             breaks = there and statistics.fmean(map(gain, there)) < 0
             line.append(f"*{text}*" if breaks else text)
@@ -315,11 +239,13 @@ def cells(runs: Runs, number=outcome, said=spread) -> str:
 def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
     """Return name -> row -> seed -> number, of the numbers that are compared."""
     means, largest, best = {}, {}, {}
-    for row, by_rate in runs.items():
-        ends = by_seed(by_rate, outcome)
-        gains = by_seed(by_rate, gain)
-        means[row] = {seed: statistics.fmean(ends[seed].values()) for seed in ends}
-        largest[row] = {seed: math.log2(largest_rate(gains[seed])) for seed in ends}
+    for row, seeds in runs.items():
+        ends, means[row], largest[row] = {}, {}, {}
+        for seed, by_rate in seeds.items():
+            ends[seed] = {lr: outcome(run) for lr, run in by_rate.items()}
+            gains = {lr: gain(run) for lr, run in by_rate.items()}
+            means[row][seed] = statistics.fmean(ends[seed].values())
+            largest[row][seed] = math.log2(largest_rate(gains))
         best[row] = at_own_best(ends)
     return {
         "mean over the rates, points": means,
@@ -333,22 +259,14 @@ def numbers(runs: Runs) -> str:
     is the geometric mean."""
     means, largest, best = primary(runs).values()
     lines = [["", "mean over the rates", "largest rate", "at its own best rate", "which is"]]
-    for row, by_rate in runs.items():
+    for row, seeds in runs.items():
         middle, half = interval([*largest[row].values()])
         rates = [short(2 ** (middle + some)) for some in (0, -half, half)]
-        highest = max(by_rate, key=lambda lr: sum(map(outcome, by_rate[lr].values())))
+        highest = max(rates_of(runs), key=lambda lr: sum(map(outcome, at_rate(seeds, lr))))
         line = [f"`{row}`", spread([*means[row].values()])]
         line.append(f"{rates[0]} ({rates[1]} to {rates[2]})")
         lines.append([*line, spread([*best[row].values()]), short(highest)])
     return markdown(*lines)
-
-
-def compared(gaps: dict[int, float]) -> list[str]:
-    """Return the mean of differences by seed, its 95% interval, and how many are above 0."""
-    mean, half = interval([*gaps.values()])
-    above = sum(gap > 0 for gap in gaps.values())
-    bounds = f"{mean - half:+.2f} to {mean + half:+.2f}"
-    return [f"{mean:+.2f}", bounds, f"{above} of {len(gaps)}"]
 
 
 def by_warm_start(gaps: dict[int, float]) -> str:
@@ -357,6 +275,10 @@ def by_warm_start(gaps: dict[int, float]) -> str:
     for seed, gap in gaps.items():
         found.setdefault(seed % WARM_STARTS, []).append(gap)
     return ", ".join(f"{statistics.fmean(found[warm]):+.1f}" for warm in sorted(found))
+
+
+def pairs_above(gaps) -> str:
+    return f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
 
 
 def comparisons(runs: Runs) -> str:
@@ -370,23 +292,25 @@ def comparisons(runs: Runs) -> str:
             every.append({seed: mine - theirs[seed] for seed, mine in by_row[one].items()})
         ps = [permutation_p([*gaps.values()]) for gaps in every]
         for (one, other), gaps, p, corrected in zip(COMPARISONS, every, ps, holm(ps)):
-            line = [name, f"{one} − {other}", *compared(gaps), f"{p:.3f}", f"{corrected:.3f}"]
-            lines.append([*line, by_warm_start(gaps)])
+            mean, half = interval([*gaps.values()])
+            line = [name, f"{one} − {other}", f"{mean:+.2f}"]
+            line += [f"{mean - half:+.2f} to {mean + half:+.2f}", pairs_above(gaps.values())]
+            lines.append([*line, f"{p:.3f}", f"{corrected:.3f}", by_warm_start(gaps)])
     return markdown(*lines)
 
 
 def by_rate_comparisons(runs: Runs) -> str:
     """Compare rows at each rate: mean difference, its 95% interval, pairs above, p."""
-    rates = [*next(iter(runs.values()))]
+    rates = rates_of(runs)
     lines = [["", *map(short, rates)]]
     for one, other in COMPARISONS:
         line = [f"{one} − {other}"]
         for lr in rates:
-            mine, theirs = runs[one][lr], runs[other][lr]
-            gaps = [outcome(mine[seed]) - outcome(theirs[seed]) for seed in mine]
+            pairs = zip(at_rate(runs[one], lr), at_rate(runs[other], lr))
+            gaps = [outcome(mine) - outcome(theirs) for mine, theirs in pairs]
             mean, half = interval(gaps)
-            above, p = sum(gap > 0 for gap in gaps), permutation_p(gaps)
-            line.append(f"{mean:+.0f} ± {half:.0f}, {above} of {len(gaps)}, {p:.3f}")
+            compared = f"{mean:+.0f} ± {half:.0f}, {pairs_above(gaps)}"
+            line.append(f"{compared}, {permutation_p(gaps):.3f}")
         lines.append(line)
     return markdown(*lines)
 
@@ -406,10 +330,10 @@ def count(values: list[float]) -> str:
 
 def tables(rows: list[dict]) -> str:
     """Return everything that docs/results.md has of these runs."""
-    plain = runs_of(rows, tokens=80, more="")
-    runs = whole_blocks({row: by_rate for row, by_rate in plain.items() if row in MAIN})
-    seeds = runs["gspo"][RATES[0]]
-    starts = ", ".join(f"{start(run):.0f}" for run in seeds.values())
+    plain = runs_of(rows, **USUAL)
+    runs = whole_blocks({row: seeds for row, seeds in plain.items() if row in MAIN})
+    seeds = runs["gspo"]
+    starts = ", ".join(f"{start(by_rate[RATES[0]]):.0f}" for by_rate in seeds.values())
     said = f"{len(seeds)} seeds from {min(seeds)} on, which start at {starts}%."
     found = {
         "Outcome, mean and 95% interval.": cells(runs) + "\n\n" + said,
@@ -421,8 +345,8 @@ def tables(rows: list[dict]) -> str:
         "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, share),
     }
     further = {
-        "With `--max-grad-norm 0.03`.": runs_of(rows, tokens=80, more="--max-grad-norm 0.03"),
-        "Answers of 170 tokens.": runs_of(rows, tokens=170, more=""),
+        "With `--max-grad-norm 0.03`.": runs_of(rows, **USUAL | PARTS["norm"][-1]),
+        "Answers of 170 tokens.": runs_of(rows, **USUAL | PARTS["longer"][-1]),
         "Other objectives.": {row: plain[row] for row in OTHERS if row in plain},
     }
     for name, some in further.items():
@@ -436,25 +360,22 @@ def tables(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/runs/rates/rows.jsonl")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
-    arguments = parser.parse_args()
-    if not arguments.table:
-        train_missing(arguments)
-    found = tables(read_rows(arguments.out))
+    given = parser.parse_args()
+    if not given.table:
+        left = missing(given)
+        print(len(left), "runs are missing", file=sys.stderr, flush=True)
+        common.run_each(train_once, left, given.out, given.jobs)
+    found = tables(read_rows(given.out))
     print(found)
-    if arguments.write:
-        path = ROOT / "docs/results.md"
-        before, _, rest = path.read_text().partition("<!-- rates -->\n")
-        _, _, after = rest.partition("<!-- end of rates -->")
-        path.write_text(f"{before}<!-- rates -->\n{found}\n<!-- end of rates -->{after}")
+    if given.write:
+        common.put("docs/results.md", "rates", found)
 
 
 if __name__ == "__main__":

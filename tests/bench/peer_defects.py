@@ -13,67 +13,52 @@ Each takes less than a minute on a CPU. If a project intends it, the docstring q
 
 import ast
 import contextlib
-import importlib
 import importlib.util
-import io
-import json
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import torch
 import transformers
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
-
 # ---- TRL -----------------------------------------------------------------------------------------
+
+
+def trl_trainer(policy: str, folder: str, model=None, **settings):
+    """Return a GRPOTrainer of the policy, or of a model with the policy's tokenizer."""
+    trl, datasets = import_module("trl"), import_module("datasets")
+    off = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no"}
+    off |= {"report_to": "none", "disable_tqdm": True, "output_dir": folder}
+    return trl.GRPOTrainer(
+        model=model or transformers.AutoModelForCausalLM.from_pretrained(policy, dtype="float32"),
+        processing_class=transformers.AutoTokenizer.from_pretrained(policy),
+        reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["1+1="] * 40}),
+        args=trl.GRPOConfig(**off, **settings),
+    )
 
 
 def trl_level(policy: str) -> None:
     """With one update a rollout, its default, the ratio is 1, and DAPO's sum over tokens of a
     sequence's ratio has the gradient of the token ratios. Its documentation says so: "this method
     only has an effect when training goes slightly off-policy"."""
-    import itertools
-
-    import bench_peers
-    from support.tasks import TASKS, problems
-
-    load = importlib.import_module("safetensors.torch").load_file
-    task, trained = TASKS["arithmetic"], {}
-    settings = {"model": policy, "peer": "trl-defaults", "reward": task.verifier, "lr": 2e-4}
-    settings |= {"prompts_per_step": 8, "group_size": 8, "updates": 1, "steps": 5, "seed": 0}
-    settings |= {"max_new_tokens": task.max_new_tokens, "threads": 1}
+    settings = {"per_device_train_batch_size": 64, "num_generations": 8, "max_steps": 5}
+    settings |= {"learning_rate": 2e-4, "lr_scheduler_type": "constant"}
+    trained = {}
     for level in ("token", "sequence"):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            bench_peers.write_rows(folder / "rows.jsonl", itertools.islice(problems(task, 0), 40))
-            settings |= {"data": str(folder / "rows.jsonl"), "level_of_ratios": level}
-            (folder / "settings.json").write_text(json.dumps(settings))
-            with contextlib.redirect_stdout(io.StringIO()):
-                bench_peers.trl_worker(folder)
-            trained[level] = load(folder / "run/checkpoints/step-5/model.safetensors")
-    by_token, before = trained["token"], load(f"{policy}/model.safetensors")
-    names = by_token.keys() & before.keys()
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+            trainer = trl_trainer(policy, folder, importance_sampling_level=level, **settings)
+            trained["before"] = [each.detach().clone() for each in trainer.model.parameters()]
+            trainer.train()
+        trained[level] = [each.detach() for each in trainer.model.parameters()]
     differ, moved = (
-        max((by_token[name] - others[name]).abs().max().item() for name in names)
-        for others in (trained["sequence"], before)
+        max((a - b).abs().max().item() for a, b in zip(trained["token"], trained[other]))
+        for other in ("sequence", "before")
     )
     print(
         "TRL, five steps at the defaults, importance_sampling_level token and sequence: trained "
         f"weights differ by up to {differ:.0e}, from those before by {moved:.0e}"
-    )
-
-
-def small_trainer(model, tokenizer, folder: str, **settings):
-    trl = importlib.import_module("trl")
-    datasets = importlib.import_module("datasets")
-    off = {"use_cpu": True, "bf16": False, "report_to": "none", "output_dir": folder}
-    return trl.GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
-        train_dataset=datasets.Dataset.from_dict({"prompt": ["1+1="] * 8}),
-        args=trl.GRPOConfig(**off, **settings),
     )
 
 
@@ -91,10 +76,9 @@ def trl_positions(policy: str) -> None:
     config = transformers.GPT2Config(**size, **ends, bos_token_id=None, initializer_range=0.2)
     model = transformers.GPT2LMHeadModel(config).eval()
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        trainer = small_trainer(model, tokenizer, folder)
-        score = trainer._get_per_token_logps_and_entropies
-        plain = score(trainer.model, ids, torch.ones_like(ids), 6)[0].mean()
-        beside = score(trainer.model, torch.cat([padding, ids], 1), mask, 6)[0].mean()
+        score = trl_trainer(policy, folder, model)._get_per_token_logps_and_entropies
+        plain = score(model, ids, torch.ones_like(ids), 6)[0].mean()
+        beside = score(model, torch.cat([padding, ids], 1), mask, 6)[0].mean()
     print(f"TRL, a GPT-2: mean log-prob of a text {plain:.2f}, behind four pads {beside:.2f}")
 
 
@@ -102,31 +86,25 @@ def trl_sequence_weight(policy: str) -> None:
     """With vLLM each completion is weighed by exp of the *sum* of log pi_old - log pi_vllm, and by
     0 above 3 ("sequence_mask", the default). Meant so: a request for the mean, its pull request
     5815, was closed. vllm_importance_sampling_mode="token_truncate" has no such product."""
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2}
     for mode in ("sequence_mask", "token_truncate"):
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = trl_trainer(policy, folder, vllm_importance_sampling_mode=mode, **settings)
+        trainer.use_vllm = True  # there is none: vllm_weight replaces its samples
         for tokens in (1000, 4000):
-            weights = [vllm_weight(policy, mode, tokens, gap) for gap in (-1e-3, 1e-3)]
-            print(
-                f"TRL, {mode}, {tokens} tokens: a mean log-ratio of -0.001 and 0.001 weighs "
-                f"{weights[0]:.3g} and {weights[1]:.3g}"
-            )
+            low, high = vllm_weight(trainer, tokens, -1e-3), vllm_weight(trainer, tokens, 1e-3)
+            print(f"TRL, {mode}, {tokens} tokens: a mean log-ratio of -0.001 and 0.001 ", end="")
+            print(f"weighs {low:.3g} and {high:.3g}")
 
 
-def vllm_weight(policy: str, mode: str, tokens: int, gap: float) -> float:
+def vllm_weight(trainer, tokens: int, gap: float) -> float:
     """Of completions of so many tokens whose log-probs in vLLM differ by a gap, all by the same."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"num_generations": 2, "per_device_train_batch_size": 2}
-        settings["vllm_importance_sampling_mode"] = mode
-        trainer = small_trainer(model, tokenizer, folder, **settings)
-        trainer.use_vllm = True  # there is none: `generated` replaces its samples
-        completions = [[3] * tokens] * 2
-        sampled = [[-1.0 - gap] * tokens] * 2
-        generated = ([[3], [3]], completions, None, ["3", "3"], sampled, {}, None, None)
-        trainer._generate = lambda prompts: generated
-        scored = torch.full((2, tokens), -1.0)
-        trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, None, None)
-        found = trainer._generate_and_score_completions([{"prompt": "1"}] * 2)
+    completions, sampled = [[3] * tokens] * 2, [[-1.0 - gap] * tokens] * 2
+    generated = ([[3], [3]], completions, None, ["3", "3"], sampled, {}, None, None)
+    scored = torch.full((2, tokens), -1.0)
+    trainer._generate = lambda prompts: generated
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (scored, None, None)
+    found = trainer._generate_and_score_completions([{"prompt": "1"}] * 2)
     return found["importance_sampling_ratio"].mean().item()
 
 
@@ -135,8 +113,8 @@ def vllm_weight(policy: str, mode: str, tokens: int, gap: float) -> float:
 
 def verl_loss(name: str, rows: slice, **settings) -> tuple[torch.Tensor, torch.Tensor]:
     """Its loss of some of 8 completions of 4 tokens, and the gradient."""
-    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
-    config = importlib.import_module("verl.workers.config").ActorConfig(
+    algorithms = import_module("verl.trainer.ppo.core_algos")
+    config = import_module("verl.workers.config").ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **settings
     )
     config.global_batch_info.update(dp_size=1, global_batch_size=8, batch_num_tokens=32)
@@ -179,8 +157,8 @@ def mlx_ratio() -> None:
     """trainer/grpo_trainer.py: log_ratio = logps - stop_gradient(logps). The ratio is always 1, so
     epsilon (DAPO) and importance_sampling_level (GSPO) change nothing. Intended, a comment says:
     "each rollout is used once". The settings are accepted all the same."""
-    mx = importlib.import_module("mlx.core")
-    objective = importlib.import_module("mlx_lm_lora.trainer.grpo_trainer")._grpo_objective
+    mx = import_module("mlx.core")
+    objective = import_module("mlx_lm_lora.trainer.grpo_trainer")._grpo_objective
     mx.random.seed(0)
     logps, advantages = -mx.random.uniform(shape=(8, 6)), mx.random.normal(shape=(8,))
     mask = mx.arange(6)[None] < mx.array([6, 5, 4, 3, 2, 6, 1, 4])[:, None]
@@ -210,15 +188,13 @@ def mlx_ratio() -> None:
 def functions_of(package: str, file: str, *names: str) -> dict:
     """Return functions of an installed package, without its imports, which need a cluster."""
     path = Path(importlib.util.find_spec(package).origin).parent / file
-    found = {
-        node.name: node
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name in names
-    }
-    scope = {"torch": torch}
-    for name in names:
-        found[name].decorator_list = []
-        exec("from __future__ import annotations\n" + ast.unparse(found[name]), scope)
+    tree, scope = ast.parse(path.read_text()), {"torch": torch}
+    tree.body = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
+    ]
+    for node in tree.body:
+        node.decorator_list = []
+    exec("from __future__ import annotations\n" + ast.unparse(tree), scope)
     return scope
 
 
@@ -258,7 +234,7 @@ def skyrl_returns() -> None:
 def book_kl(book: str) -> None:
     """loss.py: approx_kl1 and approx_kl3 take log pi - log pi_ref where the formulas have it the
     other way round."""
-    loss = importlib.import_module("policy_gradients.loss")
+    loss = import_module("policy_gradients.loss")
     policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
     kl = (policy * (policy / reference).log()).sum()
     torch.manual_seed(0)
@@ -270,7 +246,7 @@ def book_kl(book: str) -> None:
 
 def book_dead_groups(policy: str) -> None:
     """utils.py: compute_standardized_advantages divides the rounding of a mean by std + 1e-8."""
-    utils = importlib.import_module("policy_gradients.utils")
+    utils = import_module("policy_gradients.utils")
     for reward in (0.1, 0.7):
         advantage = utils.compute_standardized_advantages(torch.full((8, 1), reward))[0].item()
         print(f"book, 8 rewards of {reward}: advantage {advantage:.2f}, expected 0")
@@ -279,7 +255,7 @@ def book_dead_groups(policy: str) -> None:
 def book_temperature(policy: str) -> None:
     """rollout.py samples at config.py's temperature, 0.6. compute_log_probs of utils.py scores at
     1, old and new alike: the ratio is consistent, and not that of the policy that samples."""
-    utils = importlib.import_module("policy_gradients.utils")
+    utils = import_module("policy_gradients.utils")
     torch.manual_seed(0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
     model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()

@@ -1,0 +1,91 @@
+"""Used by several benchmarks. To import it puts the project on the path: import it first."""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Return a parser whose help is the docstring of a benchmark, with its line breaks."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=layout)
+
+
+def read_rows(path: Path | str) -> list[dict]:
+    """Return the rows of a JSONL file, none where there is no file."""
+    path = Path(path)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_row(path: Path | str, row: dict) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def train(flags: list[str]) -> tuple[float, list[dict]]:
+    """Run train.py silently to its end, with one thread. Return the held-out share solved before,
+    and the metrics."""
+    import torch
+
+    import train  # as the benchmark has changed it
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/log", "w") as log, contextlib.redirect_stdout(log):
+            status = train.main([*flags, "--runs", folder, "--name", "run"])
+        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
+        before = read_rows(f"{folder}/run/starts.jsonl")[0]["eval_solved"]
+        return before, read_rows(f"{folder}/run/metrics.jsonl")
+
+
+def attempt(call: tuple) -> tuple[dict | None, str]:
+    work, given = call
+    os.nice(10)
+    try:
+        row, said = work(given)
+    except Exception as error:  # the others go on
+        row, said = None, repr(error)
+    return row, f"{given}: {said}"
+
+
+def run_each(work, wanted: list, out: Path, jobs: int, start: str = "fork") -> None:
+    """Append a row to a file for each of these. work(one) returns it, and words about it.
+
+    Each has a process of its own. A fork need not import torch again. One of start="spawn" has the
+    memory of a program that a person starts."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    with multiprocessing.get_context(start).Pool(jobs, maxtasksperchild=1) as pool:
+        for row, said in pool.imap_unordered(attempt, [(work, given) for given in wanted]):
+            print(said, file=sys.stderr, flush=True)
+            if row is None:
+                failed += 1
+            else:
+                add_row(out, row)
+        pool.close()
+        pool.join()  # without it the last one is stopped by a signal, which train.py answers
+    if failed:
+        sys.exit(f"{failed} runs failed")
+
+
+def markdown(*lines: list[str]) -> str:
+    """Return a table. The first line is its head."""
+    drawn = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in drawn)
+
+
+def put(page: str, marker: str, text: str) -> None:
+    """Replace the text between two comments of a page: the marker, and one that begins with end."""
+    path = ROOT / page
+    pattern = rf"(<!-- {marker} -->\n).*?(<!-- end)"
+    place = re.compile(pattern, re.DOTALL)
+    path.write_text(place.sub(lambda found: f"{found[1]}{text}\n{found[2]}", path.read_text()))
