@@ -228,8 +228,6 @@ def scored(model, out, trees=None):
 
 
 def with_checkpointing(model, shares: bool) -> str:
-    from support.extras.checkpointing import checkpoint_layers
-
     out = sampled(model, 8)
     trees = trees_of(out, 24) if shares else None
     before, _ = R.completion_logprobs(model, out, 1.0, trees)
