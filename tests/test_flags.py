@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import train
@@ -56,6 +57,12 @@ def wrong_models(models):
     wrong("endless", ["generation_config.json"], **files)
     template = b"{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}"
     wrong("strict-chat", chat_template__jinja=template)
+    weights = load_file(tiny / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    wrong("incomplete", model__safetensors=save(weights, {"format": "pt"}))
+    wrong("reshaped", config__json=settings("config.json", intermediate_size=80))
+    wrong("torn-weights", model__safetensors=(tiny / "model.safetensors").read_bytes()[:5000])
+    (models / "a-run/checkpoints").mkdir(parents=True)
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     wrong("own-code", config__json=settings("config.json", **own), mine__py=b"open('ran', 'w')")
 
@@ -112,6 +119,10 @@ BAD_INPUT = [
     ("--model models/bert", "--model models/bert: expected a causal language model"),
     ("--model models/endless", "--model models/endless: .*end token"),
     ("--model models/own-code", "--model models/own-code: "),
+    ("--model models/incomplete", "1 are missing or have other shapes, .*layers.0.mlp.up_proj"),
+    ("--model models/reshaped", "layers.0.mlp.down_proj.weight"),
+    ("--model models/torn-weights", "--model models/torn-weights: "),
+    ("--model models/a-run", "it is a run's folder"),
     # folders
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
