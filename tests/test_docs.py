@@ -240,10 +240,6 @@ def extended(tmp_path_factory):
     return project, (project / "out").read_text()
 
 
-def rows_of(project: Path, name: str) -> list[dict]:
-    return [strict(line) for line in (project / "runs" / name).read_text().splitlines()]
-
-
 def test_extended_as_the_page_says_it_trains(extended):
     """The page's command, short: each of the additions is at work."""
     project, said = extended
@@ -255,7 +251,7 @@ def test_extended_as_the_page_says_it_trains(extended):
     row = metrics(project / "runs/run")[0]
     assert {"length_std", "reward/last_line", "reward/length"} <= row.keys()
     assert row["sampler_kl"] > 1e-3  # the nucleus is another distribution
-    sample = rows_of(project, "run/samples.jsonl")[0]
+    sample = metrics(project / "runs/run", "samples")[0]
     assert sample["prompt"] == sample["answer"][::-1] + "="
     assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
 
@@ -263,7 +259,7 @@ def test_extended_as_the_page_says_it_trains(extended):
 def test_the_curriculum_of_the_page_begins_with_easy_rows_and_skips_mastered_ones(extended):
     project, said = extended
     assert "levels 0\n" in said, said
-    samples = {row["step"]: row["prompt"] for row in rows_of(project, "levels/samples.jsonl")}
+    samples = {row["step"]: row["prompt"] for row in metrics(project / "runs/levels", "samples")}
     assert samples == {1: "0=", 2: "1=", 3: "2=", 4: "2=", 5: "2="}
 
 

@@ -536,6 +536,7 @@ def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(
             R.completion_logprobs(model, out, 1.0, trees_of(out, 30))
         assert {mask.dtype for mask in masks} == {dtype}
         assert all(mask.shape[-1] % 8 == 0 for mask in masks)
+        assert all((mask == 0).any(-1).all() for mask in masks)  # padding sees itself: no NaN
         assert len({mask.data_ptr() for mask in masks}) == masks_of_a_pass
 
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +23,7 @@ from tools import (
     ROOT,
     SHAPE,
     Calls,
+    byte_tokenizer,
     command_line,
     good,
     launch,
@@ -111,16 +111,9 @@ def arguments_in_bash(command: str) -> list[str]:
 def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path):
     """The prompt has line breaks, control characters, quotes and commands. The console shows no
     control character, and the command in bash gets the same prompt."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *sorted(alphabet)])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    shape = SHAPE | {"vocab_size": len(words)}
-    policy = random_policy(models / "bytes", transformers.Qwen3Config(**shape))
-    ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(policy)
-
+    tokenizer = byte_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    config = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(tokenizer)})
+    policy = random_policy(models / "bytes", config, tokenizer)
     prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
     write_rows("strange.jsonl", [{"prompt": prompt, "answer": "0"}] * 12)
     flags = f"--model {policy} --data strange.jsonl --eval-data strange.jsonl --steps 1"
@@ -264,10 +257,6 @@ def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, see
     judged = Calls(train.judge_groups)
     monkeypatch.setattr(train, "judge_groups", judged.stand_in)
     folder = good(tmp_path, f"{BASE} {flags} --eval-samples 2").folder
-
-    def read(name):
-        return [strict(line) for line in (folder / name).read_text().splitlines()]
-
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert ["eval_solved" in row for row in rows] == [False, True, False, True]
@@ -283,18 +272,14 @@ def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, see
     config = strict((folder / "config.json").read_text())
     assert (config["completions_per_update"], config["dtype"]) == (4, "float32")
     assert config["clip_low"] == 3e-4 and config["name"] == "run"
-    samples = read("samples.jsonl")
+    samples = metrics(folder, "samples")
     group = [row for row in samples if "tokens" in row]
-    for row in group:
-        assert re.sub("<.*?>", "", "".join(row["tokens"])) == row["completion"]
-    assert all(len(row["tokens"]) == len(row["log_ratios"]) for row in group)
     assert {row["step"] for row in group} == {1, 2, 3, 4} and len(group) <= 16
-    assert any(any(row["log_ratios"]) for row in group)
     samples = [row for row in samples if "tokens" not in row]
     assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert all(row["prompt"].endswith("=") for row in samples)
     assert not any("<eos>" in row["completion"] for row in samples)
-    assert [row["step"] for row in read("evaluations.jsonl")] == [0] * 4 + [2] * 4 + [4] * 4
+    assert [row["step"] for row in metrics(folder, "evaluations")] == [0] * 4 + [2] * 4 + [4] * 4
     assert (folder / "report.html").exists()
     for path in folder.rglob("*"):  # no pickle, and no zip, which torch.save writes
         if path.is_file() and path.name != "lock":

@@ -7,7 +7,7 @@ import transformers
 
 import rollout
 from support import data
-from tools import BASE, SHAPE, digests, good, metrics, refused, strict, timeless
+from tools import BASE, SHAPE, digests, good, metrics, refused, timeless
 
 # tokens of one to three characters. "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
 WORDS = ["<pad>", "<eos>", "a", "b", "<s", "t>", "x<st>y", "st", "<", ">", "ab", "\n", "\n\n", "Q:"]
@@ -66,8 +66,7 @@ def test_a_text_that_no_tokens_write_is_refused(place, tmp_path):
 def test_a_run_with_stop_texts_resumes_to_the_same_bits(place, tmp_path):
     flags = f"{BASE} --max-new-tokens 24 --stop 2; --stop #"
     whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
-    rows = map(strict, (whole / "samples.jsonl").read_text().splitlines())
-    texts = [row["completion"] for row in rows]
+    texts = [row["completion"] for row in metrics(whole, "samples")]
     assert sum(text.endswith(("2;", "#")) for text in texts) > 2
     assert all(text.count("2;") + text.count("#") <= 1 for text in texts)
     assert metrics(whole)[0]["truncated"] < 1

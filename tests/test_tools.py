@@ -1,23 +1,28 @@
 """A tool that answers in the middle of a completion: the model reads its reply, which is no action
 of the policy's."""
 
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
-import transformers
 
 import gspo
 import rollout
 import train
 from support import tasks
-from support.user import UserError
 from test_ranks import alike, together
-from tools import BASE, character_tokenizer, digests, good, metrics, refused, timeless
+from tools import (
+    BASE,
+    byte_tokenizer,
+    character_tokenizer,
+    digests,
+    good,
+    metrics,
+    refused,
+    timeless,
+)
 
 pytest.importorskip("support.extras.tools")
 from support.extras.tools import LONGEST_REPLY, Tool, Turns, calculate, parse_tool  # noqa: E402
@@ -130,28 +135,23 @@ def test_an_end_token_that_may_ask_ends_and_one_in_a_reply_does_not(model):
     assert (given & (steps < out.lengths[:, None] - 1)).any()
 
 
-def test_scores_are_the_samplers_around_replies(model):
-    out = sampled(model)
-    scored, _ = rollout.completion_logprobs(model, out, temperature=1.0)
-    torch.testing.assert_close(scored, out.sampler_logprobs, atol=2e-5, rtol=0)
-
-
 def test_a_stop_text_may_begin_in_an_earlier_turn(model):
     """Two tokens, of which the first asks the tool, which mostly says nothing. A completion ends
     where the policy first completes the text, with the same tokens up to there."""
-    free = sampled(model, lambda text: "=7" if len(text) % 3 == 0 else "")
+
+    def function(text):
+        return "=7" if len(text) % 3 == 0 else ""
+
+    free = sampled(model, function)
     texts = TOKENIZER.batch_decode(free.completions, skip_special_tokens=True)
     stop = next(text[i : i + 2] for text in texts for i in [text.find(";")] if 0 <= i < 8)
     stops = rollout.StopTexts(TOKENIZER, [stop])
-    out = sampled(model, lambda text: "=7" if len(text) % 3 == 0 else "", stops=stops)
+    out = sampled(model, function, stops=stops)
     ended = 0
     for row, (ids, own) in enumerate(zip(free.completions.tolist(), free.completion_mask)):
         length = int(free.lengths[row])
-        places = [
-            end
-            for end in range(2, length + 1)
-            if own[end - 1] and TOKENIZER.decode(ids[end - 2 : end]) == stop
-        ]
+        written = TOKENIZER.batch_decode(list(zip(ids, ids[1:length])))  # each two tokens
+        places = [n + 2 for n, pair in enumerate(written) if pair == stop and own[n + 1]]
         expected = places[0] if places else length
         ended += bool(places)
         assert out.completions[row, :expected].tolist() == ids[:expected]
@@ -161,17 +161,6 @@ def test_a_stop_text_may_begin_in_an_earlier_turn(model):
 
 
 # ---- calls of the tool
-
-
-def byte_tokenizer():
-    """One token a byte, but one for 'é' and one for '>b'."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*letters, "Ã©", ">b"])}
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("Ã", "©"), (">", "b")]))
-    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.pre_tokenizer = level
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +177,7 @@ def byte_tokenizer():
 )
 def test_it_is_asked_when_its_text_is_complete(text, after, expected):
     """Once each, whatever the tokens. Only after a token that may ask."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer([("Ã", "©"), (">", "b")])
     turns = Turns(None, Tool(str, after), tokenizer)
     ids, asked = tokenizer.encode(text), []
     for count in range(1, len(ids) + 1):
@@ -196,14 +185,6 @@ def test_it_is_asked_when_its_text_is_complete(text, after, expected):
             assert ids[count - 1] in turns.asking
             asked.append(tokenizer.decode(ids[:count]))
     assert asked == expected
-
-
-def test_few_tokens_may_ask():
-    """`>` and `>b`. No other starts with an end of `</c>`. Without any the tool is refused."""
-    turns = Turns(None, Tool(str, "</c>"), byte_tokenizer())
-    assert [turns.read([token]) for token in turns.asking] == [">", ">b"]
-    with pytest.raises(UserError, match="--tool: no token"):
-        Turns(None, Tool(str, "</c>"), TOKENIZER)
 
 
 def test_a_tool_that_fails_is_a_fault_and_no_reply():
@@ -264,6 +245,7 @@ def test_a_place_is_read_or_refused_in_one_sentence(tmp_path):
         ("calc", "calculator"),
         ("tool.py:answers@;", "did you mean answer"),
         ("no.py:answer@;", "FileNotFoundError"),
+        ("tool.py:answer@</c>", "no token of this tokenizer can complete"),
     ):
         sentence = refused(tmp_path / "runs", BASE, "--tool", place)
         assert words in sentence and "--tool" in sentence
@@ -317,8 +299,8 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
 def test_a_run_with_experts_replays_them_around_replies_and_shows_the_whole_text(tmp_path):
     folder = good(tmp_path, f"{WITH} --model models/moe --routing-replay --eval-every 1").folder
     assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in metrics(folder))
-    rows = [json.loads(line) for line in Path(folder, "samples.jsonl").read_text().splitlines()]
-    asked = [row["completion"] for row in rows if "2" in row["completion"][:10]]
+    texts = [row["completion"] for row in metrics(folder, "samples")]
+    asked = [text for text in texts if "2" in text[:10]]
     assert asked
     for text in asked:
         place = text.index("2") + 1

@@ -29,7 +29,6 @@ from tools import (
     refused,
     rows_of,
     spied,
-    strict,
     write_rows,
     z_scores,
 )
@@ -499,7 +498,7 @@ def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
     flags += " --max-new-tokens 12 --lr 1e-2"
     folder = good(tmp_path, flags).folder
     [row] = metrics(folder)
-    first, *shown = map(strict, Path(folder, "samples.jsonl").read_text().splitlines())
+    first, *shown = metrics(folder, "samples")
     assert "tokens" not in first and len(shown) == 4
     for each in shown:
         assert each["group"] == 0 and len(each["tokens"]) == len(each["log_ratios"])
