@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from tools import BASE, Calls, good, gradients, metrics, newest, rows_of, write_rows
+from tools import BASE, Calls, good, gradients, metrics, newest, rows_of
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -19,12 +19,6 @@ MIXED = (
     "--lr 1e-4 --prompts-per-step 6 --completions-per-update 8 --eval-prompts 1 "
     "--overlong-cache 0 --no-dynamic-sampling --kl-coef 0"
 )
-
-
-@pytest.fixture
-def prompts(place):
-    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
-    return write_rows(place / "rows.jsonl", rows)
 
 
 def kinds_of_updates(steps) -> set[str]:

@@ -82,20 +82,14 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
 # ---- verifiers
 
 
-def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path, monkeypatch):
-    """Nothing but zeros would come. This one works until weights are there."""
-    late = "import os\n\n\ndef late(completion, answer):\n    return float(os.environ['LATE'])\n"
+def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path):
+    """Nothing but zeros would come. This one works on the texts with which it is tried before."""
+    late = "def late(completion, answer):\n    return float(completion == '' or int(answer))\n"
     Path("late.py").write_text(late)
-    load_model = train.load_model
-
-    def spoil(*args, **kwargs):
-        monkeypatch.delenv("LATE")
-        return load_model(*args, **kwargs)
-
-    monkeypatch.setenv("LATE", "1")
-    monkeypatch.setattr(train, "load_model", spoil)
-    sentence = refused(tmp_path / "runs", f"{BASE} --reward late.py:late")
-    assert "every completion" in sentence and re.search("late.*KeyError", sentence)
+    write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "x"} for i in range(9)])
+    flags = "--data rows.jsonl --eval-data rows.jsonl --reward late.py:late"
+    sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
+    assert "every completion" in sentence and re.search("late.*ValueError", sentence)
     assert not (tmp_path / "runs").exists()
 
 
