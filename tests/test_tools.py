@@ -316,13 +316,6 @@ def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
     assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
 
 
-def test_a_resumed_run_with_a_tool_is_the_same_run(tmp_path):
-    whole = good(tmp_path / "whole", f"{WITH} --algo ppo --save-every 1").folder
-    good(tmp_path / "parts", f"{WITH} --algo ppo --steps 1 --save-every 1")
-    parts = good(tmp_path / "parts", "--resume --name run --steps 2", small=False).folder
-    assert digests(whole) == digests(parts)
-
-
 @pytest.mark.slow
 def test_two_processes_with_a_tool_train_as_one(tmp_path):
     flags = f"{WITH} --algo gspo-token --reward pay.py:steps --steps 4 --lr 1e-4"
