@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from tools import BASE, Calls, good, gradients, metrics, newest, rows_of
+from tools import BASE, good, gradients, metrics, newest, rows_of, watched
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -92,8 +92,7 @@ def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):
     """Each once. So are passes of the model, before the updates and in them."""
-    calls = Calls(rollout.completion_logprobs)
-    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
+    calls = watched(monkeypatch, rollout, "completion_logprobs")
     good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
     alive = 0
     for step in seen.steps:

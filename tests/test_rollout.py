@@ -15,7 +15,7 @@ import rollout as R
 from bench_architectures import build, examine, trees_of
 from support.models import checkpoint_layers, critic_of, frozen_copy
 from support.user import UserError
-from tools import character_tokenizer
+from tools import character_tokenizer, watched
 
 transformers.logging.set_verbosity_error()
 
@@ -79,17 +79,6 @@ def gradients(model):
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     return found
-
-
-def watch(monkeypatch, owner, name, note):
-    """Call note with the arguments of each call of a function."""
-    function = getattr(owner, name)
-
-    def watched(*arguments, **options):
-        note(*arguments, **options)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, watched)
 
 
 # ---- parity with transformers
@@ -428,10 +417,9 @@ def test_trees_have_the_scores_and_gradients_of_rows(kind, forced):
 
 def test_equal_tokens_after_equal_texts_are_predicted_once(monkeypatch):
     """8 tokens after each of two prompts, in three completions and in two."""
-    out, sizes = rollout_of(CASES["identical"]), []
-    watch(monkeypatch, R, "logits_of", lambda model, hidden: sizes.append(len(hidden)))
+    out, calls = rollout_of(CASES["identical"]), watched(monkeypatch, R, "logits_of")
     R.completion_logprobs(tiny(), out, 1.0, trees_of(out, 20))
-    assert sizes == [16]
+    assert [len(logits) for *_, logits in calls] == [16]
 
 
 def random_groups(groups, size, prompt, longest, seed=0):
@@ -449,17 +437,18 @@ def random_groups(groups, size, prompt, longest, seed=0):
 @pytest.mark.parametrize("tokens", [1, 80, 200, 1000])
 def test_micro_batches_compute_no_more_tokens_than_they_may(shares, tokens, monkeypatch):
     """Padding included, or one row. Together they are all completions, with their log-probs."""
-    model, shapes, rows = tiny("gemma3_text"), [], []
+    model, rows = tiny("gemma3_text"), []
     out = random_groups(6, 8, prompt=40, longest=10)
     whole, _ = R.completion_logprobs(model, out, 1.0)
-    watch(monkeypatch, model.model, "forward", lambda ids, **_: shapes.append(ids.shape))
+    passes = watched(monkeypatch, model.model, "forward")
     for part in R.micro_batches(out, tokens, shares):
         logprobs, _ = R.completion_logprobs(model, part.completions, 1.0, part.trees)
         torch.testing.assert_close(logprobs, whole[part.rows], atol=1e-5, rtol=0)
         rows += part.rows.tolist()
         assert (part.trees is not None) == (shares and tokens > 1)
     assert sorted(rows) == list(range(48))
-    assert all(shape.numel() <= tokens or tokens == shape[0] == 1 for shape in shapes)
+    for (ids, *_), _, _ in passes:
+        assert ids.numel() <= tokens or tokens == len(ids) == 1
 
 
 def test_groups_stay_together_but_at_borders_and_rows_of_trees_are_of_one_size():
@@ -495,19 +484,16 @@ def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(
 ):
     """One tensor for all layers of a kind. Its rows are a multiple of 8 numbers. (Windows of rows
     need the library's own mask.)"""
-    model, masks = tiny(kind), []
-    out = rollout_of(CASES["duplicate prompts"])
-
-    def note(*_, attn_mask=None, **options):
-        masks.append(attn_mask)
-
-    watch(monkeypatch, torch.nn.functional, "scaled_dot_product_attention", note)
+    model, out = tiny(kind), rollout_of(CASES["duplicate prompts"])
+    calls = watched(monkeypatch, torch.nn.functional, "scaled_dot_product_attention")
     R.completion_logprobs(model, out, 1.0)
+    masks = [options["attn_mask"] for _, options, _ in calls]
     assert masks.count(None) == {"qwen3": 2, "gemma3_text": 1}[kind]
     for dtype in (torch.float32, torch.bfloat16):
-        masks.clear()
+        calls.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
             R.completion_logprobs(model, out, 1.0, trees_of(out, 30))
+        masks = [options["attn_mask"] for _, options, _ in calls]
         assert {mask.dtype for mask in masks} == {dtype}
         assert all(mask.shape[-1] % 8 == 0 for mask in masks)
         assert all((mask == 0).any(-1).all() for mask in masks)  # padding sees itself: no NaN
@@ -591,19 +577,11 @@ def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
     model = tiny(vocab_size=400)
     out = by_length([100] * 20, prompt=4)
     tokens = torch.randint(3, 400, (20, 104), generator=torch.Generator().manual_seed(0))
-    out, sizes = out._replace(tokens=tokens), []
-    head = R.logits_of
-
-    def counting(*given):
-        logits = head(*given)
-        sizes.append(logits.numel())
-        return logits
-
-    monkeypatch.setattr(R, "logits_of", counting)
+    out, calls = out._replace(tokens=tokens), watched(monkeypatch, R, "logits_of")
     logprobs, entropy = R.completion_logprobs(model, out, 1.0)
-    assert len(sizes) == 4 and sum(sizes) == 2000 * 400
+    assert [len(logits) for *_, logits in calls] == [655, 655, 655, 35]
     (logprobs.sum() + entropy.sum()).backward()
-    assert len(sizes) == 7 and max(sizes) <= 2**18
+    assert len(calls) == 7
     found = gradients(model)
     own, entropies = map(torch.cat, zip(*own_logprobs(model, out)))
     torch.testing.assert_close(logprobs.flatten(), own, atol=1e-5, rtol=1e-5)
@@ -632,16 +610,12 @@ def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch
     """As every other linear map: in values and gradients it is rounding, and it saves time and
     memory on a GPU. Without autocast, and with gradient checkpointing, nothing changes."""
     tiny(kind).save_pretrained(tmp_path)
-    model, dtypes = R.load_model(str(tmp_path), "cpu"), []
+    model = R.load_model(str(tmp_path), "cpu")
     out = sampled(model)
     exact, _ = R.completion_logprobs(model, out, 1.0)
     assert torch.equal(exact, R.completion_logprobs(tiny(kind), out, 1.0)[0])
 
-    def note(states, weights, **_):
-        dtypes.extend([states.dtype, weights.dtype])
-
-    watch(monkeypatch, torch.nn.functional, "grouped_mm", note)
-    found = []
+    calls, found = watched(monkeypatch, torch.nn.functional, "grouped_mm"), []
     for checkpointing in (False, True):
         if checkpointing:
             checkpoint_layers(model, [])
@@ -650,7 +624,7 @@ def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch
         logprobs.sum().backward()
         found.append(gradients(model))
         assert (logprobs - exact).abs().mean() < 0.1
-    assert set(dtypes) == {torch.bfloat16}
+    assert {each.dtype for given, _, _ in calls for each in given} == {torch.bfloat16}
     assert all(map(torch.equal, *found))
     assert all(gradient.dtype == torch.float32 for gradient in found[0])
 

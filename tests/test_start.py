@@ -22,7 +22,6 @@ from tools import (
     BASE,
     ROOT,
     SHAPE,
-    Calls,
     byte_tokenizer,
     command_line,
     good,
@@ -32,6 +31,7 @@ from tools import (
     random_policy,
     refused,
     strict,
+    watched,
     write_rows,
 )
 
@@ -248,8 +248,7 @@ def test_a_torch_for_cuda_that_finds_no_gpu_says_so(cuda, said, monkeypatch, tmp
 
 def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, seen, tmp_path):
     flags = "--steps 4 --save-every 1 --eval-every 2 --kl-coef 0.05 --lr 2e-4 --max-new-tokens 16"
-    judged = Calls(train.judge_groups)
-    monkeypatch.setattr(train, "judge_groups", judged.stand_in)
+    judged = watched(monkeypatch, train, "judge_groups")
     folder = good(tmp_path, f"{BASE} {flags} --eval-samples 2").folder
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

@@ -17,7 +17,6 @@ import rollout
 import train
 from tools import (
     BASE,
-    Calls,
     by_group,
     centred,
     good,
@@ -29,6 +28,7 @@ from tools import (
     refused,
     rows_of,
     spied,
+    watched,
     write_rows,
     z_scores,
 )
@@ -542,8 +542,7 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
     """Held-out prompts, once at temperature 0. Before and after, k times at that of training.
     Steps and refills have random numbers of their own. Every evaluation has the same, to compare.
     """
-    calls = Calls(rollout.generate)
-    monkeypatch.setattr(rollout, "generate", calls.stand_in)
+    calls = watched(monkeypatch, rollout, "generate")
     flags = "--algo dapo --reward pay.py:never --eval-every 1 --eval-samples 3 --temperature 0.7"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     kinds, numbers = [], {}
@@ -645,8 +644,7 @@ def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_pat
     def spoil(number, result):  # a step has 4 before the updates, and 4 in them
         return result * math.nan if number < 8 else result
 
-    calls = Calls(rollout.completion_values, spoil)
-    monkeypatch.setattr(rollout, "completion_values", calls.stand_in)
+    watched(monkeypatch, rollout, "completion_values", spoil)
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
     assert [row["bad_updates"] for row in rows] == [4, 0]
     assert ["advantage_abs" in row for row in rows] == [False, True]

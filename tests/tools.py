@@ -236,6 +236,13 @@ class Calls(list):
         self.stand_in = stand_in
 
 
+def watched(monkeypatch, owner, name, change=None) -> Calls:
+    """The calls of owner.name from now on."""
+    calls = Calls(getattr(owner, name), change)
+    monkeypatch.setattr(owner, name, calls.stand_in)
+    return calls
+
+
 def spied(monkeypatch, algorithm, field, change=None) -> Calls:
     """The calls of a function that a row of ALGOS names."""
     row = gspo.ALGOS[algorithm]
