@@ -62,7 +62,6 @@ def wrong_models(models):
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 LISTED = '{"prompt": "1+1=", "answer": ["2"]}\n'
-LONG = "".join(f'{{"prompt": "{"1" * n}", "answer": "2"}}\n' for n in range(600, 612))
 MISSING = "mps" if torch.cuda.is_available() else "cuda"
 # a row a mechanism: flags after those of BASE, words of the sentence, the content of bad.jsonl
 BAD_INPUT = [
@@ -97,10 +96,7 @@ BAD_INPUT = [
     ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
-    ("--data bad.jsonl", "--data bad.jsonl: .*two prompts", ROW),
-    ("--data bad.jsonl", "--data bad.jsonl, line 1: .*found a JSON array", f"[\n{ROW}]"),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
-    ("--data bad.jsonl", "context of 512 less --max-new-tokens", LONG),
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
     ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
     ("--max-new-tokens 510", "held out: .* more than 2 tokens"),
