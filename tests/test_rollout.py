@@ -659,32 +659,22 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def command(capsys):
-    """command(arguments...) -> its status and output. It shows no progress bar in a pipe."""
+def test_the_command_prints_completions(folder, capsys, monkeypatch):
+    flags = f"--model {folder} --prompt 1+2= --samples 3 --max-new-tokens 24 --device cpu"
 
-    def run(*arguments):
-        transformers.utils.logging.enable_progress_bar()
-        status = R.main([str(argument) for argument in arguments])
-        return status, *capsys.readouterr()
+    def command(more=""):
+        return R.main(f"{flags} {more}".split()), *capsys.readouterr()
 
-    return run
-
-
-def test_the_command_prints_completions(folder, command, monkeypatch):
-    flags = "--prompt 1+2= --samples 3 --max-new-tokens 24 --device cpu"
-    first, same, other = [
-        command("--model", folder, *flags.split(), "--seed", seed) for seed in (0, 0, 1)
-    ]
+    transformers.utils.logging.enable_progress_bar()  # a pipe shows none
+    first, same, other = command("--seed 0"), command("--seed 0"), command("--seed 1")
     assert first == same != other
     status, text, errors = first
     assert status == 0 and errors == "" and text.count("\n") >= 3
+    error = "error: --temperature -1.0: expected at least 0\n"
+    assert command("--temperature -1") == (2, "", error)
     hostile = "a\x1b[31mb\nc"  # escape sequences do not reach the terminal
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "decode", lambda *_, **__: hostile)
-    _, text, _ = command("--model", folder, *flags.split())
-    assert text == 3 * "a\\x1b[31mb\nc\n"
-    status, text, error = command("--model", folder, *flags.split(), "--temperature", "-1")
-    assert (status, text) == (2, "") and error == "error: --temperature -1.0: expected at least 0\n"
+    assert command()[1] == 3 * "a\\x1b[31mb\nc\n"
 
 
 def test_ends_are_the_tokenizers_and_the_generation_configs(folder):

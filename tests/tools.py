@@ -60,11 +60,6 @@ def steps(completion, answer):
 '''
 
 
-def needed(algorithm: str) -> str:
-    """Flags that an algorithm needs: the mixture, with the same tokens, is its teacher."""
-    return "--teacher models/moe" if gspo.ALGOS[algorithm].reads == "teacher" else ""
-
-
 def furnish(folder, models):
     """Put the models and the rewards into the working directory of a run."""
     Path(folder, "models").symlink_to(models)
