@@ -88,13 +88,6 @@ def test_a_starts_as_torch_initialises_a_linear_layer():
     assert not torch.equal(*starts[0])
 
 
-def test_frozen_weights_are_bfloat16_and_the_rest_is_float32():
-    policy = adapted(build("qwen3"), torch.bfloat16)
-    for name, parameter in policy.named_parameters():
-        assert parameter.requires_grad == ("lora_" in name) and parameter.dtype == torch.float32
-    assert {each.frozen.dtype for each in layers_of(policy).values()} == {torch.bfloat16}
-
-
 def test_which_layers_have_adapters():
     """As many factors as different weights, though more layers use them. peft refuses a Mamba's
     out_proj, and cannot adapt the weights that Mamba uses itself. GPT-2 has no linear layers."""

@@ -313,24 +313,6 @@ def test_rows_and_joined_rollouts_keep_every_token():
     torch.testing.assert_close(scores.detach(), expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("wants_trees", [False, True])
-def test_what_a_tool_wrote_is_read_and_not_scored(wants_trees):
-    """Values and gradients of the tokens that the policy wrote, within the whole text."""
-    model = tiny("gemma3_text")
-    out = sampled(model)
-    mask = out.completion_mask & (random_numbers(*out.completion_mask.shape) < 0.6)
-    results = []
-    for one in (out, out._replace(completion_mask=mask)):
-        trees = layout(one, wants_trees)
-        logprobs, entropy = R.completion_logprobs(model, one, 1.0, trees)
-        wanted = torch.where(mask, logprobs + entropy, 0.0)
-        wanted.sum().backward()
-        results.append([wanted.detach(), *gradients(model)])
-    assert not logprobs[~mask].any() and not entropy[~mask].any()
-    for a, b in zip(*results):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
 def rollout_of(groups, forced=0.0):
     """Return a rollout of pairs (prompt, completions), of which a fraction of the completions'
     tokens is not the policy's own."""
