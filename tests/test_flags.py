@@ -70,6 +70,8 @@ BAD_INPUT = [
     ("--learning_rate 1 --wib=2 --beta -1", "--learning_rate, --wib=2, --beta: .* use --lr"),
     ("--wibble-wobble 3", r"--wibble-wobble: there is no such flag$"),
     ("--lr", "--lr: expected"),
+    ("--prompts-per-step 9999999999999", "--prompts-per-step 9999999999999: .*at most 1000000"),
+    ("--group-size 9999999999999", "--group-size 9999999999999: .*at most 1000000"),
     ("--algo gsop", "--algo gsop: expected one of .*mean gspo"),
     # flags that do not fit each other, or would do nothing
     ("--completions-per-update 7", "--completions-per-update 7: no divisor of 16"),
