@@ -82,17 +82,14 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def path_of(page: str) -> Path:
-    return ROOT / page if page == "README.md" else ROOT / "docs" / page
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """To a file of the project, and to a heading of it."""
+    folder = ROOT if page == "README.md" else ROOT / "docs"
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
-            target = path_of(page).parent / name if name else path_of(page)
+            target = folder / (name or page)
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text()), link
 

@@ -331,10 +331,7 @@ def test_bfloat16_is_the_default_of_a_gpu_except_for_the_built_in_policy(monkeyp
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, place):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
     calls = []
-    check = rollout.check_scorer
-    monkeypatch.setattr(
-        rollout, "check_scorer", lambda *given: calls.append("check") or check(*given)
-    )
+    monkeypatch.setattr(rollout, "check_scorer", lambda *given: calls.append("check"))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     policy = rollout.load_model("models/tiny", "cpu")
     for device, dtype, expected in (
