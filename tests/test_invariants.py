@@ -41,7 +41,7 @@ def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
     assert orders[:2] == orders[2:4]
     assert len({*orders, tuple(range(16))}) == 5
     same_run(folders[0], folders[1])
-    assert texts[0] != texts[2] and texts[0][:16] != texts[0][16:]
+    assert texts[0][:16] not in (texts[0][16:], texts[2][:16])  # of the first step
 
 
 @in_place
