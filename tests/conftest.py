@@ -18,7 +18,7 @@ import transformers  # noqa: E402
 
 import train  # noqa: E402
 from support import tasks  # noqa: E402
-from tools import EXPERTS, SHAPE, furnish, random_policy  # noqa: E402
+from tools import EXPERTS, SHAPE, furnish, random_policy, write_rows  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -58,6 +58,13 @@ def place(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(models / "cache"))
     monkeypatch.setattr(tasks, "WARM_STEPS", 8)
     return here
+
+
+@pytest.fixture
+def prompts(place):
+    """rows.jsonl: prompts on 1, which pay.py:by_prompt finds right, on 2, wrong, and on 3."""
+    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
+    return write_rows(place / "rows.jsonl", rows)
 
 
 @pytest.fixture

@@ -15,29 +15,21 @@ from pathlib import Path
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import modeling_utils
 
-PLACES = {}  # address of a storage -> (a reference that keeps the address from use again, place)
 MIXED = "Expected all tensors to be on the same device, but found at least two, cuda:0 and cpu"
 
 
 def place_of(tensor: Tensor) -> str:
     """ "cuda", "cpu", or "either": torch made it in an operation, and nobody said where."""
-    return PLACES.get(tensor.untyped_storage()._cdata, (None, "cpu"))[1]
+    return getattr(tensor.untyped_storage(), "place", "cpu")
 
 
 def put(tensor: Tensor, place: str) -> None:
-    storage = tensor.untyped_storage()
-    known = PLACES.get(storage._cdata)
-    PLACES[storage._cdata] = (known[0] if known else StorageWeakRef(storage), place)
-    if len(PLACES) % 2000 == 0:
-        for address, (reference, _) in list(PLACES.items()):
-            if reference.expired():
-                del PLACES[address]
+    tensor.untyped_storage().place = place
 
 
 def tensors(values) -> list[Tensor]:

@@ -90,29 +90,24 @@ def test_loop_takes_four_updates_a_step(loop):
     assert all(any(gradient.any() for gradient in update) for update in first)
 
 
-def test_loop_masks_to_the_first_end_token(loop):
-    """Against a loop over tokens. Some completions end early, and some never."""
-    lengths = []
-    for row, mask in zip(loop.tokens[:, -loop.width :].tolist(), loop.mask.tolist()):
-        length = row.index(1) + 1 if 1 in row else len(row)
-        assert mask == [place < length for place in range(len(row))]
-        lengths.append(length)
-    assert min(lengths) < max(lengths)
-
-
-def test_loop_logprobs_are_those_of_each_row_alone(loop):
-    """Every completion without padding, by one softmax a token."""
+def test_loop_masks_to_the_first_end_token_and_scores_each_row_as_if_alone(loop):
+    """Against loops over tokens: every completion without padding, by one softmax a token. Some
+    completions end early, some never, and some rows are padded on the left."""
     with torch.no_grad():
         found = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
+        lengths = []
         for tokens, seen, mask, logprobs in zip(loop.tokens, loop.seen, loop.mask, found):
+            completion = tokens[-loop.width :].tolist()
+            length = completion.index(1) + 1 if 1 in completion else loop.width
+            assert mask.tolist() == [place < length for place in range(loop.width)]
             row = tokens[seen.bool()]
-            length = int(mask.sum())
             logits = loop.policy(row[None]).logits[0] / 0.7
             for t in range(length):
                 place = len(row) - length + t
                 expected = logits[place - 1].log_softmax(-1)[row[place]]
                 torch.testing.assert_close(logprobs[t], expected, atol=1e-5, rtol=1e-5)
-    assert not loop.seen[:, 0].all()  # some rows are padded on the left
+            lengths.append(length)
+    assert min(lengths) < max(lengths) and not loop.seen[:, 0].all()
 
 
 def test_loop_old_logprobs_are_those_before_the_updates(policy):

@@ -13,7 +13,7 @@ import bench_peers
 import rewards
 from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs
 from support.user import UserError
-from tools import BASE, character_tokenizer, copied, good, metrics, strict, write_rows
+from tools import BASE, character_tokenizer, copied, good, metrics, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -246,5 +246,5 @@ def test_a_conversation_is_sampled_judged_and_shown(chat, seen, tmp_path):
     for row in seen.run.held_out:
         problem = row["prompt"][-1]["content"]
         assert seen.run.tokenizer.decode(row[IDS]) == f"#1;2+2;4;{problem}="
-    sample = strict((result.folder / "samples.jsonl").read_text().splitlines()[0])
+    sample = metrics(result.folder, "samples")[0]
     assert sample["prompt"].startswith("system: 1\n\nuser: 2+2\n\nassistant: 4\n\nuser: 7+")

@@ -82,17 +82,14 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def path_of(page: str) -> Path:
-    return ROOT / page if page == "README.md" else ROOT / "docs" / page
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """To a file of the project, and to a heading of it."""
+    folder = ROOT if page == "README.md" else ROOT / "docs"
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
-            target = path_of(page).parent / name if name else path_of(page)
+            target = folder / (name or page)
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text()), link
 
@@ -240,13 +237,13 @@ def extended(tmp_path_factory):
     return project, (project / "out").read_text()
 
 
-def rows_of(project: Path, name: str) -> list[dict]:
-    return [strict(line) for line in (project / "runs" / name).read_text().splitlines()]
-
-
 def test_extended_as_the_page_says_it_trains(extended):
-    """The page's command, short: each of the additions is at work."""
+    """The page's command, short: each of the additions is at work. Of chances 0.5, 0.3, 0.15 and
+    0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
     project, said = extended
+    assert "--positive-weight 0.2: gspo has none" in said and "refused 2\n" in said, said
+    counts, chances = json.loads(re.search(r"nucleus (.*)", said)[1])
+    assert counts == [0, 500, 0, 300] and chances == pytest.approx([3 / 8, 5 / 8])
     assert "trained 0\n" in said, said
     config = strict((project / "runs/run/config.json").read_text())
     assert (config["positive_weight"], config["optimizer"], config["top_p"]) == (0.2, "sgd", 0.9)
@@ -255,7 +252,7 @@ def test_extended_as_the_page_says_it_trains(extended):
     row = metrics(project / "runs/run")[0]
     assert {"length_std", "reward/last_line", "reward/length"} <= row.keys()
     assert row["sampler_kl"] > 1e-3  # the nucleus is another distribution
-    sample = rows_of(project, "run/samples.jsonl")[0]
+    sample = metrics(project / "runs/run", "samples")[0]
     assert sample["prompt"] == sample["answer"][::-1] + "="
     assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
 
@@ -263,7 +260,7 @@ def test_extended_as_the_page_says_it_trains(extended):
 def test_the_curriculum_of_the_page_begins_with_easy_rows_and_skips_mastered_ones(extended):
     project, said = extended
     assert "levels 0\n" in said, said
-    samples = {row["step"]: row["prompt"] for row in rows_of(project, "levels/samples.jsonl")}
+    samples = {row["step"]: row["prompt"] for row in metrics(project / "runs/levels", "samples")}
     assert samples == {1: "0=", 2: "1=", 3: "2=", 4: "2=", 5: "2="}
 
 
@@ -277,18 +274,6 @@ def test_the_value_head_of_the_page_is_trained_saved_and_resumed(extended):
     ]
     assert one.any() and not torch.equal(one, two)
     assert metrics(project / "runs/ppo")[0]["critic_grad_norm"] > 0
-
-
-def test_the_flag_of_the_page_is_refused_elsewhere(extended):
-    assert "--positive-weight 0.2: gspo has none" in extended[1]
-    assert "refused 2\n" in extended[1]
-
-
-def test_the_nucleus_of_the_page_is_renormalised(extended):
-    """Of 0.5, 0.3, 0.15, 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
-    counts, chances = json.loads(re.search(r"nucleus (.*)", extended[1])[1])
-    assert counts == [0, 500, 0, 300]
-    assert chances == pytest.approx([3 / 8, 5 / 8])
 
 
 def test_the_sampler_of_the_page_trains(place):

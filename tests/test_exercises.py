@@ -23,13 +23,14 @@ def test_empty_functions_and_bugs_fail_and_the_originals_are_right(tmp_path):
     copy = tmp_path / "copy"
     exercises.make_copy(copy)
     for verdict in ("not yet", "right"):
-        out = tmp_path / verdict
-        for words in (exercises.EXERCISES, ["bugs"]):
-            process = fork(program, CHECK, *words, out=out, folder=copy)
+        both = {tmp_path / f"{verdict}, functions": exercises.EXERCISES}
+        both[tmp_path / f"{verdict}, bugs"] = ["bugs"]
+        for process in [fork(program, CHECK, *both[out], out=out, folder=copy) for out in both]:
             process.join()
+        text = "".join(out.read_text() for out in both)
         for name in (*exercises.EXERCISES, *(f"{name}_loss" for name in exercises.BUGS)):
-            assert f"\n{name}: {verdict}" in out.read_text(), out.read_text()
-        assert (out.read_text().count("    Expected ") >= 4) == (verdict == "not yet")
+            assert f"\n{name}: {verdict}" in f"\n{text}", text
+        assert (text.count("    Expected ") >= 4) == (verdict == "not yet")
         for file in {file for file, _, _ in exercises.EXERCISES.values()}:
             (copy / file).write_text((ROOT / file).read_text())  # the solution
         (copy / "docs/bugs.py").write_text("from gspo import *\n")

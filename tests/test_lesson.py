@@ -7,7 +7,6 @@ After a change of a loss: python tests/test_lesson.py
 import ast
 import difflib
 import inspect
-import json
 import math
 import re
 import sys
@@ -23,8 +22,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import exercises  # noqa: E402
 
 import gspo  # noqa: E402
+from tools import metrics  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
+LESSON = PAGE.read_text(encoding="utf-8")
 # a line that no reader sees, and the block behind it
 DIFF = re.compile(r"<!-- diff (\w+) (\w+) -->\n```diff\n.*?```\n", re.DOTALL)
 
@@ -55,14 +56,12 @@ def with_diffs(text: str) -> str:
 
 
 def test_diffs_of_the_lesson_are_those_of_gspo():
-    text = PAGE.read_text(encoding="utf-8")
-    assert len(DIFF.findall(text)) == text.count("```diff") > 3
-    assert text == with_diffs(text), "a loss has changed: python tests/test_lesson.py"
+    assert len(DIFF.findall(LESSON)) == LESSON.count("```diff") > 3
+    assert with_diffs(LESSON) == LESSON, "a loss has changed: python tests/test_lesson.py"
 
 
 def test_programs_print_the_numbers_of_the_page(capsys):
-    text = PAGE.read_text(encoding="utf-8")
-    programs = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", text)
+    programs = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", LESSON)
     assert [source.split()[1] for source, _ in programs] == ["bandit.py", "means.py"]
     for source, printed in programs:
         with torch.random.fork_rng():
@@ -72,11 +71,10 @@ def test_programs_print_the_numbers_of_the_page(capsys):
 
 def test_batch_worked_by_hand_is_that_of_the_losses():
     """Its table and its picture come from the losses, and s is the root of the product."""
-    text = PAGE.read_text(encoding="utf-8")
-    assert f"```text\n{exercises.weights_table()}\n```" in text
+    assert f"```text\n{exercises.weights_table()}\n```" in LESSON
     for name, ratios in zip("abcd", exercises.RATIOS, strict=True):
         s = math.prod(ratios) ** (1 / len(ratios))
-        assert f"| {name} | {s:.4f} |" in text
+        assert f"| {name} | {s:.4f} |" in LESSON
     numbers = [ratio for row in exercises.RATIOS for ratio in row]
     for name in exercises.LOSSES:
         rows, _ = exercises.weights(getattr(gspo, f"{name}_loss"))
@@ -88,11 +86,10 @@ def test_batch_worked_by_hand_is_that_of_the_losses():
 
 def test_clip_fraction_is_that_of_the_default_run():
     """The page said "60% at first, 10% at the end" when the run said half and a fifth."""
-    rows = (ROOT / "docs/runs/gspo/metrics.jsonl").read_text().splitlines()
-    clipped = [json.loads(row)["clip_fraction"] for row in rows]
+    clipped = [row["clip_fraction"] for row in metrics(ROOT / "docs/runs/gspo")]
     first, last = fmean(clipped[:10]), fmean(clipped[-10:])
-    assert f"{first:.0%} in the first ten steps" in PAGE.read_text(encoding="utf-8")
-    assert f"{last:.0%} in the last ten" in PAGE.read_text(encoding="utf-8")
+    assert f"{first:.0%} in the first ten steps" in LESSON
+    assert f"{last:.0%} in the last ten" in LESSON
     assert first == pytest.approx(0.5, abs=0.05) and last == pytest.approx(0.2, abs=0.05)
 
 
@@ -110,8 +107,7 @@ def test_accuracies_by_learning_rate_are_those_of_the_runs():
     """README and section 11: the mean of steps 12 and 16 over the seeds that have every run, in
     italics where it is below the mean start."""
     ends, starts = {}, {}
-    for line in (ROOT / "docs/runs/rates/rows.jsonl").read_text().splitlines():
-        run = json.loads(line)
+    for run in metrics(ROOT / "docs/runs/rates", "rows"):
         if run["tokens"] == 80 and not run["more"] and run["row"] in RATE_ROWS:
             outcome = 50 * (run["solved"]["12"] + run["solved"]["16"])
             ends.setdefault(run["seed"], {})[run["row"], run["lr"]] = outcome

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from tools import BASE, Calls, good, gradients, metrics, newest, rows_of, write_rows
+from tools import BASE, good, gradients, metrics, newest, rows_of, watched
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -19,12 +19,6 @@ MIXED = (
     "--lr 1e-4 --prompts-per-step 6 --completions-per-update 8 --eval-prompts 1 "
     "--overlong-cache 0 --no-dynamic-sampling --kl-coef 0"
 )
-
-
-@pytest.fixture
-def prompts(place):
-    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
-    return write_rows(place / "rows.jsonl", rows)
 
 
 def kinds_of_updates(steps) -> set[str]:
@@ -98,8 +92,7 @@ def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
 
 def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):
     """Each once. So are passes of the model, before the updates and in them."""
-    calls = Calls(rollout.completion_logprobs)
-    monkeypatch.setattr(rollout, "completion_logprobs", calls.stand_in)
+    calls = watched(monkeypatch, rollout, "completion_logprobs")
     good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
     alive = 0
     for step in seen.steps:

@@ -12,7 +12,7 @@ from bench_architectures import build
 from bench_memory import SHAPES
 from counting import Counting
 from support.flags import default_dtype
-from support.models import body_of, frozen_copy, load_model, logits_of, refresh
+from support.models import body_of, context_of, frozen_copy, load_model, logits_of, refresh
 
 SCALES = {
     "cohere": dict(logit_scale=0.25),
@@ -97,8 +97,25 @@ def test_a_teacher_is_loaded_in_its_final_dtype(models):
     assert not teacher.training
 
 
+def test_a_context_is_that_in_which_a_text_means_the_same():
+    """With longrope frequencies change beyond the original context, in whichever kind of layer."""
+    long = dict(rope_type="longrope", original_max_position_embeddings=64)
+    yarn = long | dict(rope_type="yarn")
+    for size, ropes, expected in (
+        (None, {}, 2**20),
+        (-1, {}, 2**20),
+        (128, {}, 128),
+        (128, long, 64),
+        (128, yarn, 128),
+        (128, dict(full=long, local=yarn), 64),
+    ):
+        text = SimpleNamespace(max_position_embeddings=size, rope_parameters=ropes)
+        assert context_of(SimpleNamespace(get_text_config=lambda text=text: text)) == expected
+
+
 def test_a_gpu_is_hidden_from_these_tests():
-    """From all but those of `-k on_a_gpu`, so that the suite passes on any machine."""
+    """From all but those of `-k on_a_gpu`, so that the suite passes on any machine. And attention
+    is never that of cuDNN, which has given NaN gradients (support/models.py)."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
 
 

@@ -274,8 +274,6 @@ CRASHES = {  # programs that fail, and print nothing before
     "memory": "x = 'a' * (1 << 40)",
     "in a thread": "import _thread, os\n_thread.start_new_thread(os._exit, (1,))\nwhile True: pass",
 }
-
-
 SILENCE = {"stdin": [["1", ""], ["2", " \n"]]}
 
 

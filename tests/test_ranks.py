@@ -21,7 +21,7 @@ from forks import fork
 from support import ranks as ranks_module
 from support.ranks import joined_ranks
 from support.user import UserError
-from tools import BASE, ROOT, command_line, good, metrics, newest, same_run, timeless, write_rows
+from tools import BASE, ROOT, command_line, good, metrics, newest, same_run, timeless
 
 pytestmark = [
     pytest.mark.usefixtures("place", "prompts"),
@@ -31,12 +31,6 @@ MINUTES = 300  # seconds that a run may take on a busy machine
 SOON = 120  # seconds within which all end where one does, on a busy machine
 
 # ---- tools
-
-
-@pytest.fixture
-def prompts(place):
-    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
-    return write_rows(place / "rows.jsonl", rows)
 
 
 def one_rank(rank, arguments, trouble, troubled):

@@ -236,7 +236,8 @@ def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
 
 
 def test_published_points_are_drawn_over_a_run(tmp_path):
-    """At their steps and values, dashed, on one chart, with their source as text."""
+    """At their steps and values, dashed, on one chart, with their source as text. They are
+    shares."""
     run = write_run(tmp_path / "run", [step_row(1, eval_solved=0.1), step_row(2, eval_solved=0.2)])
     path = tmp_path / "theirs-7b.csv"
     path.write_text("# Source: a page, <b>its</b> table\nstep,eval_solved\n4,0.5\n0,0.25\n")
@@ -248,15 +249,11 @@ def test_published_points_are_drawn_over_a_run(tmp_path):
     assert dashed[0]["d"] == "M50.0 99.0L300.0 68.0"  # 0.25 and 0.5 of 124 above 130, steps 0 to 4
     assert page.curves("eval_solved")[0][-1] == (175.0, 105.2)  # the run's axis ends at 4, too
     assert "theirs-7b" in text and "a page, &lt;b&gt;its" in text
-
-
-def test_published_points_have_a_source_and_are_shares(tmp_path):
-    for path in ROOT.glob("docs/runs/published/*.csv"):
-        assert "Source: " in report.read_points(path).source
-    path = tmp_path / "theirs-7b.csv"
-    with pytest.raises(UserError, match="expected folders"):
-        report.main([str(path)])
     for wrong in ("", "step,solved\n1,0.5\n", "step,eval_solved\n1,50\n", "step,eval_solved\n1,\n"):
         path.write_text(wrong)
         with pytest.raises(UserError, match="theirs-7b.csv: expected a CSV file"):
-            report.main([str(path), str(tmp_path)])
+            report.main([str(path), str(run)])
+    with pytest.raises(UserError, match="expected folders"):
+        report.main([str(path)])
+    for path in ROOT.glob("docs/runs/published/*.csv"):
+        assert "Source: " in report.read_points(path).source

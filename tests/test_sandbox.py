@@ -18,7 +18,6 @@ import pytest
 
 sandbox = pytest.importorskip("support.extras.sandbox")
 
-
 ALL = sandbox.LAYERS
 SPACES, FILES, CALLS = ALL
 
@@ -346,8 +345,6 @@ HONEST = {  # they say that they are done
         assert ctypes.CDLL(None).capget(header, found) == 0 and not any(found.raw)
         print('done')""",
 }
-
-
 EXCESSIVE = {
     "output": "for _ in range(20): print('x' * 100_000)",
     "threads": """

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tokenizers
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,7 +22,7 @@ from tools import (
     BASE,
     ROOT,
     SHAPE,
-    Calls,
+    byte_tokenizer,
     command_line,
     good,
     launch,
@@ -32,6 +31,7 @@ from tools import (
     random_policy,
     refused,
     strict,
+    watched,
     write_rows,
 )
 
@@ -82,20 +82,14 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
 # ---- verifiers
 
 
-def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path, monkeypatch):
-    """Nothing but zeros would come. This one works until weights are there."""
-    late = "import os\n\n\ndef late(completion, answer):\n    return float(os.environ['LATE'])\n"
+def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path):
+    """Nothing but zeros would come. This one works on the texts with which it is tried before."""
+    late = "def late(completion, answer):\n    return float(completion == '' or int(answer))\n"
     Path("late.py").write_text(late)
-    load_model = train.load_model
-
-    def spoil(*args, **kwargs):
-        monkeypatch.delenv("LATE")
-        return load_model(*args, **kwargs)
-
-    monkeypatch.setenv("LATE", "1")
-    monkeypatch.setattr(train, "load_model", spoil)
-    sentence = refused(tmp_path / "runs", f"{BASE} --reward late.py:late")
-    assert "every completion" in sentence and re.search("late.*KeyError", sentence)
+    write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "x"} for i in range(9)])
+    flags = "--data rows.jsonl --eval-data rows.jsonl --reward late.py:late"
+    sentence = refused(tmp_path / "runs", f"{BASE} {flags}")
+    assert "every completion" in sentence and re.search("late.*ValueError", sentence)
     assert not (tmp_path / "runs").exists()
 
 
@@ -111,16 +105,9 @@ def arguments_in_bash(command: str) -> list[str]:
 def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path):
     """The prompt has line breaks, control characters, quotes and commands. The console shows no
     control character, and the command in bash gets the same prompt."""
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    words = {word: i for i, word in enumerate(["<pad>", "<eos>", *sorted(alphabet)])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    shape = SHAPE | {"vocab_size": len(words)}
-    policy = random_policy(models / "bytes", transformers.Qwen3Config(**shape))
-    ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends).save_pretrained(policy)
-
+    tokenizer = byte_tokenizer(pad_token="<pad>", eos_token="<eos>")
+    config = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(tokenizer)})
+    policy = random_policy(models / "bytes", config, tokenizer)
     prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
     write_rows("strange.jsonl", [{"prompt": prompt, "answer": "0"}] * 12)
     flags = f"--model {policy} --data strange.jsonl --eval-data strange.jsonl --steps 1"
@@ -261,13 +248,8 @@ def test_a_torch_for_cuda_that_finds_no_gpu_says_so(cuda, said, monkeypatch, tmp
 
 def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, seen, tmp_path):
     flags = "--steps 4 --save-every 1 --eval-every 2 --kl-coef 0.05 --lr 2e-4 --max-new-tokens 16"
-    judged = Calls(train.judge_groups)
-    monkeypatch.setattr(train, "judge_groups", judged.stand_in)
+    judged = watched(monkeypatch, train, "judge_groups")
     folder = good(tmp_path, f"{BASE} {flags} --eval-samples 2").folder
-
-    def read(name):
-        return [strict(line) for line in (folder / name).read_text().splitlines()]
-
     rows = metrics(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert ["eval_solved" in row for row in rows] == [False, True, False, True]
@@ -283,18 +265,14 @@ def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, see
     config = strict((folder / "config.json").read_text())
     assert (config["completions_per_update"], config["dtype"]) == (4, "float32")
     assert config["clip_low"] == 3e-4 and config["name"] == "run"
-    samples = read("samples.jsonl")
+    samples = metrics(folder, "samples")
     group = [row for row in samples if "tokens" in row]
-    for row in group:
-        assert re.sub("<.*?>", "", "".join(row["tokens"])) == row["completion"]
-    assert all(len(row["tokens"]) == len(row["log_ratios"]) for row in group)
     assert {row["step"] for row in group} == {1, 2, 3, 4} and len(group) <= 16
-    assert any(any(row["log_ratios"]) for row in group)
     samples = [row for row in samples if "tokens" not in row]
     assert [row["step"] for row in samples] == [step for step in (1, 2, 3, 4) for _ in range(4)]
     assert all(row["prompt"].endswith("=") for row in samples)
     assert not any("<eos>" in row["completion"] for row in samples)
-    assert [row["step"] for row in read("evaluations.jsonl")] == [0] * 4 + [2] * 4 + [4] * 4
+    assert [row["step"] for row in metrics(folder, "evaluations")] == [0] * 4 + [2] * 4 + [4] * 4
     assert (folder / "report.html").exists()
     for path in folder.rglob("*"):  # no pickle, and no zip, which torch.save writes
         if path.is_file() and path.name != "lock":
@@ -353,10 +331,7 @@ def test_bfloat16_is_the_default_of_a_gpu_except_for_the_built_in_policy(monkeyp
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, place):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
     calls = []
-    check = rollout.check_scorer
-    monkeypatch.setattr(
-        rollout, "check_scorer", lambda *given: calls.append("check") or check(*given)
-    )
+    monkeypatch.setattr(rollout, "check_scorer", lambda *given: calls.append("check"))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     policy = rollout.load_model("models/tiny", "cpu")
     for device, dtype, expected in (

@@ -60,11 +60,6 @@ def steps(completion, answer):
 '''
 
 
-def needed(algorithm: str) -> str:
-    """Flags that an algorithm needs: the mixture, with the same tokens, is its teacher."""
-    return "--teacher models/moe" if gspo.ALGOS[algorithm].reads == "teacher" else ""
-
-
 def furnish(folder, models):
     """Put the models and the rewards into the working directory of a run."""
     Path(folder, "models").symlink_to(models)
@@ -120,8 +115,9 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def metrics(folder) -> list[dict]:
-    return [strict(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+def metrics(folder, name="metrics") -> list[dict]:
+    """The rows of metrics.jsonl, or of another file of a run."""
+    return [strict(line) for line in Path(folder, f"{name}.jsonl").read_text().splitlines()]
 
 
 def timeless(folder) -> list[dict]:
@@ -178,7 +174,17 @@ def character_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def random_policy(folder, config) -> Path:
+def byte_tokenizer(merges=(), **special):
+    """One token a byte, as byte-level BPE has it, and one for each pair of merges."""
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = [*special.values(), *sorted(level.alphabet()), *map("".join, merges)]
+    numbers = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(numbers, list(merges)))
+    tokenizer.pre_tokenizer, tokenizer.decoder = level, tokenizers.decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def random_policy(folder, config, tokenizer=None) -> Path:
     """A policy in Hugging Face layout, with weights so large that it has opinions."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -187,7 +193,7 @@ def random_policy(folder, config) -> Path:
             if parameter.dim() > 1:
                 parameter.normal_(std=0.2)
     model.save_pretrained(folder)
-    character_tokenizer().save_pretrained(folder)
+    (tokenizer or character_tokenizer()).save_pretrained(folder)
     return folder
 
 
@@ -223,6 +229,13 @@ class Calls(list):
             return result
 
         self.stand_in = stand_in
+
+
+def watched(monkeypatch, owner, name, change=None) -> Calls:
+    """The calls of owner.name from now on."""
+    calls = Calls(getattr(owner, name), change)
+    monkeypatch.setattr(owner, name, calls.stand_in)
+    return calls
 
 
 def spied(monkeypatch, algorithm, field, change=None) -> Calls:
