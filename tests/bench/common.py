@@ -31,20 +31,22 @@ def add_row(path: Path | str, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def train(flags: list[str]) -> tuple[float, list[dict]]:
+def train(flags: list[str], kept: Path | None = None) -> tuple[float, list[dict]]:
     """Run train.py silently to its end, with one thread. Return the held-out share solved before,
-    and the metrics."""
+    and the metrics. kept: a folder for the run, if it should stay."""
     import torch
 
     import train  # as the benchmark has changed it
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/log", "w") as log, contextlib.redirect_stdout(log):
-            status = train.main([*flags, "--runs", folder, "--name", "run"])
-        assert status == 0, f"{flags}: {Path(folder, 'log').read_text()[-2000:]}"
-        before = read_rows(f"{folder}/run/starts.jsonl")[0]["eval_solved"]
-        return before, read_rows(f"{folder}/run/metrics.jsonl")
+        folder = kept or Path(folder)
+        folder.mkdir(exist_ok=True)
+        with open(folder / "log", "w") as log, contextlib.redirect_stdout(log):
+            status = train.main([*flags, "--runs", str(folder), "--name", "run"])
+        assert status == 0, f"{flags}: {(folder / 'log').read_text()[-2000:]}"
+        before = read_rows(folder / "run/starts.jsonl")[0]["eval_solved"]
+        return before, read_rows(folder / "run/metrics.jsonl")
 
 
 def attempt(call: tuple) -> tuple[dict | None, str]:
