@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import exercises  # noqa: E402
 
 import gspo  # noqa: E402
+from support import report  # noqa: E402
 from tools import metrics  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
@@ -85,12 +86,15 @@ def test_batch_worked_by_hand_is_that_of_the_losses():
 
 
 def test_clip_fraction_is_that_of_the_default_run():
-    """The page said "60% at first, 10% at the end" when the run said half and a fifth."""
+    """On the lesson, README and a run's page, which said "60% at first, 10% at the end" once."""
     clipped = [row["clip_fraction"] for row in metrics(ROOT / "docs/runs/gspo")]
     first, last = fmean(clipped[:10]), fmean(clipped[-10:])
     assert f"{first:.0%} in the first ten steps" in LESSON
     assert f"{last:.0%} in the last ten" in LESSON
     assert first == pytest.approx(0.5, abs=0.05) and last == pytest.approx(0.2, abs=0.05)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in (readme, report.CHARTS["clip_fraction"].healthy):
+        assert "half at first, a fifth at the end" in page
 
 
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
