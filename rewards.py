@@ -492,7 +492,8 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
             return Fraction(number)
         case ast.Name(letter):
             number = Fraction(random.Random(letter + point).randint(1, 10**6), 10**6 + 3)
-            number -= point == "a"  # below 0 there, so that sqrt(x^2) is not x
+            if point == "a":
+                number -= 1  # below 0 there, so that sqrt(x^2) is not x
             return CONSTANTS.get(letter, number)
         case ast.UnaryOp(sign, operand):
             return OPERATORS[type(sign)](value_of(operand, point))
@@ -545,7 +546,7 @@ class Reward:
         self.terms = terms
         self.reads_steps = True  # whether rewards of steps before the outcome count
         self.shaping = {name for name, term in terms.items() if term.weight < 0}
-        self.shaping |= {name for name in terms if hasattr(terms[name].function, "shaping")}
+        self.shaping |= {name for name in terms if getattr(terms[name].function, "shaping", False)}
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Score completions, each with its row of the data ("prompt", "answer", ...)."""

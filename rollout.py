@@ -71,8 +71,8 @@ class Rollout(typing.NamedTuple):
     def latest_action(self) -> Tensor:
         """(N, T): for each token the index of the latest token, up to it, that the policy wrote. A
         tool's tokens are no action: their rewards go to the action before them."""
-        steps = torch.arange(self.completion_mask.shape[1], device=self.completion_mask.device)
-        return (steps * self.completion_mask).cummax(1).values
+        indices = torch.arange(self.completion_mask.shape[1], device=self.completion_mask.device)
+        return (indices * self.completion_mask).cummax(1).values
 
     def sequences(self) -> list[list[int]]:
         """The token ids of each row, prompt and completion, without padding."""
@@ -151,29 +151,29 @@ def generate(
     rounding, whatever cache_gb (the memory for KV caches) is. Temperature 0 is greedy. stops ends
     completions at stop strings, see `StopTexts`."""
     check_context(model, prompts, uniforms)
-    parts = batches(model, prompts, uniforms, cache_gb or free_gb(model.device))
-    prompts = [prompt for prompt in prompts for _ in range(uniforms.shape[1])]  # one a sample
-    uniforms = uniforms.flatten(0, 1).to(model.device)
-    tokens = torch.full(uniforms.shape, pad_id, device=model.device)
-    logprobs = torch.zeros(uniforms.shape, device=model.device)
-    lengths = torch.zeros(len(prompts), dtype=torch.long, device=model.device)
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
+    _, group_size, max_new_tokens = uniforms.shape
+    prompt_of = [tuple(prompt) for prompt in prompts for _ in range(group_size)]  # of each sample
+    numbers = uniforms.flatten(0, 1).to(model.device)
+    tokens = torch.full(numbers.shape, pad_id, device=model.device)
+    logprobs = torch.zeros(numbers.shape, device=model.device)
+    lengths = torch.zeros(len(numbers), dtype=torch.long, device=model.device)
+    ended = torch.zeros(len(numbers), dtype=torch.bool, device=model.device)
     ends = tokens.new_tensor(eos_ids)
 
-    for batch in parts:
+    for batch in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
         # 1. read each distinct prompt once, padded on the left
-        distinct = list(dict.fromkeys(tuple(prompts[i]) for i in batch))
+        distinct = list(dict.fromkeys(prompt_of[i] for i in batch))
         mask = padded([[1] * len(prompt) for prompt in distinct], model.device, left=True)
         cache = DynamicCache(config=model.config)
         logits = next_logits(model, padded(distinct, model.device, pad_id, left=True), mask, cache)
         rows = {prompt: row for row, prompt in enumerate(distinct)}
         active = tokens.new_tensor(batch)  # samples without an end
-        row_of = tokens.new_tensor([rows[tuple(prompts[i])] for i in batch])
+        row_of = tokens.new_tensor([rows[prompt_of[i]] for i in batch])  # of each active sample
 
         # 2. sample one token for each active sample, until all have ended. Samples with equal
         #    tokens so far share a row of the batch and of the KV cache
-        for t in range(uniforms.shape[1]):
-            token, logprob = sample_token(logits[row_of], uniforms[active, t], temperature)
+        for t in range(max_new_tokens):
+            token, logprob = sample_token(logits[row_of], numbers[active, t], temperature)
             tokens[active, t], logprobs[active, t] = token, logprob
             lengths[active] = t + 1
             ends_here = torch.isin(token, ends)
@@ -181,19 +181,20 @@ def generate(
                 ends_here |= stops(tokens[active, : t + 1])
             ended[active] = ends_here
             active, row_of, token = active[~ends_here], row_of[~ends_here], token[~ends_here]
-            if t == uniforms.shape[1] - 1 or len(active) == 0:
+            if t == max_new_tokens - 1 or len(active) == 0:
                 break
 
-            # samples with different tokens get rows of their own; finished rows are dropped
+            # samples with different tokens get rows of their own; finished rows are dropped. A pair
+            # (row, token) is one number. parent: the old row of each new one
             vocabulary = logits.shape[1]
-            next_rows, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
-            parent, token = next_rows // vocabulary, next_rows % vocabulary
-            if len(parent) != len(mask) or parent.diff().ne(1).any():  # else the cache fits already
+            pairs, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
+            parent, token = pairs // vocabulary, pairs % vocabulary
+            if not torch.equal(parent, torch.arange(len(mask), device=parent.device)):
                 cache.reorder_cache(parent)
                 mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
-    samples = Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
+    samples = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
     finite = samples.sampler_logprobs.isfinite().all()
     need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
     return samples
@@ -469,7 +470,7 @@ def shares_prefixes(model) -> bool:
 
 
 @torch.no_grad()
-def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
+def check_scorer(model, prompts, pad_id: int) -> bool:
     """Compare log-probs by the sampler, rows and trees with the model's own forward pass. Tell
     whether trees may be used. UserError where the sampler or rows differ.
 
@@ -479,7 +480,7 @@ def check_scorer(model, prompts, pad_id: int, sampler=generate) -> bool:
     name = model.config.model_type
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
     uniforms[:, 1, :4] = uniforms[:, 0, :4]
-    samples = sampler(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
+    samples = generate(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
     own = torch.stack([text_logprobs(model, text)[-8:] for text in samples.sequences()])
     allowed = 0.1 if has_experts(model.config) else 0.0
 

@@ -3,8 +3,10 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-Read `train`, the loop, then its phases, which stand below it in order. `policy` is trained,
-`old_policy` samples, and the KL penalty, if there is one, compares with `ref_policy`.
+Read `train`, the loop, then its phases, which stand below it in order. Of the three policies
+`policy` is trained and `ref_policy` is there for a KL penalty. The old policy is the policy before
+the first update of a step: its log-probs are kept as `old_logprobs`. `sampler` is the model that
+samples: the policy itself, or a copy of it.
 
 docs/deviations.md says where this differs from the papers."""
 
@@ -131,13 +133,13 @@ class OwnFlags:
 
 
 # A keyword-only parameter of a loss or of advantages in gspo.py is a flag at once: clip_low of
-# gspo_loss is --clip-low and config.clip_low, and `flags.with_numbers` gives it to the loss
+# gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
 DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
 NUMBER_FLAGS = flags.flags_of(DEFAULTS, gspo.NUMBERS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
-FROM_REWARDS = ("outcomes", "steps")  # inputs of advantages that need no log-probs
-READS_STEPS = ("steps", "tokens", "values")  # inputs that rewards of steps enter
+READ_CONSTANTS = ("tokens", "teacher", "values")  # inputs of advantages: log-probs, values
+IGNORE_STEPS = ("outcomes", "teacher")  # inputs that rewards of reasoning steps do not enter
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more ends the run
@@ -149,12 +151,14 @@ def train(run: "Run", output: "Output") -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
+    from_rewards = algorithm.reads not in READ_CONSTANTS
+    skips = from_rewards and not needs_all_rows(algorithm, config)
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
 
-        # 1. snapshot    pi_old <- pi_theta, where the sampler is a copy of the policy, and
-        #                pi_ref <- pi_theta every --ref-every steps
+        # 1. snapshot    sampler <- policy, where it is a copy, and ref_policy <- policy every
+        #                --ref-every steps
         refresh_models(models, config, step)
 
         # 2. sample      G completions for each of P prompts, and their rewards. Dynamic sampling
@@ -162,11 +166,9 @@ def train(run: "Run", output: "Output") -> None:
         batch = collect(run, step)
 
         # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
-        active = batch.mask.any(1)
-        if algorithm.reads in FROM_REWARDS:
+        if from_rewards:
             advantages, returns = compute_advantages(algorithm, config, batch)
-            if config.kl_coef == 0 and config.entropy_coef == 0:  # these read log-probs of all rows
-                active = has_advantage(advantages, batch.mask)
+        active = has_advantage(advantages, batch.mask) if skips else batch.mask.any(1)
 
         # 4. plan        groups in a random order, in updates, in micro-batches
         updates = plan(run, batch, active)
@@ -175,7 +177,7 @@ def train(run: "Run", output: "Output") -> None:
         constants = compute_constants(run, batch, updates)
 
         # 6. advantages  where those decide, and weights of tokens whose sampler was not pi_old
-        if algorithm.reads not in FROM_REWARDS:
+        if not from_rewards:
             advantages, returns = compute_advantages(algorithm, config, batch, constants)
         if config.tis_cap:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
@@ -190,7 +192,7 @@ def train(run: "Run", output: "Output") -> None:
         stopping = any(run.ranks.gather(stop.asked))
         report_step(run, output, done, row, stopping)
         if stopping and step < config.steps:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # `main` prints "stopped", exit status 130
     prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
     farewell(config, output.folder, run.progress.before, row, seconds, prompt)
 
@@ -295,7 +297,7 @@ class Scorer:
 
 class Models(typing.NamedTuple):
     policy: Scorer  # pi_theta
-    old_policy: transformers.PreTrainedModel  # samples: pi_theta itself, or a copy (--stale-steps)
+    sampler: transformers.PreTrainedModel  # pi_theta itself, or a copy (bfloat16, LoRA, stale)
     ref_policy: Scorer | None  # with --kl-coef
     teacher: Scorer | None  # with --teacher
     critic: Scorer | None  # where advantages read its values
@@ -334,8 +336,8 @@ class Output(typing.NamedTuple):
 def refresh_models(models: Models, config: Config, step: int) -> None:
     """Refresh the sampler, where it is a copy, and pi_ref every --ref-every steps."""
     policy, done = models.policy.module, step - 1
-    if models.old_policy is not policy and done % config.stale_steps == 0:
-        refresh(models.old_policy, policy)
+    if models.sampler is not policy and done % config.stale_steps == 0:
+        refresh(models.sampler, policy)
     if config.ref_every and done > 0 and done % config.ref_every == 0:
         refresh(models.ref_policy.module, policy)
 
@@ -350,7 +352,7 @@ def collect(run: Run, step: int) -> Batch:
     for refill in range(1 + MAX_REFILLS):
         rows = list(itertools.islice(run.prompts, count))
         run.progress.prompts_drawn += len(rows)
-        sampler, seed = run.models.old_policy, f"{step} {refill}"
+        sampler, seed = run.models.sampler, f"{step} {refill}"
         rollouts, scored = complete(run, sampler, rows, size, config.temperature, seed)
         parts.append(rollouts)
         samples += scored
@@ -361,7 +363,8 @@ def collect(run: Run, step: int) -> Batch:
     faults = [sample.score.fault for sample in samples if sample.score.fault]
 
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
-    chosen = [size * group + member for group in kept[:count] or [0] for member in range(size)]
+    groups = kept[:count] or [0]
+    chosen = [size * group + member for group in groups for member in range(size)]
     rollouts = Rollout.cat(parts, run.endings["pad_id"]).select(chosen)
     samples = [samples[row] for row in chosen]
     mask = rollouts.completion_mask & bool(kept)
@@ -610,8 +613,8 @@ def accumulate_gradients(
     units = batch.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
         units = batch.mask.any(1)
-    # denom counts active rows only, so metrics are means over these. The loss is a mean over all
-    # rows, and the others add 0, so it is multiplied by active / all.
+    # Only active rows are computed, and metrics are means over them: denom counts their units. The
+    # loss is a mean over all rows, whose others add 0: it is multiplied by active / all
     denom = units[update.active].sum()
     active_share = denom / units[update.rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)
@@ -637,13 +640,13 @@ def accumulate_gradients(
         if models.critic:
             values, old_values = models.critic.values(part), constants.values[rows]
             critic_loss, of_critic = algorithm.value_loss(
-                values, old_values, returns[rows], mask, denom
+                values, old_values, returns[rows], mask, denom, per=algorithm.unit
             )
             loss, metrics = loss + critic_loss, metrics | of_critic
         (active_share * loss).backward()
         all_logprobs[rows] = logprobs.detach()
         metrics["loss"] = active_share * loss.detach()
-        totals.update({name: float(value) for name, value in metrics.items()})  # adds
+        totals.update({name: float(value) for name, value in metrics.items()})  # a Counter adds
     return run.ranks.sum_numbers(totals) | clip_gradients(run), all_logprobs
 
 
@@ -671,6 +674,30 @@ def policy_loss(
             loss = loss + config.kl_coef * kl
         metrics |= of_kl
     return loss, metrics
+
+
+def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
+    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on one row."""
+    old_logprobs, ref_logprobs = torch.tensor([[[-2.0, -1.5]], [[-0.5, -3.0]]])
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    zero, mask, denom = torch.zeros(1), torch.ones(1, 2), torch.tensor(1)
+    tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)
+    loss, _ = policy_loss(algorithm, config, *tensors)
+    loss.backward()
+    return bool(logprobs.grad.any())
+
+
+def check_loss(algorithm: gspo.Algorithm) -> None:
+    """ValueError where the losses of micro-batches do not add up to that of the batch."""
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.5, -1.0]])
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    rows = (logprobs, torch.full((2, 3), -1.0), torch.tensor([1.0, -1.0]), mask)
+    denom = mask.sum() if algorithm.unit == "token" else torch.tensor(2)
+    whole, _ = algorithm.loss(*rows)
+    parts = [algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1)]
+    if not torch.allclose(whole, sum(parts)):
+        kind = f"a mean over {algorithm.unit}s, as its default `per` says"
+        raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
 def clip_gradients(run: Run) -> dict[str, float]:
@@ -736,11 +763,11 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     """Return held-out accuracy and some answers. Accuracy is greedy, and the fraction of prompts
     that one of k samples solves. Where no verifier tells right from wrong, it is the greedy reward.
     """
-    policy, sampler, held_out = run.models.policy.module, run.models.old_policy, run.held_out
+    policy, sampler, held_out = run.models.policy.module, run.models.sampler, run.held_out
     if run.config.stale_steps > 1:  # the policy is evaluated, and its sampler must stay stale
         sampler = policy
     elif sampler is not policy:
-        refresh(sampler, policy)
+        refresh(sampler, policy)  # as the next snapshot would
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = complete(run, sampler, held_out, 1, 0.0, "eval")
@@ -778,8 +805,9 @@ def start(config: Config, ranks: Ranks) -> Run:
     if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
         say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
+    check_loss(algorithm)
     reward = rewards.parse_reward(config.reward, config.device)
-    reward.reads_steps = algorithm.reads in READS_STEPS
+    reward.reads_steps = algorithm.reads not in IGNORE_STEPS
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
     generate = rollout.generate
     if config.sampler:
@@ -849,11 +877,12 @@ def make_models(
 
     score = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
     dtype = getattr(torch, config.dtype)
-    # copies come before adapters, whose layers they lack, and a critic after them, to have its own.
-    # Nothing changes while the policy samples: in float32 on one step's weights it needs no copy
-    old_policy, ref_policy, teacher, critic, routing = policy, None, None, None, None
+    # The order matters: copies without adapters, then adapters, then checkpointing of layers, then
+    # a critic, a copy that has both. Nothing changes while the policy samples: in float32 on one
+    # step's weights it needs no copy
+    sampler, ref_policy, teacher, critic, routing = policy, None, None, None, None
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
-        old_policy = frozen_copy(policy, dtype)
+        sampler = frozen_copy(policy, dtype)
     if config.kl_coef:
         ref_policy = score(frozen_copy(policy, dtype))
     if config.teacher:
@@ -875,8 +904,8 @@ def make_models(
         checkpoint_layers(policy, again)
     if algorithm.value_loss:
         critic = score(critic_of(policy))
-    policy = score(policy, routing=routing)
-    return Models(policy, old_policy, ref_policy, teacher, critic, share_prefixes)
+    scorer = score(policy, routing=routing)
+    return Models(scorer, sampler, ref_policy, teacher, critic, share_prefixes)
 
 
 def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:

@@ -65,11 +65,12 @@ for step in range(1, STEPS + 1):
     old_policy.load_state_dict(policy.state_dict())  # 1. snapshot
     problems = [row for row in [problem(rng) for _ in range(PROMPTS)] for _ in range(GROUP_SIZE)]
     prompts = [row["prompt"] for row in problems]
-    if tokenizer.chat_template:
+    chat = bool(tokenizer.chat_template)  # it writes the special tokens itself
+    if chat:
         turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        chat = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        prompts = tokenizer.apply_chat_template(turns, **chat)
-    read = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+        prompts = tokenizer.apply_chat_template(turns, **options)
+    read = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat)
     tokens = old_policy.generate(**read.to(DEVICE), **sampling)  # 2. sample, and rewards
     width = tokens.shape[1] - read.input_ids.shape[1]
     ended = torch.isin(tokens[:, -width:], end_ids).long()
@@ -81,7 +82,7 @@ for step in range(1, STEPS + 1):
     updates = torch.randperm(len(tokens)).chunk(UPDATES)  # 4. plan
     with torch.no_grad():  # 5. constants
         old_logprobs = completion_logprobs(old_policy, tokens, seen, width)
-    for rows in updates:  # 7. improve, eq. 5
+    for rows in updates:  # 7. improve, eq. 5 (6. is for a critic or a teacher)
         logprobs = completion_logprobs(policy, tokens[rows], seen[rows], width)
         loss, metrics = gspo_loss(logprobs, old_logprobs[rows], advantages[rows], mask[rows])
         optimizer.zero_grad()

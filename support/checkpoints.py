@@ -78,7 +78,7 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
     if models.ref_policy:
         modules["ref_policy"] = models.ref_policy.module
     if config.stale_steps > 1:
-        modules["old_policy"] = models.old_policy
+        modules["sampler"] = models.sampler
     names = {}  # parameter -> its first name, if modules share it
     for part, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -91,6 +91,8 @@ def write_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> 
     """Save by a parameter's name all that the optimiser keeps of it, as `KEY NAME`, and `weights
     NAME` if the policy's own files lack it. Learning rates come from the flags."""
     tensors, numbers = {}, {}
+    trained = {each for group in optimizer.param_groups for each in group["params"]}
+    assert trained <= set(parameters.values()), "a trained model is missing in parameters_of"
     for name, parameter in parameters.items():
         if name not in in_files:
             tensors[f"weights {name}"] = parameter.data

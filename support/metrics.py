@@ -8,13 +8,14 @@ from torch import Tensor
 
 from gspo import completion_mean
 
-SHOWN_PROMPTS = 4  # of a step in samples.jsonl
+SHOWN_GROUPS = 4  # of a step in samples.jsonl
 
 
 def measure(run, done) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
     done: the `Step` of train.py."""
-    batch, updates, constants, advantages, returns, result = done
+    batch, constants, result = done.batch, done.constants, done.result
+    advantages, returns = done.advantages, done.returns
     rollouts, mask, dead, correct = batch.rollout, batch.mask, batch.dead, batch.correct
     lengths = rollouts.completion_mask.sum(1).float()
     row = {}
@@ -38,7 +39,8 @@ def measure(run, done) -> dict:
     for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
         row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
-    active, first = torch.cat([update.active for update in updates]), updates[0].active
+    first = done.updates[0].active
+    active = torch.cat([update.active for update in done.updates])
     moved = result.new_logprobs - constants.old_logprobs
     apart = result.first_logprobs - rollouts.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
@@ -78,7 +80,7 @@ def readable_samples(run, done) -> list[dict]:
     """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
     token, the active completions of one group of the last update."""
     batch, size = done.batch, run.config.group_size
-    shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_PROMPTS]]
+    shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
     log_ratios = done.result.new_logprobs - done.constants.old_logprobs
     advantages = done.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
     active = done.updates[-1].active.tolist()

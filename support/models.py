@@ -137,7 +137,7 @@ def refresh(copied, model) -> None:
     """Write the model's weights into a frozen copy, one at a time: the `weight` of an adapter is
     its merged one, made when it is read."""
     for place, layer in copied.named_modules():
-        source = model.get_submodule(place)
+        source = model.get_submodule(place)  # the weight of a LoraLinear is computed: W + scale B A
         for name, weight in layer.named_parameters(recurse=False):
             weight.data.copy_(getattr(source, name).data)
 

@@ -16,7 +16,7 @@ from support.user import UserError, dashed
 def farewell(config, folder: Path, before: dict, after: dict, seconds: float, prompt) -> None:
     """Print the last lines of a run. `after` may be the whole row of its last step."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
-    shown = percent({name: after[name] for name in before if name in after})
+    shown = percent({name: after[name] for name in after if name.startswith("eval_")})
     say(f"held out: {percent(before)} -> {shown}, in {duration(seconds)}")
     say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
     say(command_to_try(checkpoint, config, prompt))

@@ -119,9 +119,10 @@ def grow(texts: list[Text], width: int) -> list[Tree]:
     return trees
 
 
-def join(trees: list[Tree], text: Tensor, position: Tensor, targets: Tensor) -> Trees:
-    """Return trees as tensors. A target (tokens,) is scored after the token at its position
-    (tokens,) in its text (tokens,): texts count in the order of their numbers."""
+def join(trees: list[Tree], text_of: Tensor, position: Tensor, targets: Tensor) -> Trees:
+    """Return trees as tensors. targets (tokens,) are the tokens to score. Token i is predicted by
+    the token at position[i] of text text_of[i], where text k has the k-th smallest number in the
+    trees."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
@@ -134,11 +135,11 @@ def join(trees: list[Tree], text: Tensor, position: Tensor, targets: Tensor) -> 
             paths[number] = [row * width + node for node in path]
     device = targets.device
     ids, positions, end = torch.tensor(rows, device=device).unbind(1)
-    paths = [paths[number] for number in sorted(paths)]
-    nodes = torch.tensor([node for path in paths for node in path], device=device)
-    sizes = torch.tensor([len(path) for path in paths], device=device)
+    in_order = [paths[number] for number in sorted(paths)]
+    nodes = torch.tensor([node for path in in_order for node in path], device=device)
+    sizes = torch.tensor([len(path) for path in in_order], device=device)
     begins = sizes.cumsum(0) - sizes  # of each text's path in nodes
-    node_before = nodes[begins[text] + position]
+    node_before = nodes[begins[text_of] + position]
 
     # pairs of a node and the token after it: each is predicted once
     vocabulary = int(targets.max()) + 1 if len(targets) else 1

@@ -30,7 +30,7 @@ def test_empty_functions_and_bugs_fail_and_the_originals_are_right(tmp_path):
         text = "".join(out.read_text() for out in both)
         for name in (*exercises.EXERCISES, *(f"{name}_loss" for name in exercises.BUGS)):
             assert f"\n{name}: {verdict}" in f"\n{text}", text
-        assert (text.count("    Expected ") >= 4) == (verdict == "not yet")
+        assert (text.count("loss: Expected ") >= 4) == (verdict == "not yet")
         for file in {file for file, _, _ in exercises.EXERCISES.values()}:
             (copy / file).write_text((ROOT / file).read_text())  # the solution
         (copy / "docs/bugs.py").write_text("from gspo import *\n")

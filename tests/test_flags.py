@@ -230,8 +230,10 @@ def test_a_flag_takes_its_range_and_no_more(name):
         assert given(name, "text") in ("text", ["text"])
     elif limits["low"] is not None:
         right, wrong = [limits["low"]], [limits["low"] - 1, "nan", "inf", "many"]
-    else:
+    elif limits["above"] is not None:
         right, wrong = [limits["above"] + 0.5], [limits["above"], "nan", "inf", "many"]
+    else:  # a new number of gspo.py, without a line in NUMBERS
+        right, wrong = [-0.5, 0.5], ["nan", "inf", "many"]
     if limits["high"] is not None:
         right.append(limits["high"])
         wrong.append(limits["high"] + 0.1)

@@ -457,6 +457,44 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     assert nonzero > 16
 
 
+# ---- a fork's own rows of ALGOS
+
+
+def test_rows_of_advantage_0_are_trained_on_where_the_loss_has_a_gradient_there(
+    seen, monkeypatch, tmp_path
+):
+    """A term for every token, such as a bonus, would miss them without a word."""
+
+    def with_bonus(logprobs, old_logprobs, advantages, mask, denom=None):
+        loss, metrics = gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom)
+        return loss - 0.1 * gspo.masked_mean(logprobs, mask, "completion", denom), metrics
+
+    for loss, skips in ((gspo.gspo_loss, True), (with_bonus, False)):
+        monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(loss))
+        good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never --name {skips}")
+        assert [len(update.active) for update in seen.steps[-1].updates] == [0 if skips else 4] * 4
+
+
+def test_a_loss_that_is_no_mean_over_its_unit_is_refused():
+    """Its gradient would be some 20 times too large: denom counts another unit."""
+
+    def no_per(logprobs, old_logprobs, advantages, mask, denom=None):
+        return gspo.dapo_loss(logprobs, old_logprobs, advantages, mask, denom)
+
+    with pytest.raises(ValueError, match="a mean over completions"):
+        train.check_loss(gspo.Algorithm(no_per))
+
+
+def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
+    row = gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, "values", gspo.value_loss)
+    monkeypatch.setitem(gspo.ALGOS, "ppo", row)
+    calls = spied(monkeypatch, "ppo", "value_loss")
+    good(tmp_path, f"{BASE} --algo ppo --steps 1")
+    assert calls and all(keywords["per"] == "completion" for _, keywords, _ in calls)
+    with pytest.raises(ValueError, match="belong together"):
+        gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, "values")
+
+
 # ---- metrics
 
 
@@ -541,7 +579,7 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
     flags = "--algo dapo --reward pay.py:never --eval-every 1 --eval-samples 3 --temperature 0.7"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     kinds, numbers = [], {}
-    for (_, prompts, uniforms), keyword, _ in calls:
+    for (_, prompts, uniforms), keyword, _ in calls[1:]:  # the first is of the check of the model
         kinds.append((len(prompts), uniforms.shape[1], keyword["temperature"]))
         numbers.setdefault(kinds[-1], []).append(uniforms)
     greedy, sampled, training = (8, 1, 0.0), (8, 3, 0.7), [(4, 4, 0.7)] * 5

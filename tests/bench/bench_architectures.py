@@ -22,7 +22,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import common
 import rollout as R
-from support.extras.checkpointing import checkpoint_layers
 
 # a small value -> the fields of configurations that get it, where they are there
 SIZES = {
@@ -228,6 +227,8 @@ def scored(model, out, trees=None):
 
 
 def with_checkpointing(model, shares: bool) -> str:
+    from support.extras.checkpointing import checkpoint_layers
+
     out = sampled(model, 8)
     trees = trees_of(out, 24) if shares else None
     before, _ = R.completion_logprobs(model, out, 1.0, trees)
