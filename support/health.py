@@ -23,6 +23,10 @@ def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str
         sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
     if faults:
         sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
+    same_weights = config.dtype == "float32" and config.stale_steps == 1
+    if same_weights and row.get("sampler_kl", 0.0) > 1e-3:
+        found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
+        sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
     if quiet_steps == 10:
         why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
         if row["truncated"] == 1:
