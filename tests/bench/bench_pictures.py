@@ -242,6 +242,7 @@ def curve_picture(stories: list[Story]) -> str:
     drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
     drawn.append(words(368, 294, "training step", "dim", "end"))
     model = Path(flags["model"]).name.removesuffix("-Instruct")
+    model = "the built-in model" if model == "tiny" else model
     about = f"{model} on {flags['data'] or flags['task']}, greedy, mean of {len(stories)} seeds"
     drawn.append(words(16, 48, about, "dim"))
     points = [(step, statistics.fmean(those)) for step, those in solved.items()]
@@ -250,7 +251,7 @@ def curve_picture(stories: list[Story]) -> str:
     for step, those in solved.items():
         drawn.append(plot.line([(step, min(those)), (step, max(those))], "thin color0"))
     first, last = points[0][1], points[-1][1]
-    label = f"● {flags['algo']} {last:.0%}"
+    label = f"{flags['algo']} {last:.0%}"
     drawn.append(words(380, plot.y(last) + 5, label, "word bold color0"))
     drawn.append(words(16, 316, "bars: from the lowest to the highest seed", "dim"))
     told = f"{flags['algo']} goes from {first:.1%} to {last:.1%} in {steps[-1]} steps"
