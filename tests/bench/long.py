@@ -353,6 +353,8 @@ def tables(rows: list[dict]) -> str:
         if some:
             found[f"{name} Outcome."] = cells(some)
             found[f"{name} Seeds."] = cells(some, said=count)
+    if plain.keys() >= set(OTHERS):
+        found["Numbers of every row, of the seeds that all have."] = numbers(whole_blocks(plain))
     return "\n\n".join(f"**{name}**\n\n{table}" for name, table in found.items())
 
 
