@@ -324,10 +324,6 @@ def share(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2g}%"
 
 
-def count(values: list[float]) -> str:
-    return str(len(values))
-
-
 def tables(rows: list[dict]) -> str:
     """Return everything that docs/results.md has of these runs."""
     plain = runs_of(rows, **USUAL)
@@ -351,8 +347,9 @@ def tables(rows: list[dict]) -> str:
     }
     for name, some in further.items():
         if some:
-            found[f"{name} Outcome."] = cells(some)
-            found[f"{name} Seeds."] = cells(some, said=count)
+            found[f"{name} Outcome."] = (
+                f"{cells(some)}\n\n{min(map(len, some.values()))} seeds a row."
+            )
     if plain.keys() >= set(OTHERS):
         found["Numbers of every row, of the seeds that all have."] = numbers(whole_blocks(plain))
     return "\n\n".join(f"**{name}**\n\n{table}" for name, table in found.items())
