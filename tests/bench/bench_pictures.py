@@ -329,10 +329,10 @@ def ratios_picture(shown: Completion) -> str:
     near = max(1.5 * abs(s - 1), 1e-3)
     wide = Plot(places, (0.75, 1.25), left=70, right=462, top=66, bottom=176)
     close = Plot(places, (1 - near, 1 + near), left=70, right=462, top=222, bottom=332)
-    drawn = [words(16, 52, "GRPO clips each token's r outside 0.8 … 1.2", "bold")]
+    drawn = [words(16, 52, "GRPO's band of each token's r: 0.8 … 1.2", "bold")]
     drawn += wide.ticks_of_y({value: f"{value:g}" for value in (0.8, 1, 1.2)})
     drawn.append(band(wide, *GRPO_BAND, "band color0"))
-    drawn.append(words(16, 208, "GSPO clips s outside 0.9997 … 1.0004 (close up)", "bold"))
+    drawn.append(words(16, 208, "GSPO's band of s: 0.9997 … 1.0004 (close up)", "bold"))
     ticks = (1 - near / 1.5, 1, 1 + near / 1.5)
     drawn += close.ticks_of_y({value: f"{value:.4f}" for value in ticks})
     drawn.append(band(close, *GSPO_BAND, "band color1"))
