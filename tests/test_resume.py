@@ -226,6 +226,7 @@ CHANGED = [
     ("config.json", {}, "--lr-schedule: a resumed run keeps its own,", "--lr-schedule cosine"),
     ("config.json", {}, "--kl-coef: a resumed run keeps its own, 0.0", "--kl-coef 0.1"),
     ("config.json", {}, "--stale-steps: a resumed run keeps its own, 1", "--stale-steps 2"),
+    ("config.json", {}, "--seed: a resumed run keeps its own, 0", "--seed 5"),  # other prompts
 ]
 
 
@@ -421,3 +422,11 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
     resumed(tmp_path, "--steps 3")
     assert [row["step"] for row in metrics(done)] == [1, 2, 3]
     assert not list(done.rglob("unfinished*"))
+
+
+def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path):
+    """A fork's second policy: its weights would be missing at --resume, much later."""
+    kept, forgotten = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([kept, forgotten], lr=0.1)
+    with pytest.raises(AssertionError, match="parameters_of"):
+        checkpoints.write_state(tmp_path / "state", {"policy.a": kept}, {"policy.a"}, optimizer)

@@ -410,6 +410,7 @@ def mine(own):
         def below(completion, answer): return -5 - len(completion) % 3
         def short(completion, answer): return -len(completion) / 50
         def share(completion, answer): return min(len(completion) / 10, 1)
+        share.shaping = False
         def long(completion, answer, tokens): return tokens / 100
         def steps(completion, answer):
             return [(1, 0.5), (2, len(completion)), (3, completion == answer)]
