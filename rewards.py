@@ -63,7 +63,7 @@ def last_box(text: str, default: str) -> str:
             opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
             last = start, brace.start()
-    content = text[slice(*last)] if last else default
+    content = text[last[0] : last[1]] if last else default
     # a box that holds a box and anything else names several answers: such a content equals none
     while len(content) <= MAX_TEXT and (box := re.fullmatch(r"\s*\\boxed ?\{(.*)\}\s*", content)):
         content = box[1]
@@ -169,7 +169,7 @@ def think_format(completion: str, answer: object = None) -> bool:
     text = completion.strip().removeprefix("<think>")
     match [part.strip() for part in TAG.split(text)]:
         case [thought, "</think>", "", "<answer>", said, "</answer>", ""]:
-            return thought != "" != said
+            return thought != "" and said != ""
     return False
 
 

@@ -310,11 +310,11 @@ def completion_logprobs(
     mask = completions.completion_mask
     hidden = hidden_states(model, completions, trees)
     if trees is None:
-        hidden, targets = take(hidden, predicting(completions)), completions.completions[mask]
-        both = token_logprobs(model, hidden, targets, temperature, entropy)
+        before, targets = predicting(completions), completions.completions[mask]
     else:  # equal tokens after equal texts are predicted once
-        hidden, targets = take(hidden, trees.before), trees.targets
-        both = token_logprobs(model, hidden, targets, temperature, entropy)
+        before, targets = trees.before, trees.targets
+    both = token_logprobs(model, take(hidden, before), targets, temperature, entropy)
+    if trees is not None:
         both = take(both.T, trees.index).T
     logprobs, entropies = both
     return scattered(logprobs, mask), scattered(entropies, mask)
@@ -416,8 +416,9 @@ def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatc
     if shares and parts:
         trees, width = grow_evenly(rollout.sequences(), tokens)
         nodes = len(trees) * width
-        few, saved = nodes <= WORTHWHILE * computed, computed - nodes
-        if trees and few and nodes * width <= MASK_OF_A_TOKEN * saved:
+        saves_much = nodes <= WORTHWHILE * computed
+        mask_is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
+        if trees and saves_much and mask_is_small:
             at_once = tokens // width
             several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
             return [micro_batch_of_trees(rollout, some) for some in several]

@@ -678,7 +678,8 @@ def policy_loss(
 
 def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
     """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on one row."""
-    old_logprobs, ref_logprobs = torch.tensor([[[-2.0, -1.5]], [[-0.5, -3.0]]])
+    old_logprobs = torch.tensor([[-2.0, -1.5]])
+    ref_logprobs = torch.tensor([[-0.5, -3.0]])
     logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     zero, mask, denom = torch.zeros(1), torch.ones(1, 2), torch.tensor(1)
     tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)

@@ -208,7 +208,8 @@ def sampled(run: train.Run, step: int) -> tuple:
 
 def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.Step]:
     """Return the completions of a step, scored before its updates and after them, and the step."""
-    before_updates = batch, *_ = sampled(run, step)
+    before_updates = sampled(run, step)
+    batch = before_updates[0]
     before = score(run, batch.rollout)
     result = train.improve(run, *before_updates)
     log_ratios = score(run, batch.rollout) - before

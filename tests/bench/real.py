@@ -21,6 +21,7 @@ import transformers
 import common
 import rewards
 import rollout
+from long import ROWS
 from support.models import end_and_pad_ids
 
 HELD_OUT, LIMIT = 192, 24
@@ -37,12 +38,7 @@ coin.shaping = True  # it does not tell right from wrong
 '''
 FOUR_UPDATES = "--steps 12 --completions-per-update 32"
 SIXTEEN_UPDATES = "--steps 8 --completions-per-update 8"
-ROWS = {
-    "gspo": "--algo gspo",
-    "gspo, 3e-3": "--algo gspo --clip-low 3e-3 --clip-high 3e-3",
-    "luspo": "--algo luspo",
-    "grpo": "--algo grpo --kl-coef 0",
-}
+ORDERED = ("gspo", "gspo, 3e-3", "luspo", "grpo")  # rows of long.py
 # part -> row -> flags
 PARTS = {
     "limit": {"gspo": f"--algo gspo --lr 1e-5 {FOUR_UPDATES}"},
@@ -50,8 +46,8 @@ PARTS = {
         "coin": f"--algo gspo --lr 1e-5 {FOUR_UPDATES} --reward coin.py:coin+1e-9*math_lenient"
     },
     "order": {
-        f"{name}, 16 updates, {lr}": f"{flags} --lr {lr} {SIXTEEN_UPDATES}"
-        for lr, (name, flags) in itertools.product(("1e-5", "3e-5", "6e-5"), ROWS.items())
+        f"{name}, 16 updates, {lr}": f"{ROWS[name]} --lr {lr} {SIXTEEN_UPDATES}"
+        for lr, name in itertools.product(("1e-5", "3e-5", "6e-5"), ORDERED)
     },
 }
 
