@@ -40,9 +40,15 @@ ROWS = {  # name -> flags of train.py
     "gmpo": "--algo gmpo",
     "sapo": "--algo sapo",
     "reinforce": "--algo reinforce",
+    "gspo, 1e-4": "--algo gspo --clip-low 1e-4 --clip-high 1e-4",
+    "gspo, 1e-3": "--algo gspo --clip-low 1e-3 --clip-high 1e-3",
+    "gspo, 1e-2": "--algo gspo --clip-low 1e-2 --clip-high 1e-2",
+    "gspo, 3e-2": "--algo gspo --clip-low 3e-2 --clip-high 3e-2",
+    "gspo, luspo's band": "--algo gspo --clip-low 2e-3 --clip-high 2.5e-3",
 }
 MAIN = tuple(ROWS)[:5]
-OTHERS = tuple(ROWS)[5:]
+OTHERS = tuple(ROWS)[5:11]
+BANDS = tuple(ROWS)[11:15]
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 
 
@@ -53,8 +59,11 @@ PARTS = {
     "norm": (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, {"more": "--max-grad-norm 0.03"}),
     "longer": (MAIN, (5e-5, 1e-4, 2e-4), SEEDS, {"tokens": 170}),
     "others": (OTHERS, RATES, SEEDS[:5], {}),
+    "bands": (BANDS, (1e-4, 2e-4, 4e-4), SEEDS, {}),
+    "sum": (("gspo, luspo's band",), RATES, SEEDS, {}),
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
+LATER_METRICS = ("policy_sequence_std",)  # which the first runs did not keep
 
 
 # ---- one run -------------------------------------------------------------------------------------
@@ -78,8 +87,8 @@ def train_once(run: dict) -> tuple[dict, str]:
     exact = {name: [row.get(name, 0.0) for row in metrics] for name in METRICS}  # of every step
     # two versions of the code that train the same bits have the same digest
     found["digest"] = hashlib.sha256(repr((found["solved"], exact)).encode()).hexdigest()[:12]
-    for name, values in exact.items():
-        found[name] = [float(f"{value:.3g}") for value in values]
+    for name in (*METRICS, *LATER_METRICS):
+        found[name] = [float(f"{row.get(name, 0.0):.3g}") for row in metrics]
     found["seconds"] = round(time.monotonic() - begun)
     said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
     return found, f"{said} ({found['seconds']} s)"
