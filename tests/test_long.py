@@ -34,3 +34,9 @@ def test_only_whole_blocks_are_compared():
     """Seed 1 has no run of grpo at rate 2."""
     runs = {"gspo": {0: {1: {}, 2: {}}, 1: {1: {}, 2: {}}}, "grpo": {0: {1: {}, 2: {}}, 1: {1: {}}}}
     assert long.whole_blocks(runs) == {row: {0: {1: {}, 2: {}}} for row in runs}
+
+
+def test_a_rule_is_the_longest_run_of_good_neighbours_that_has_every_rate():
+    points = [(1, True, "a"), (2, True, "b"), (3, False, "a"), (4, True, "b"), (5, True, "b")]
+    assert long.widest_run(points) == points[:2]  # 4 and 5 are as long, and lack rate a
+    assert long.widest_run(points[2:]) == []

@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -49,7 +50,18 @@ ROWS = {  # name -> flags of train.py
 MAIN = tuple(ROWS)[:5]
 OTHERS = tuple(ROWS)[5:11]
 BANDS = tuple(ROWS)[11:15]
+WIDTHS = {  # gspo's bands -> their mean width
+    "gspo, 1e-4": 1e-4,
+    "gspo": 3.5e-4,
+    "gspo, 1e-3": 1e-3,
+    "gspo, luspo's band": 2.25e-3,
+    "gspo, 3e-3": 3e-3,
+    "gspo, 1e-2": 1e-2,
+    "gspo, 3e-2": 3e-2,
+    "gspo, 0.2": 0.2,
+}
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
+BAND_RATES = (1e-4, 2e-4, 4e-4)
 
 
 USUAL = {"tokens": 80, "more": ""}  # tokens of a mean answer, further flags
@@ -59,7 +71,7 @@ PARTS = {
     "norm": (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, {"more": "--max-grad-norm 0.03"}),
     "longer": (MAIN, (5e-5, 1e-4, 2e-4), SEEDS, {"tokens": 170}),
     "others": (OTHERS, RATES, SEEDS[:5], {}),
-    "bands": (BANDS, (1e-4, 2e-4, 4e-4), SEEDS, {}),
+    "bands": (BANDS, BAND_RATES, SEEDS, {}),
     "sum": (("gspo, luspo's band",), RATES, SEEDS, {}),
 }
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
@@ -290,21 +302,31 @@ def pairs_above(gaps) -> str:
     return f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
 
 
+def compared(pairs: list[tuple[str, str, dict[int, float], dict[int, float]]]) -> list[list[str]]:
+    """Return lines of a table: two rows of the experiment, paired by seed, and p corrected for the
+    number of lines. pairs: their names, and the number of each seed."""
+    gaps = [
+        {seed: mine - theirs[seed] for seed, mine in ours.items()} for *_, ours, theirs in pairs
+    ]
+    ps = [permutation_p([*each.values()]) for each in gaps]
+    lines = []
+    for (one, other, *_), each, p, corrected in zip(pairs, gaps, ps, holm(ps)):
+        mean, half = interval([*each.values()])
+        line = [f"{one} − {other}", f"{mean:+.2f}", f"{mean - half:+.2f} to {mean + half:+.2f}"]
+        line += [pairs_above(each.values()), f"{p:.3f}", f"{corrected:.3f}", by_warm_start(each)]
+        lines.append(line)
+    return lines
+
+
+HEAD = ["", "difference", "95% interval", "pairs above", "p", "p, Holm", "by warm start"]
+
+
 def comparisons(runs: Runs) -> str:
-    """Compare rows, paired by seed, with p of each and p corrected for the three."""
-    head = ["", "", "difference", "95% interval", "pairs above", "p", "p, Holm", "by warm start"]
-    lines = [head]
+    """Compare rows by their primary numbers, with p of each and p corrected for the three."""
+    lines = [["", *HEAD]]
     for name, by_row in primary(runs).items():
-        every = []
-        for one, other in COMPARISONS:
-            theirs = by_row[other]
-            every.append({seed: mine - theirs[seed] for seed, mine in by_row[one].items()})
-        ps = [permutation_p([*gaps.values()]) for gaps in every]
-        for (one, other), gaps, p, corrected in zip(COMPARISONS, every, ps, holm(ps)):
-            mean, half = interval([*gaps.values()])
-            line = [name, f"{one} − {other}", f"{mean:+.2f}"]
-            line += [f"{mean - half:+.2f} to {mean + half:+.2f}", pairs_above(gaps.values())]
-            lines.append([*line, f"{p:.3f}", f"{corrected:.3f}", by_warm_start(gaps)])
+        pairs = [(one, other, by_row[one], by_row[other]) for one, other in COMPARISONS]
+        lines += [[name, *line] for line in compared(pairs)]
     return markdown(*lines)
 
 
@@ -331,6 +353,73 @@ def below(gains: list[float]) -> str:
 
 def share(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2g}%"
+
+
+def early(metric: str):
+    """Return a function of a run: the mean of a metric over the first four steps."""
+    return lambda run: statistics.fmean(run[metric][:4])
+
+
+def width_over_spread(run: dict) -> float:
+    """Return the width of the band over the spread of log s after a step's updates, four steps."""
+    return WIDTHS[run["row"]] / early("policy_sequence_std")(run)
+
+
+def widest_run(points: list[tuple[float, bool, float]]) -> list[tuple[float, bool, float]]:
+    """Return the most neighbours, in the order of their first number, that are all good and that
+    have every rate. points: (number, whether it is good, rate)."""
+    rates, best, run = {rate for *_, rate in points}, [], []
+    for point in sorted(points):
+        run = [*run, point] if point[1] else []
+        if {rate for *_, rate in run} == rates and len(run) > len(best):
+            best = run
+    return best
+
+
+def rule(runs: Runs, number: Callable) -> str:
+    """Say in which interval of a number all bands are within 5 points of the best of their rate."""
+    points = []
+    for lr in rates_of(runs):
+        means = {row: statistics.fmean(map(outcome, at_rate(runs[row], lr))) for row in runs}
+        for row, mean in means.items():
+            value = statistics.fmean(map(number, at_rate(runs[row], lr)))
+            points.append((value, mean >= max(means.values()) - 5, lr))
+    found = widest_run(points)
+    if not found:
+        return "no interval holds for all rates"
+    holds = f"{found[0][0]:.2g} to {found[-1][0]:.2g} holds {len(found)} of {len(points)} cells"
+    return f"{holds}, of which {sum(good for _, good, _ in points)} are within 5 points"
+
+
+def bands(plain: Runs) -> dict[str, str]:
+    """Return the tables on the width of gspo's band."""
+    narrow = {}  # at three rates, in the order of their width
+    for row in WIDTHS:
+        narrow[row] = {}
+        for seed, by_rate in plain[row].items():
+            narrow[row][seed] = {lr: by_rate[lr] for lr in BAND_RATES if lr in by_rate}
+    narrow = whole_blocks(narrow)
+    both = whole_blocks({row: plain[row] for row in ("luspo", "gspo, luspo's band")})
+    three, six = primary(narrow), primary(both)
+    pairs = [("luspo", "gspo, luspo's band", six), ("gspo, 1e-3", "gspo", three)]
+    pairs.append(("gspo, 1e-2", "gspo, 3e-2", three))
+    name = "mean over the rates, points"
+    lines = compared([(one, other, of[name][one], of[name][other]) for one, other, of in pairs])
+    clip, ratio = early("clip_fraction"), width_over_spread
+    rules = f"`clip_fraction`: {rule(narrow, clip)}. ε over the spread: {rule(narrow, ratio)}."
+
+    def plainly(values: list[float]) -> str:
+        return f"{statistics.fmean(values):.2g}"
+
+    seeds = f"{len(narrow['gspo'])} seeds a row."
+    return {
+        "Bands. Outcome, mean and 95% interval.": f"{cells(narrow)}\n\n{seeds}",
+        "Bands. `clip_fraction` of the first four steps.": cells(narrow, clip, plainly),
+        "Bands. ε over `policy_sequence_std`, first four steps.": cells(narrow, ratio, plainly),
+        "Bands. A rule.": rules,
+        "`gspo` with the band of `luspo`, and `luspo`.": cells(both),
+        "Three comparisons, mean over their rates.": markdown(HEAD, *lines),
+    }
 
 
 def tables(rows: list[dict]) -> str:
@@ -360,7 +449,10 @@ def tables(rows: list[dict]) -> str:
                 f"{cells(some)}\n\n{min(map(len, some.values()))} seeds a row."
             )
     if plain.keys() >= set(OTHERS):
-        found["Numbers of every row, of the seeds that all have."] = numbers(whole_blocks(plain))
+        some = {row: plain[row] for row in (*MAIN, *OTHERS)}
+        found["Numbers of every row, of the seeds that all have."] = numbers(whole_blocks(some))
+    if plain.keys() >= WIDTHS.keys():
+        found |= bands(plain)
     return "\n\n".join(f"**{name}**\n\n{table}" for name, table in found.items())
 
 
