@@ -102,7 +102,7 @@ RATE_ROWS = {
     "gspo": "gspo, ε 3e-4, 4e-4",
     "gspo, 3e-3": "gspo, ε 3e-3",
     "gspo, 0.2": "gspo, ε 0.2",
-    "luspo": "luspo",
+    "luspo": "luspo, ε 2e-3, 2.5e-3",
     "grpo": "grpo, no KL",
 }
 
