@@ -166,22 +166,23 @@ def generate(
         mask = padded([[1] * len(prompt) for prompt in distinct], model.device, left=True)
         cache = DynamicCache(config=model.config)
         logits = next_logits(model, padded(distinct, model.device, pad_id, left=True), mask, cache)
-        rows = {prompt: row for row, prompt in enumerate(distinct)}
-        active = tokens.new_tensor(batch)  # samples without an end
-        row_of = tokens.new_tensor([rows[prompt_of[i]] for i in batch])  # of each active sample
+        row_of_prompt = {prompt: row for row, prompt in enumerate(distinct)}
+        unfinished = tokens.new_tensor(batch)  # samples without an end, and the row of each
+        row_of = tokens.new_tensor([row_of_prompt[prompt_of[i]] for i in batch])
 
-        # 2. sample one token for each active sample, until all have ended. Samples with equal
+        # 2. sample one token for each unfinished sample, until all have ended. Samples with equal
         #    tokens so far share a row of the batch and of the KV cache
         for t in range(max_new_tokens):
-            token, logprob = sample_token(logits[row_of], numbers[active, t], temperature)
-            tokens[active, t], logprobs[active, t] = token, logprob
-            lengths[active] = t + 1
+            token, logprob = sample_token(logits[row_of], numbers[unfinished, t], temperature)
+            tokens[unfinished, t], logprobs[unfinished, t] = token, logprob
+            lengths[unfinished] = t + 1
             ends_here = torch.isin(token, ends)
             if stops is not None:
-                ends_here |= stops(tokens[active, : t + 1])
-            ended[active] = ends_here
-            active, row_of, token = active[~ends_here], row_of[~ends_here], token[~ends_here]
-            if t == max_new_tokens - 1 or len(active) == 0:
+                ends_here |= stops(tokens[unfinished, : t + 1])
+            ended[unfinished] = ends_here
+            goes_on = ~ends_here
+            unfinished, row_of, token = unfinished[goes_on], row_of[goes_on], token[goes_on]
+            if t == max_new_tokens - 1 or len(unfinished) == 0:
                 break
 
             # samples with different tokens get rows of their own; finished rows are dropped. A pair
@@ -194,10 +195,10 @@ def generate(
                 mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
-    samples = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
-    finite = samples.sampler_logprobs.isfinite().all()
+    rollout = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
+    finite = rollout.sampler_logprobs.isfinite().all()
     need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
-    return samples
+    return rollout
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -243,18 +244,9 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
     prompts of one length."""
     _, group_size, max_new_tokens = uniforms.shape
     longest = max(prompts, key=len)
-    cache = DynamicCache(config=model.config)
-    ids = torch.tensor([longest], device=model.device)
-    refused = f"--model: a {model.config.model_type} does not use transformers' KV cache"
-    try:
-        next_logits(model, ids, torch.ones_like(ids), cache)
-    except (AttributeError, ValueError) as error:  # it asks for a cache of its own
-        raise UserError(refused) from error
-    sample_bytes = sum(map(nbytes, cache.layers)) * (1 + max_new_tokens / len(longest))
-    need(sample_bytes, refused)
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))
-    at_once = min(int(cache_gb * 1e9 / sample_bytes), prompts_at_once * group_size)
-    at_once = max(1, at_once)
+    room = int(cache_gb * 1e9 / cache_bytes(model, longest, max_new_tokens))
+    at_once = max(1, min(room, prompts_at_once * group_size))
     pads = has_plain_kv_cache(model)
     pads = pads and "position_ids" in inspect.signature(model.forward).parameters
 
@@ -266,12 +258,27 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
             yield samples[first : first + at_once]
 
 
-def nbytes(part) -> int:
+def cache_bytes(model, prompt: list[int], max_new_tokens: int) -> float:
+    """Return the bytes of a sample's KV cache, measured on the prompt. UserError for a model that
+    does not use the cache."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([prompt], device=model.device)
+    refused = f"--model: a {model.config.model_type} does not use transformers' KV cache"
+    try:
+        next_logits(model, ids, torch.ones_like(ids), cache)
+    except (AttributeError, ValueError) as error:  # it asks for a cache of its own
+        raise UserError(refused) from error
+    read = sum(map(nbytes, cache.layers))
+    need(read, refused)
+    return read * (1 + max_new_tokens / len(prompt))
+
+
+def nbytes(layer) -> int:
     """Return the bytes of all tensors in a layer of a cache."""
-    if isinstance(part, Tensor):
-        return part.nbytes
-    inside = part.values() if isinstance(part, dict) else getattr(part, "__dict__", {}).values()
-    return sum(map(nbytes, inside))
+    if isinstance(layer, Tensor):
+        return layer.nbytes
+    inside = layer if isinstance(layer, dict) else getattr(layer, "__dict__", {})
+    return sum(map(nbytes, inside.values()))
 
 
 def check_context(model, prompts: list[list[int]], uniforms: Tensor) -> None:
@@ -345,7 +352,8 @@ def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
     if trees is not None:
         return trees.before[trees.index]
     row, t = completions.completion_mask.nonzero(as_tuple=True)
-    width = (completions.prompt_lengths + completions.lengths).max()  # of `hidden_states`' rows
+    # `hidden_states` pads the rows to the longest text
+    width = (completions.prompt_lengths + completions.lengths).max()
     return row * width + completions.prompt_lengths[row] + t - 1
 
 
@@ -392,47 +400,47 @@ def token_logprobs(
 # ---- micro-batches: rows or trees ----------------------------------------------------------------
 
 WORTHWHILE = 0.7  # trees of at most this part of the tokens of rows are worth a mask
-# A mask may have so many elements for each token that trees save. Every token that is computed
-# costs more than that: a model with four layers of 64 keeps more numbers for its backward pass
-MASK_OF_A_TOKEN = 4096
+# a token that is computed costs more memory than this: even a model with four layers of 64 keeps
+# more numbers of it for the backward pass. So a smaller mask pays
+MASK_ELEMENTS_PER_SAVED_TOKEN = 4096
 
 
 class MicroBatch(typing.NamedTuple):
-    rows: Tensor  # (n,) on the CPU: indices into the rollout that was divided
-    completions: Rollout
+    rows: Tensor  # (n,) on the CPU: indices into the rollout
+    completions: Rollout  # those rows of it
     trees: Trees | None  # None: a row a text
 
 
-def micro_batches(rollout: Rollout, tokens: int, shares: bool) -> list[MicroBatch]:
-    """Divide the rows into parts whose forward pass has at most so many tokens, padding included,
-    or one row. shares: trees may be used, and are where they save enough."""
+def micro_batches(rollout: Rollout, rows: Tensor, tokens: int, shares: bool) -> list[MicroBatch]:
+    """Divide rows of a rollout into parts whose forward pass has at most so many tokens, padding
+    included, or one row. shares: trees may be used, and are where they save enough."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
     parts, computed = [], 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):
         if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > tokens:
             parts.append([])
         parts[-1].append(row)
-        computed += lengths[parts[-1][0]]
+        computed += lengths[parts[-1][0]]  # padded to the first row of the part, the longest
     if shares and parts:
-        trees, width = grow_evenly(rollout.sequences(), tokens)
+        trees, width = grow_evenly(rollout.select(rows).sequences(), tokens)
         nodes = len(trees) * width
         saves_much = nodes <= WORTHWHILE * computed
-        mask_is_small = nodes * width <= MASK_OF_A_TOKEN * (computed - nodes)
+        mask_is_small = nodes * width <= MASK_ELEMENTS_PER_SAVED_TOKEN * (computed - nodes)
         if trees and saves_much and mask_is_small:
             at_once = tokens // width
             several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
-            return [micro_batch_of_trees(rollout, some) for some in several]
-    return [micro_batch(rollout, part) for part in parts]
+            return [micro_batch_of_trees(rollout, rows, some) for some in several]
+    return [micro_batch(rollout, torch.tensor(part)) for part in parts]
 
 
-def micro_batch(rollout: Rollout, rows: list[int]) -> MicroBatch:
-    rows = torch.tensor(sorted(rows))
+def micro_batch(rollout: Rollout, rows: Tensor) -> MicroBatch:
     return MicroBatch(rows, rollout.select(rows), None)
 
 
-def micro_batch_of_trees(rollout: Rollout, trees: list[Tree]) -> MicroBatch:
-    """Return the rows whose texts are in the trees."""
-    rows, completions, _ = micro_batch(rollout, [row for tree in trees for row in tree.paths])
+def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> MicroBatch:
+    """Return the rows whose texts are in the trees. Text i of a tree is that of rows[i]."""
+    texts = sorted(number for tree in trees for number in tree.paths)
+    rows, completions, _ = micro_batch(rollout, rows[texts])
     row, t = completions.completion_mask.nonzero(as_tuple=True)
     before = completions.prompt_lengths[row] + t - 1
     joined = join(trees, row, before, completions.completions[row, t])
@@ -449,7 +457,7 @@ def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
         hidden = ~trees.visible(window)[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
         masks[layers] = mask.masked_fill_(hidden, -torch.inf)
-    return masks if len(masks) > 1 else mask
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def kinds_of_layers(model) -> dict[str, int | None]:
@@ -481,8 +489,9 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
     name = model.config.model_type
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
     uniforms[:, 1, :4] = uniforms[:, 0, :4]
-    samples = generate(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
-    own = torch.stack([text_logprobs(model, text)[-8:] for text in samples.sequences()])
+    rollout = generate(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
+    texts = rollout.sequences()
+    own = torch.stack([text_logprobs(model, text)[-8:] for text in texts])
     allowed = 0.1 if has_experts(model.config) else 0.0
 
     def differ(found: Tensor) -> bool:
@@ -490,8 +499,8 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
         return bool((~(gap < 1e-3)).float().mean() > allowed)  # NaN, too. Rounding makes 1e-5
 
     with expecting(f"--model: our scorer cannot run a {name}", (RuntimeError,)):
-        rows, _ = completion_logprobs(model, samples, temperature=1.0)
-    for who, found in (("sampler", samples.sampler_logprobs), ("scorer", rows)):
+        by_rows, _ = completion_logprobs(model, rollout, temperature=1.0)
+    for who, found in (("sampler", rollout.sampler_logprobs), ("scorer", by_rows)):
         gap = float((found - own).abs().max())
         need(
             not differ(found),
@@ -500,9 +509,9 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
         )
     if not shares_prefixes(model):
         return False
-    trees = grow(in_order(samples.sequences()), width=samples.tokens.shape[1] + 8)  # some rows
-    part = micro_batch_of_trees(samples, trees)
-    by_trees, _ = completion_logprobs(model, samples, 1.0, part.trees)
+    trees = grow(in_order(texts), width=rollout.tokens.shape[1] + 8)  # some rows
+    part = micro_batch_of_trees(rollout, torch.arange(len(texts)), trees)
+    by_trees, _ = completion_logprobs(model, rollout, 1.0, part.trees)
     return not differ(by_trees)
 
 
@@ -510,35 +519,35 @@ def checked(sampler: Callable) -> Callable:
     """Return a user's sampler, of which each result is checked."""
 
     def generate(model, prompts, uniforms, **options):
-        samples = sampler(model, prompts, uniforms, **options)
-        check_samples(samples, prompts, uniforms, model)
-        return samples
+        rollout = sampler(model, prompts, uniforms, **options)
+        check_rollout(rollout, prompts, uniforms, model)
+        return rollout
 
     return generate
 
 
-def check_samples(samples, prompts: list[list[int]], uniforms: Tensor, model) -> None:
+def check_rollout(rollout, prompts: list[list[int]], uniforms: Tensor, model) -> None:
     """UserError for a result of a user's sampler from which a run would learn wrong things."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")
 
-    expect(isinstance(samples, Rollout), f"a rollout.Rollout, found {type(samples).__name__}")
+    expect(isinstance(rollout, Rollout), f"a rollout.Rollout, found {type(rollout).__name__}")
     _, group_size, limit = uniforms.shape
     prompts = [prompt for prompt in prompts for _ in range(group_size)]
     on, vocabulary = model.device.type, model.config.get_text_config().vocab_size
-    expect({column.device.type for column in samples} == {on}, f"all tensors on {on}")
-    expect({len(column) for column in samples} == {len(prompts)}, f"{len(prompts)} completions")
-    lengths, mask, logprobs = samples.lengths, samples.completion_mask, samples.sampler_logprobs
+    expect({column.device.type for column in rollout} == {on}, f"all tensors on {on}")
+    expect({len(column) for column in rollout} == {len(prompts)}, f"{len(prompts)} completions")
+    lengths, mask, logprobs = rollout.lengths, rollout.completion_mask, rollout.sampler_logprobs
     longest = min(limit, logprobs.shape[1])
     expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
-    texts = zip(samples.sequences(), samples.prompt_lengths.tolist(), prompts)
+    texts = zip(rollout.sequences(), rollout.prompt_lengths.tolist(), prompts)
     are_asked = all(text[:size] == prompt for text, size, prompt in texts)
     expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
     written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
     is_mask = mask.dtype == torch.bool and mask.shape == written.shape
     expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
-    ids, logprobs = samples.completions[written], logprobs[mask]
+    ids, logprobs = rollout.completions[written], logprobs[mask]
     expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
     expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
 
@@ -580,8 +589,8 @@ def print_completions(flags: Flags) -> None:
     uniforms = torch.rand(1, flags.samples, flags.max_new_tokens, generator=generator)
     ends = end_and_pad_ids(model, tokenizer)
     options = {"temperature": flags.temperature, "stops": stops, **ends}
-    samples = generate(model, [ids], uniforms, **options)
-    for completion in samples.sequences():
+    rollout = generate(model, [ids], uniforms, **options)
+    for completion in rollout.sequences():
         text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
         for line in text.split("\n"):  # a completion may hold escape sequences
             print(printable(line))

@@ -152,7 +152,7 @@ def train(run: "Run", output: "Output") -> None:
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
     from_rewards = algorithm.reads not in READ_CONSTANTS
-    skips = from_rewards and not needs_all_rows(algorithm, config)
+    skips_rows = from_rewards and not needs_all_rows(algorithm, config)
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
@@ -168,10 +168,10 @@ def train(run: "Run", output: "Output") -> None:
         # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
         if from_rewards:
             advantages, returns = compute_advantages(algorithm, config, batch)
-        active = has_advantage(advantages, batch.mask) if skips else batch.mask.any(1)
+        is_active = has_advantage(advantages, batch.mask) if skips_rows else batch.mask.any(1)
 
         # 4. plan        groups in a random order, in updates, in micro-batches
-        updates = plan(run, batch, active)
+        updates = plan(run, batch, is_active)
 
         # 5. constants   log-probs of pi_old, pi_ref and a teacher, values of a critic: no gradient
         constants = compute_constants(run, batch, updates)
@@ -187,10 +187,10 @@ def train(run: "Run", output: "Output") -> None:
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
-        done = Step(batch, updates, constants, advantages, returns, result)
-        row = measure(run, done)
+        step_data = StepData(batch, updates, constants, advantages, returns, result)
+        row = measure(run, step_data)
         stopping = any(run.ranks.gather(stop.asked))
-        report_step(run, output, done, row, stopping)
+        report_step(run, output, step_data, row, stopping)
         if stopping and step < config.steps:
             raise KeyboardInterrupt  # `main` prints "stopped", exit status 130
     prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
@@ -201,15 +201,15 @@ def train(run: "Run", output: "Output") -> None:
 
 
 class Sample(typing.NamedTuple):
-    """A completion as text, the row of data that it answers, and its score."""
+    """A completion as text, the problem that it answers, and its score."""
 
     text: str
-    row: dict  # with "tokens", the completion's length, for the reward
+    problem: dict  # a row of data, with "tokens", the completion's length, for the reward
     score: rewards.Score
 
     def readable(self, step: int) -> dict:
         """Return it as a row of samples.jsonl or evaluations.jsonl."""
-        asked = {"prompt": data.text_of(self.row["prompt"]), "answer": self.row["answer"]}
+        asked = {"prompt": data.text_of(self.problem["prompt"]), "answer": self.problem["answer"]}
         return {"step": step, **asked, "completion": self.text, "reward": self.score.reward}
 
 
@@ -221,9 +221,14 @@ class Batch(typing.NamedTuple):
     samples: list[Sample]  # as texts
     mask: Tensor  # (N, T) tokens of the loss
     rewards: Tensor  # (N,) with overlong shaping
-    token_rewards: Tensor  # (N, T) the same, and rewards of steps, at their tokens
-    step_ends: Tensor  # (N, T) last tokens of steps
-    # of every group that was sampled, dropped ones included
+    token_rewards: Tensor  # (N, T) the same, and rewards of steps of reasoning, at their tokens
+    step_ends: Tensor  # (N, T) last tokens of steps of reasoning
+    sampled: "Sampled"  # all groups, also those that dynamic sampling dropped
+
+
+class Sampled(typing.NamedTuple):
+    """All groups of a step, before dynamic sampling drops some."""
+
     dead: Tensor  # (groups,) those of equal rewards
     correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
     faults: list[str]  # of verifiers
@@ -233,18 +238,18 @@ class Update(typing.NamedTuple):
     """One optimiser step. The loss is a mean over its rows; only the active ones can change it."""
 
     rows: Tensor  # (n,) indices into the batch
-    active: Tensor  # those that need a forward pass
+    active_rows: Tensor  # those that need a forward pass
     parts: list[MicroBatch]  # those of this process
 
 
 class Constants(typing.NamedTuple):
-    """(N, T) each, without gradient. 0 in rows that are not active, and for models that the run
+    """(N, T) each, without gradient, 0 in rows that are not active. None for a model that the run
     does not have."""
 
     old_logprobs: Tensor
-    ref_logprobs: Tensor
-    teacher_logprobs: Tensor
-    values: Tensor  # of the critic
+    ref_logprobs: Tensor | None
+    teacher_logprobs: Tensor | None
+    values: Tensor | None  # of the critic
 
 
 class Improvement(typing.NamedTuple):
@@ -254,7 +259,7 @@ class Improvement(typing.NamedTuple):
     bad_updates: int  # skipped, because they were not finite
 
 
-class Step(typing.NamedTuple):
+class StepData(typing.NamedTuple):
     """All data of a rollout step, for its report."""
 
     batch: Batch
@@ -312,7 +317,7 @@ class Run(typing.NamedTuple):
     ranks: Ranks
     tokenizer: transformers.PreTrainedTokenizerBase
     reward: rewards.Reward
-    prompts: Iterator[dict]  # rows to train on, without end
+    problems: Iterator[dict]  # rows of data to train on, without end
     held_out: list[dict]
     generate: Callable  # of rollout.py or --sampler, within the turns of --tool
     endings: dict  # its eos_ids, pad_id and stops
@@ -335,10 +340,10 @@ class Output(typing.NamedTuple):
 
 def refresh_models(models: Models, config: Config, step: int) -> None:
     """Refresh the sampler, where it is a copy, and pi_ref every --ref-every steps."""
-    policy, done = models.policy.module, step - 1
-    if models.sampler is not policy and done % config.stale_steps == 0:
+    policy, steps_done = models.policy.module, step - 1
+    if models.sampler is not policy and steps_done % config.stale_steps == 0:
         refresh(models.sampler, policy)
-    if config.ref_every and done > 0 and done % config.ref_every == 0:
+    if config.ref_every and steps_done > 0 and steps_done % config.ref_every == 0:
         refresh(models.ref_policy.module, policy)
 
 
@@ -348,13 +353,13 @@ def refresh_models(models: Models, config: Config, step: int) -> None:
 def collect(run: Run, step: int) -> Batch:
     """Sample and score the completions of a step."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
-    parts, samples = [], []
+    refills, samples = [], []
     for refill in range(1 + MAX_REFILLS):
-        rows = list(itertools.islice(run.prompts, count))
-        run.progress.prompts_drawn += len(rows)
+        problems = list(itertools.islice(run.problems, count))
+        run.progress.prompts_drawn += len(problems)
         sampler, seed = run.models.sampler, f"{step} {refill}"
-        rollouts, scored = complete(run, sampler, rows, size, config.temperature, seed)
-        parts.append(rollouts)
+        rollouts, scored = complete(run, sampler, problems, size, config.temperature, seed)
+        refills.append(rollouts)
         samples += scored
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
@@ -365,45 +370,43 @@ def collect(run: Run, step: int) -> Batch:
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
     groups = kept[:count] or [0]
     chosen = [size * group + member for group in groups for member in range(size)]
-    rollouts = Rollout.cat(parts, run.endings["pad_id"]).select(chosen)
-    samples = [samples[row] for row in chosen]
+    rollouts = Rollout.cat(refills, run.endings["pad_id"]).select(chosen)
+    samples = [samples[i] for i in chosen]
     mask = rollouts.completion_mask & bool(kept)
     if config.overlong_filter:  # truncated completions leave the loss, but not the attention
         mask = mask & ~rollouts.truncated[:, None]
-    outcomes = [sample.score.reward for sample in samples]
-    for i, length in enumerate(rollouts.lengths.tolist()):
-        limit, cache = config.max_new_tokens, config.overlong_cache
-        outcomes[i] += rewards.soft_overlong_penalty(length, limit, cache)
-    outcomes = torch.tensor(outcomes, device=config.device)
+    limit, cache = config.max_new_tokens, config.overlong_cache
+    shaped = []
+    for sample, length in zip(samples, rollouts.lengths.tolist()):
+        shaped.append(sample.score.reward + rewards.soft_overlong_penalty(length, limit, cache))
+    shaped = torch.tensor(shaped, device=config.device)
     steps = [sample.score.steps for sample in samples]
-    token_rewards, step_ends = place_rewards(run.tokenizer, rollouts, outcomes, steps)
+    token_rewards, step_ends = place_rewards(run.tokenizer, rollouts, shaped, steps)
     return Batch(
         step=step,
         rollout=rollouts,
         samples=samples,
         mask=mask,
-        rewards=outcomes,
+        rewards=shaped,
         token_rewards=token_rewards,
         step_ends=step_ends,
-        dead=dead,
-        correct=correct,
-        faults=faults,
+        sampled=Sampled(dead, correct, faults),
     )
 
 
 def complete(
-    run: Run, model, rows: list[dict], group_size: int, temperature: float, seed: str
+    run: Run, model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[Sample]]:
-    """Sample group_size completions of each row's prompt and score them. Equal seed texts give
-    equal samples. Each process takes a share of the work and gets all results."""
+    """Sample group_size completions of each problem and score them. Equal seed texts give equal
+    samples. Each process takes a share of the work and gets all results."""
     config, ranks = run.config, run.ranks
     number = random.Random(f"{config.seed} {seed}").getrandbits(60)
     generator = torch.Generator().manual_seed(number)
     # made for all prompts, then shared: a prompt has the same numbers in whichever process
-    uniforms = torch.rand(len(rows), group_size, config.max_new_tokens, generator=generator)
+    uniforms = torch.rand(len(problems), group_size, config.max_new_tokens, generator=generator)
     with run.log.timer("sample"):
         free_memory(config.device)  # for the KV cache
-        prompts = [row[data.IDS] for row in ranks.share(rows)]
+        prompts = [problem[data.IDS] for problem in ranks.share(problems)]
         options = {"temperature": temperature, "cache_gb": config.cache_gb, **run.endings}
         rollouts = run.generate(model, prompts, ranks.share(uniforms), **options)
         if ranks.size > 1:
@@ -414,9 +417,9 @@ def complete(
     texts, answered, lengths = [], [], rollouts.lengths.tolist()
     for i, ids in enumerate(rollouts.completions.tolist()):
         texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
-        row = {**rows[i // group_size], "tokens": lengths[i]}
-        row.pop(data.IDS)
-        answered.append(row)
+        problem = {**problems[i // group_size], "tokens": lengths[i]}
+        problem.pop(data.IDS)
+        answered.append(problem)
     with run.log.timer("score"):
         scores = run.reward.score(ranks.share(texts), ranks.share(answered))
         scores = [score for share in ranks.gather(scores) for score in share]
@@ -463,9 +466,7 @@ def compute_advantages(
     """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else 0."""
     compute, size = algorithm.advantages, config.group_size
     token_rewards, no_returns = batch.token_rewards, torch.zeros_like(batch.token_rewards)
-    if algorithm.kl_in == "reward":  # k1 per token
-        if algorithm.reads not in ("tokens", "values"):
-            raise ValueError(f"kl_in='reward': advantages that read {algorithm.reads!r} have no KL")
+    if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
         kl = constants.old_logprobs - constants.ref_logprobs
         token_rewards = token_rewards - config.kl_coef * batch.mask * kl
     match algorithm.reads:
@@ -501,21 +502,19 @@ def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) ->
 # ---- 4. plan -------------------------------------------------------------------------------------
 
 
-def plan(run: Run, batch: Batch, active: Tensor) -> list[Update]:
+def plan(run: Run, batch: Batch, is_active: Tensor) -> list[Update]:
     """Divide the rows, group after group in a random order, into updates, and the active rows of
     this process into micro-batches."""
-    config, active = run.config, active.cpu()
-    groups = torch.arange(len(active)).view(-1, config.group_size)
+    config, is_active = run.config, is_active.cpu()
+    groups = torch.arange(len(is_active)).view(-1, config.group_size)
     rng = random.Random(f"{config.seed} {batch.step}")
     order = rng.sample(range(len(groups)), len(groups))
     updates = []
     for rows in groups[order].flatten().split(config.completions_per_update):
-        active_rows = rows[active[rows]]
-        share = run.ranks.share(active_rows)
-        parts = rollout.micro_batches(
-            batch.rollout.select(share), config.micro_batch_tokens, run.models.share_prefixes
-        )
-        parts = [part._replace(rows=share[part.rows]) for part in parts]  # of the batch
+        active_rows = rows[is_active[rows]]
+        own_rows = run.ranks.share(active_rows)
+        tokens, shares = config.micro_batch_tokens, run.models.share_prefixes
+        parts = rollout.micro_batches(batch.rollout, own_rows, tokens, shares)
         updates.append(Update(rows, active_rows, parts))
     return updates
 
@@ -529,7 +528,8 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
     first update the policy is pi_old: it scores, not the sampler's copy, in the micro-batches of
     the updates. So the first ratio is exactly 1."""
     models, sampled = run.models, batch.rollout.sampler_logprobs
-    constants = Constants(*[torch.zeros_like(sampled) for _ in Constants._fields])
+    there = (models.policy, models.ref_policy, models.teacher, models.critic)
+    constants = Constants(*[torch.zeros_like(sampled) if model else None for model in there])
     with run.log.timer("constants"):
         if models.policy.routing:
             models.policy.routing.forget()
@@ -544,7 +544,7 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
                 constants.teacher_logprobs[part.rows], _ = models.teacher.logprobs(part)
             if models.critic:
                 constants.values[part.rows] = models.critic.values(part)
-        run.ranks.sum(*constants)  # rows of other processes are 0
+        run.ranks.sum(*[each for each in constants if each is not None])  # others' rows are 0
     return constants
 
 
@@ -570,7 +570,7 @@ def improve(
             metrics, logprobs = accumulate_gradients(
                 run, batch, update, constants, advantages, returns
             )
-            new_logprobs[update.active] = logprobs[update.active]
+            new_logprobs[update.active_rows] = logprobs[update.active_rows]
             if first_logprobs is None:
                 first_logprobs = logprobs
             wrong = ", ".join(name for name in metrics if not math.isfinite(metrics[name]))
@@ -583,7 +583,7 @@ def improve(
                 run.log.warn("bad", told)
                 continue
             run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
-            if len(update.active) > 0:
+            if len(update.active_rows) > 0:
                 progress.bad_in_a_row = 0
                 all_metrics.append(metrics)
         run.optimizer.zero_grad()  # sampling needs their memory
@@ -594,9 +594,9 @@ def improve(
 def lr_factor(config: Config, step: int) -> float:
     """Return the factor of the learning rate: warm-up, then --lr-schedule down to 0."""
     warm_up = min(1.0, step / max(config.warmup_steps, 1))
-    done = (step - 1) / config.steps
-    cosine = (1 + math.cos(math.pi * done)) / 2
-    return warm_up * {"constant": 1.0, "linear": 1 - done, "cosine": cosine}[config.lr_schedule]
+    left = 1 - (step - 1) / config.steps
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    return warm_up * {"constant": 1.0, "linear": left, "cosine": cosine}[config.lr_schedule]
 
 
 def accumulate_gradients(
@@ -613,10 +613,9 @@ def accumulate_gradients(
     units = batch.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
         units = batch.mask.any(1)
-    # Only active rows are computed, and metrics are means over them: denom counts their units. The
-    # loss is a mean over all rows, whose others add 0: it is multiplied by active / all
-    denom = units[update.active].sum()
-    active_share = denom / units[update.rows].sum()
+    # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
+    # are not computed. Metrics are means over active rows
+    denom, active_units = units[update.rows].sum(), units[update.active_rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
     run.optimizer.zero_grad()
@@ -632,7 +631,7 @@ def accumulate_gradients(
             logprobs,
             entropy,
             constants.old_logprobs[rows],
-            constants.ref_logprobs[rows],
+            None if constants.ref_logprobs is None else constants.ref_logprobs[rows],
             advantages[rows],
             mask,
             denom,
@@ -643,11 +642,14 @@ def accumulate_gradients(
                 values, old_values, returns[rows], mask, denom, per=algorithm.unit
             )
             loss, metrics = loss + critic_loss, metrics | of_critic
-        (active_share * loss).backward()
+        loss.backward()
         all_logprobs[rows] = logprobs.detach()
-        metrics["loss"] = active_share * loss.detach()
-        totals.update({name: float(value) for name, value in metrics.items()})  # a Counter adds
-    return run.ranks.sum_numbers(totals) | clip_gradients(run), all_logprobs
+        totals["loss"] += float(loss.detach())
+        for name, value in metrics.items():
+            totals[name] += float(value * denom / active_units)
+    totals = run.ranks.sum_numbers(totals)
+    norms = clip_gradients(run)
+    return totals | norms, all_logprobs
 
 
 def policy_loss(
@@ -656,14 +658,14 @@ def policy_loss(
     logprobs: Tensor,
     entropy: Tensor,
     old_logprobs: Tensor,
-    ref_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
     advantages: Tensor,
     mask: Tensor,
     denom: Tensor,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
     entropy bonus and the KL penalty. All tensors are of its rows. denom counts completions or
-    tokens of the active rows of the whole update."""
+    tokens of the whole update."""
     loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
@@ -677,11 +679,12 @@ def policy_loss(
 
 
 def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
-    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on one row."""
-    old_logprobs = torch.tensor([[-2.0, -1.5]])
-    ref_logprobs = torch.tensor([[-0.5, -3.0]])
-    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
-    zero, mask, denom = torch.zeros(1), torch.ones(1, 2), torch.tensor(1)
+    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on a row with
+    log-ratios of both signs, small and large."""
+    logprobs = torch.linspace(-9, -1, 33).view(1, -1).requires_grad_()
+    old_logprobs = torch.full((1, 33), -5.0)
+    ref_logprobs = torch.full((1, 33), -0.5)
+    zero, mask, denom = torch.zeros(1), torch.ones(1, 33), torch.tensor(1)
     tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)
     loss, _ = policy_loss(algorithm, config, *tensors)
     loss.backward()
@@ -695,14 +698,14 @@ def check_loss(algorithm: gspo.Algorithm) -> None:
     rows = (logprobs, torch.full((2, 3), -1.0), torch.tensor([1.0, -1.0]), mask)
     denom = mask.sum() if algorithm.unit == "token" else torch.tensor(2)
     whole, _ = algorithm.loss(*rows)
-    parts = [algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1)]
-    if not torch.allclose(whole, sum(parts)):
+    one, other = (algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1))
+    if not torch.allclose(whole, one + other):
         kind = f"a mean over {algorithm.unit}s, as its default `per` says"
         raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
 def clip_gradients(run: Run) -> dict[str, float]:
-    """Sum gradients over processes and clip them. Return their norms before clipping."""
+    """Sum gradients over processes and clip them. Return the metrics of their norms before."""
     norms = {}
     for group in run.optimizer.param_groups:
         for parameter in group["params"]:
@@ -710,17 +713,18 @@ def clip_gradients(run: Run) -> dict[str, float]:
                 parameter.grad = torch.zeros_like(parameter)
         run.ranks.sum(*[parameter.grad for parameter in group["params"]])
         norm = torch.nn.utils.clip_grad_norm_(group["params"], run.config.max_grad_norm)
-        norms[group["norm"]] = float(norm)
+        norms[group["norm_metric"]] = float(norm)
     return norms
 
 
 # ---- 8. report -----------------------------------------------------------------------------------
 
 
-def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool) -> None:
+def report_step(run: Run, output: Output, step_data: StepData, row: dict, stopping: bool) -> None:
     """Evaluate, warn, write the console line and the rows of the step, and save a checkpoint. The
     tracker and the page come last: they may fail without ending the run."""
-    config, step, folder = run.config, done.batch.step, output.folder
+    config, batch, folder = run.config, step_data.batch, output.folder
+    step = batch.step
     last, answers = step == config.steps, []
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
     if evaluates:
@@ -729,10 +733,11 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
 
-    taught = bool(has_advantage(done.advantages, done.batch.mask).any())
+    taught = bool(has_advantage(step_data.advantages, batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
-    for kind, sentence in health.warnings(row, config, done.batch.faults, quiet_steps).items():
+    faults = batch.sampled.faults
+    for kind, sentence in health.warnings(row, config, faults, quiet_steps).items():
         run.log.warn(kind, sentence)
     if row.get("tool_faults"):
         run.log.warn("tool", f"the tool failed and gave no reply: {run.generate.fault}")
@@ -740,7 +745,7 @@ def report_step(run: Run, output: Output, done: Step, row: dict, stopping: bool)
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
         data.append_rows(folder / "metrics.jsonl", [row])
-        data.append_rows(folder / "samples.jsonl", readable_samples(run, done))
+        data.append_rows(folder / "samples.jsonl", readable_samples(run, step_data))
         data.append_rows(folder / "evaluations.jsonl", answers)
 
     if last or stopping or (config.save_every and step % config.save_every == 0):
@@ -787,8 +792,8 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     metrics = {"eval_solved": float(correct.mean())}
     if lenient := run.reward.lenient_twin():
         # the same completions: a rise of eval_solved alone is format
-        texts, rows = [sample.text for sample in greedy], [sample.row for sample in greedy]
-        _, right = lenient.verdicts(lenient.score(texts, rows))
+        texts, problems = zip(*[(sample.text, sample.problem) for sample in greedy])
+        _, right = lenient.verdicts(lenient.score(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
         _, several = complete(run, sampler, held_out, pass_k, run.config.temperature, "eval")
@@ -829,8 +834,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     vocabulary = model_config.get_text_config().vocab_size
     form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
     held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
-    prompts = form.training_prompts(config, rows)
-    prompts = itertools.islice(prompts, progress.prompts_drawn, None)
+    problems = form.training_problems(config, rows)
+    problems = itertools.islice(problems, progress.prompts_drawn, None)
     fewest = min(len(held_out), config.prompts_per_step)
     need(ranks.size <= fewest, f"{ranks.size} processes: at most one for each of {fewest} prompts")
     say(f"first held-out prompt: '{printable(tokenizer.decode(held_out[0][data.IDS]))}'")
@@ -853,7 +858,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         ranks=ranks,
         tokenizer=tokenizer,
         reward=reward,
-        prompts=prompts,
+        problems=problems,
         held_out=held_out,
         generate=generate,
         endings=endings,
@@ -868,15 +873,15 @@ def make_models(
     config: Config, algorithm: gspo.Algorithm, policy, pad_id: int, ids: list[int]
 ) -> Models:
     """Check the scorer on the ids of a prompt, and make all models beside the policy."""
-    # of two lengths: errors of padding show
-    prompts = [ids[-64:], ids[-64:][1:] or ids * 2]
-    share_prefixes = rollout.check_scorer(policy, prompts, pad_id)
+    prompt = ids[-63:]
+    longer = [*prompt, prompt[-1]]  # of another length: errors of padding show
+    share_prefixes = rollout.check_scorer(policy, [prompt, longer], pad_id)
     if config.device == "cuda" and config.dtype == "bfloat16":
         # the float32 head would take most of the time. TF32 moves log s by 5e-5, a bf16 body by
         # 2.5e-3 (on a CPU, random weights, docs/metrics.md). The check has compared in float32
         torch.set_float32_matmul_precision("high")
 
-    score = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
+    scorer_of = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
     dtype = getattr(torch, config.dtype)
     # The order matters: copies without adapters, then adapters, then checkpointing of layers, then
     # a critic, a copy that has both. Nothing changes while the policy samples: in float32 on one
@@ -885,9 +890,9 @@ def make_models(
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
         sampler = frozen_copy(policy, dtype)
     if config.kl_coef:
-        ref_policy = score(frozen_copy(policy, dtype))
+        ref_policy = scorer_of(frozen_copy(policy, dtype))
     if config.teacher:
-        teacher = score(load_model(config.teacher, config.device, dtype))
+        teacher = scorer_of(load_model(config.teacher, config.device, dtype))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
     again = contextlib.nullcontext  # for layers that run twice
     if has_experts(policy.config) and config.old_logprobs == "trainer":
@@ -904,20 +909,21 @@ def make_models(
 
         checkpoint_layers(policy, again)
     if algorithm.value_loss:
-        critic = score(critic_of(policy))
-    scorer = score(policy, routing=routing)
+        critic = scorer_of(critic_of(policy))
+    scorer = scorer_of(policy, routing=routing)
     return Models(scorer, sampler, ref_policy, teacher, critic, share_prefixes)
 
 
 def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:
     """Return the optimiser of the policy, and of a critic."""
-    trained = [(models.policy, config.lr, "grad_norm")]  # the metric: its gradient's norm
+    trained = [(models.policy, config.lr, "grad_norm")]
     if models.critic:
         trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
     groups = []
-    for scorer, lr, norm in trained:
+    for scorer, lr, norm_metric in trained:
         parameters = [each for each in scorer.module.parameters() if each.requires_grad]
-        groups.append({"params": parameters, "lr": lr, "initial_lr": lr, "norm": norm})
+        rates = {"lr": lr, "initial_lr": lr}
+        groups.append({"params": parameters, **rates, "norm_metric": norm_metric})
     return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 
@@ -941,8 +947,8 @@ def open_output(run: Run, answers: list[dict]) -> Output:
         if config.track:
             from support.extras.trackers import open_tracker
 
-            began, done = progress.began, progress.step
-            tracker = open_tracker(config.track, folder, vars(config), began, done)
+            began, steps_done = progress.began, progress.step
+            tracker = open_tracker(config.track, folder, vars(config), began, steps_done)
     folder = run.ranks.from_first(folder)
     config.name = folder.name
     return Output(folder, lock, tracker)
@@ -956,11 +962,7 @@ def parse_flags(arguments: list[str]) -> Config:
     config = parse(Config, __doc__, arguments, elsewhere=flags.ELSEWHERE)
     if config.resume:
         config = flags.with_saved(config, __doc__, arguments)
-    flags.refuse_flags_of_others(config, DEFAULTS, gspo.ALGOS)
-    algorithm, task = gspo.ALGOS[config.algo], TASKS[config.task]
-    built_in = config.model in BUILT_IN
-    flags.fill_defaults(config, algorithm, DEFAULTS[config.algo], task, built_in)
-    flags.check_together(config, algorithm, task, built_in)
+    flags.complete(config, DEFAULTS)
     return config
 
 

@@ -178,7 +178,7 @@ class PromptFormat:
         """Yield encoded rows, without those that leave no room for a completion."""
         return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
-    def training_prompts(self, config, rows: Iterable[dict]) -> Iterator[dict]:
+    def training_problems(self, config, rows: Iterable[dict]) -> Iterator[dict]:
         """Yield encoded rows without end: those of a file in shuffled epochs, or a task's."""
         if config.data:
             return shuffled_epochs(self.encode_rows(rows, f"--data {config.data}"), config.seed)

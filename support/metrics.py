@@ -11,12 +11,13 @@ from gspo import completion_mean
 SHOWN_GROUPS = 4  # of a step in samples.jsonl
 
 
-def measure(run, done) -> dict:
+def measure(run, step_data) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
-    done: the `Step` of train.py."""
-    batch, constants, result = done.batch, done.constants, done.result
-    advantages, returns = done.advantages, done.returns
-    rollouts, mask, dead, correct = batch.rollout, batch.mask, batch.dead, batch.correct
+
+    Every process calls it once a step: it gathers over processes, and ends the step's clock.
+    step_data: the `StepData` of train.py."""
+    batch, updates, constants, advantages, returns, result = step_data
+    rollouts, mask, (dead, correct, faults) = batch.rollout, batch.mask, batch.sampled
     lengths = rollouts.completion_mask.sum(1).float()
     row = {}
     row["reward"] = batch.rewards.mean()
@@ -39,8 +40,8 @@ def measure(run, done) -> dict:
     for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
         row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
-    first = done.updates[0].active
-    active = torch.cat([update.active for update in done.updates])
+    first = updates[0].active_rows
+    active = torch.cat([update.active_rows for update in updates])
     moved = result.new_logprobs - constants.old_logprobs
     apart = result.first_logprobs - rollouts.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
@@ -52,7 +53,7 @@ def measure(run, done) -> dict:
         teacher = constants.teacher_logprobs[mask]
         row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
-    row["verifier_faults"] = len(batch.faults)
+    row["verifier_faults"] = len(faults)
     if run.config.tool:
         row |= run.generate.measure(rollouts, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
@@ -76,15 +77,18 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def readable_samples(run, done) -> list[dict]:
+def readable_samples(run, step_data) -> list[dict]:
     """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
     token, the active completions of one group of the last update."""
-    batch, size = done.batch, run.config.group_size
+    batch, updates, constants, advantages, _, result = step_data
+    size = run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
-    log_ratios = done.result.new_logprobs - done.constants.old_logprobs
-    advantages = done.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
-    active = done.updates[-1].active.tolist()
-    for row in (row for row in active if row // size == active[0] // size):
+    log_ratios = result.new_logprobs - constants.old_logprobs
+    advantages = advantages.view(len(log_ratios), -1).expand_as(log_ratios)
+    active = updates[-1].active_rows.tolist()
+    for row in active:
+        if row // size != active[0] // size:
+            continue
         own = batch.rollout.completion_mask[row]  # without tokens of a tool
         ids = batch.rollout.completions[row, own].tolist()
         shown.append(batch.samples[row].readable(batch.step))

@@ -69,7 +69,7 @@ def prompts(place):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and the `train.Step` of every step."""
+    """Keeps the run, and the `train.StepData` of every step."""
     kept = SimpleNamespace(run=None, steps=[])
     measure = train.measure
 

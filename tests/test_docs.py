@@ -309,8 +309,9 @@ def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
         completions = rollout.Rollout(tokens, lengths * 0 + 1, lengths, ones > 0, ones, ones[:, 0])
         rewards = torch.tensor(rewards)
         samples = [f"{name}{i}" for i in range(count)]
-        tensors = (ones > 0, rewards, ones * rewards[:, None], ones > 0, rewards > 0)
-        return train.Batch(1, completions, samples, *tensors, None, [])
+        tensors = (ones > 0, rewards, ones * rewards[:, None], ones > 0)
+        sampled = train.Sampled(rewards > 0, None, [])
+        return train.Batch(1, completions, samples, *tensors, sampled)
 
     def mixed(*made) -> list[str]:
         found = buffer.mix(batch(*made))

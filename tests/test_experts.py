@@ -48,12 +48,11 @@ def completions(model):
 
 def part_of(model, samples, rows=(0, 1, 2), layout="trees"):
     """Return a micro-batch of some rows of the samples, as trees where the model may get these."""
-    chosen = samples.select(list(rows))
-    part = rollout.micro_batch(chosen, list(range(len(rows))))
-    if layout == "trees" and rollout.shares_prefixes(model):
-        trees = grow(in_order(chosen.sequences()), width=samples.tokens.shape[1])
-        part = rollout.micro_batch_of_trees(chosen, trees)
-    return part._replace(rows=torch.tensor(rows))
+    rows = torch.tensor(rows)
+    if layout == "rows" or not rollout.shares_prefixes(model):
+        return rollout.micro_batch(samples, rows)
+    trees = grow(in_order(samples.select(rows).sequences()), width=samples.tokens.shape[1])
+    return rollout.micro_batch_of_trees(samples, rows, trees)
 
 
 def scored(model, part, experts=None):

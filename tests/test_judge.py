@@ -56,7 +56,7 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model
     judged = seen.steps[0].batch.samples
     verdicts = [each.score.terms.get("even", 0.0) for each in judged]
     for each, even in zip(judged, verdicts):
-        expected = even + weight * score_of(model, each.row["prompt"] + each.text)
+        expected = even + weight * score_of(model, each.problem["prompt"] + each.text)
         assert each.score.reward == pytest.approx(expected, abs=1e-4)
     assert row["advantage_abs"] > 0 and row["dead"] < 1
     assert ("solved" in row) == ("even" in reward)

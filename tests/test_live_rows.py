@@ -24,7 +24,7 @@ MIXED = (
 def kinds_of_updates(steps) -> set[str]:
     """Return which of live, dead and mixed updates there are."""
     updates = [update for step in steps for update in step.updates]
-    shares = {len(update.active) / len(update.rows) for update in updates}
+    shares = {len(update.active_rows) / len(update.rows) for update in updates}
     return {{0: "dead", 1: "live"}.get(share, "mixed") for share in shares}
 
 
@@ -59,7 +59,7 @@ def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, t
     live, every = metrics(one)[0], metrics(other)[0]
     for name in ("reward", "reward_std", "solved", "dead_right", "length_mean", "advantage_abs"):
         assert live[name] == every[name], name
-    first = [each.row["prompt"][0] for each in seen.steps[0].batch.samples[::4]]
+    first = [each.problem["prompt"][0] for each in seen.steps[0].batch.samples[::4]]
     assert live["dead_right"] == pytest.approx(first.count("1") / 6)
     assert live["dead_wrong"] == pytest.approx(first.count("2") / 6)
     assert live["dead"] == pytest.approx(1 - first.count("3") / 6)
@@ -101,7 +101,9 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         for update in step.updates:
             live = [row for row in update.rows.tolist() if step.advantages[row] != 0]
             assert (
-                sorted(live) == sorted(update.active.tolist()) == sorted(rows_of(update).tolist())
+                sorted(live)
+                == sorted(update.active_rows.tolist())
+                == sorted(rows_of(update).tolist())
             )
             alive += len(live)
     scored = {True: 0, False: 0}
@@ -118,8 +120,8 @@ def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
     flags = f"{MIXED} --algo {algorithm} --completions-per-update 24 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
     [(batch, [update], *_)] = seen.steps
-    assert 0 < len(update.active) < 24 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    samples = batch.rollout.select(update.active)
+    assert 0 < len(update.active_rows) < 24 and row["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    samples = batch.rollout.select(update.active_rows)
     policy = rollout.load_model("models/tiny", "cpu")
     _, entropy = rollout.completion_logprobs(policy, samples, temperature=1.0, entropy="value")
     expected = entropy.sum() / samples.lengths.sum()

@@ -114,7 +114,7 @@ def test_log_ratios_are_those_of_the_updates(place):
     run = train.start(train.parse_flags(words), Ranks())
     found, done = pictures.train_and_compare(run, 1)
     gaps = pictures.score(run, done.batch.rollout) - done.constants.old_logprobs
-    for i in torch.cat([update.active for update in done.updates]).tolist():
+    for i in torch.cat([update.active_rows for update in done.updates]).tolist():
         expected = gaps[i, : len(found[i].tokens)].tolist()
         assert found[i].log_ratios == pytest.approx(expected, abs=1e-5)
     assert max(one.furthest for one in found) > 1e-3

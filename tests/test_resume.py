@@ -292,7 +292,7 @@ def test_another_optimizer_continues_to_the_same_bits(kind, tmp_path, monkeypatc
     make_optimizer = train.make_optimizer
 
     def another(config, models):
-        names = ("params", "lr", "initial_lr", "norm")
+        names = ("params", "lr", "initial_lr", "norm_metric")
         groups = make_optimizer(config, models).param_groups
         return OPTIMIZERS[kind]([{name: group[name] for name in names} for group in groups], lr=1.0)
 

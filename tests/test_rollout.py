@@ -333,17 +333,22 @@ def by_length(lengths, prompt=1):
 # ---- micro-batches and trees
 
 
+def micro_batches(out, tokens, shares):
+    """Those of all rows of a rollout."""
+    return R.micro_batches(out, torch.arange(len(out.tokens)), tokens, shares)
+
+
 def test_micro_batches_of_rows_are_by_length_under_the_budget_with_their_padding():
     """A row that fills the budget alone, and 23 of 11 tokens, nine of which fit in a part."""
 
     def parts(out, tokens):
-        return [part.rows.tolist() for part in R.micro_batches(out, tokens, shares=False)]
+        return [part.rows.tolist() for part in micro_batches(out, tokens, shares=False)]
 
     out = by_length([100] + [10] * 23)
     assert [len(part) for part in parts(out, 101)] == [1, 9, 9, 5]
     assert sorted(sum(parts(out, 101), [])) == list(range(24))
     out = by_length([5, 1, 9, 3])
-    assert parts(out, 20) == [[0, 2], [1, 3]]
+    assert parts(out, 20) == [[2, 0], [3, 1]]
     assert len(parts(out, 1)) == 4
     # every prompt counts: four times 9 + 1, and not 9 + 4
     assert [len(part) for part in parts(by_length([1] * 4, prompt=9), 20)] == [2, 2]
@@ -423,7 +428,7 @@ def test_micro_batches_compute_no_more_tokens_than_they_may(shares, tokens, monk
     out = random_groups(6, 8, prompt=40, longest=10)
     whole, _ = R.completion_logprobs(model, out, 1.0)
     passes = watched(monkeypatch, model.model, "forward")
-    for part in R.micro_batches(out, tokens, shares):
+    for part in micro_batches(out, tokens, shares):
         logprobs, _ = R.completion_logprobs(model, part.completions, 1.0, part.trees)
         torch.testing.assert_close(logprobs, whole[part.rows], atol=1e-5, rtol=0)
         rows += part.rows.tolist()
@@ -436,10 +441,10 @@ def test_micro_batches_compute_no_more_tokens_than_they_may(shares, tokens, monk
 def test_groups_stay_together_but_at_borders_and_rows_of_trees_are_of_one_size():
     """16 groups of about 105 nodes, in micro-batches of 256, then in two rows."""
     out = random_groups(16, 8, prompt=40, longest=10)
-    parts = R.micro_batches(out, 256, shares=True)
+    parts = micro_batches(out, 256, shares=True)
     places = {(row // 8, i) for i, part in enumerate(parts) for row in part.rows.tolist()}
     assert len(parts) == 7 and len(places) <= 16 + 7 - 1
-    [part] = R.micro_batches(out, 10_000, shares=True)
+    [part] = micro_batches(out, 10_000, shares=True)
     used = part.trees.positions.count_nonzero(1) + 1
     assert len(used) == 2 and used.min() > 0.8 * used.max()
 
@@ -455,9 +460,9 @@ def test_trees_are_used_where_they_save_enough_and_their_mask_costs_less():
         ((1, 64, 1500, 100), True),
     ):
         out = random_groups(*sizes)
-        parts = R.micro_batches(out, 10**6, shares=True)
+        parts = micro_batches(out, 10**6, shares=True)
         assert all((part.trees is not None) == expected for part in parts), sizes
-        assert all(part.trees is None for part in R.micro_batches(out, 10**6, shares=False))
+        assert all(part.trees is None for part in micro_batches(out, 10**6, shares=False))
 
 
 @pytest.mark.parametrize("kind, masks_of_a_pass", [("qwen3", 1), ("gemma3_text", 2)])
@@ -489,9 +494,9 @@ def test_results_of_a_users_sampler_are_checked():
     """Each of these would train, without an error, on something else than it says."""
     model, uniforms = tiny(), random_numbers(4, 3, 16)
     good = R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=2)
-    R.check_samples(good, PROMPTS, uniforms, model)
+    R.check_rollout(good, PROMPTS, uniforms, model)
     tool = good.completion_mask & (random_numbers(*good.completion_mask.shape) < 0.5)
-    R.check_samples(good._replace(completion_mask=tool), PROMPTS, uniforms, model)
+    R.check_rollout(good._replace(completion_mask=tool), PROMPTS, uniforms, model)
     full = torch.ones_like(good.completion_mask)
     unknown = good.tokens.clone()
     unknown[:, 9] = 40  # the first token of completions
@@ -510,7 +515,7 @@ def test_results_of_a_users_sampler_are_checked():
     }
     for words, samples in wrong.items():
         with pytest.raises(UserError, match="--sampler: expected .*" + words):
-            R.check_samples(samples, PROMPTS, uniforms, model)
+            R.check_rollout(samples, PROMPTS, uniforms, model)
 
 
 # ---- scoring

@@ -76,7 +76,7 @@ def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen
     """The sampler's log-probs are near the scorer's before the first update, and not after it."""
     good(tmp_path, f"{BASE} --old-logprobs sampler --steps 1 --epochs 2")
     [step] = seen.steps
-    first, old = step.updates[0].active, step.constants.old_logprobs
+    first, old = step.updates[0].active_rows, step.constants.old_logprobs
     before = (step.result.first_logprobs - old)[first].abs().max()
     after = (step.result.new_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
@@ -243,12 +243,14 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     for (batch, *_), row in zip(seen.steps, rows, strict=True):
         for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
-            assert each.row["prompt"] in (f"{first}+{each.row['answer']}=" for first in "34")
+            assert each.problem["prompt"] in (
+                f"{first}+{each.problem['answer']}=" for first in "34"
+            )
             text = seen.run.tokenizer.decode(ids, skip_special_tokens=True)
-            assert text == each.row["prompt"] + each.text
+            assert text == each.problem["prompt"] + each.text
         for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.score.reward for each in group}) > 1
-            assert len({each.row["prompt"] for each in group}) == 1
+            assert len({each.problem["prompt"] for each in group}) == 1
         assert len(batch.samples) == 16
         assert row["prompts_drawn"] >= 8  # refilled, and dropped prompts are still counted
     assert sum(row["dead_right"] for row in rows) > 0 and sum(row["dead_wrong"] for row in rows) > 0
@@ -285,8 +287,8 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     good(tmp_path / "with", f"{flags} --overlong-filter")
     before, after = seen.steps
     own, whole = after.batch.rollout.completion_mask, ~after.batch.rollout.truncated
-    assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active)
-    assert sorted(after.updates[0].active.tolist()) == whole.nonzero()[:, 0].tolist()
+    assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active_rows)
+    assert sorted(after.updates[0].active_rows.tolist()) == whole.nonzero()[:, 0].tolist()
     assert torch.equal(after.batch.mask, own & whole[:, None])
     of_all, of_whole = (step.result.new_logprobs[whole] for step in (before, after))
     torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
@@ -413,7 +415,7 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     assert row["dead_right"] == sum(min(group) for group in groups) / 8 > 0
     assert row["dead_wrong"] == sum(max(group) == 0 for group in groups) / 8
     assert row["dead"] == row["dead_right"] + row["dead_wrong"]
-    easy = [each.row["prompt"][0] == "1" for each in step.batch.samples]
+    easy = [each.problem["prompt"][0] == "1" for each in step.batch.samples]
     assert step.advantages[easy].any()
 
 
@@ -469,10 +471,16 @@ def test_rows_of_advantage_0_are_trained_on_where_the_loss_has_a_gradient_there(
         loss, metrics = gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom)
         return loss - 0.1 * gspo.masked_mean(logprobs, mask, "completion", denom), metrics
 
-    for loss, skips in ((gspo.gspo_loss, True), (with_bonus, False)):
+    def with_hinge(logprobs, old_logprobs, advantages, mask, denom=None):
+        loss, metrics = gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom)
+        far = torch.relu(logprobs - old_logprobs - 3)  # without a gradient near pi_old
+        return loss + gspo.masked_mean(far, mask, "completion", denom), metrics
+
+    for loss, computed in ((gspo.gspo_loss, 0), (with_bonus, 4), (with_hinge, 4)):
         monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(loss))
-        good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never --name {skips}")
-        assert [len(update.active) for update in seen.steps[-1].updates] == [0 if skips else 4] * 4
+        good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never --name {loss.__name__}")
+        sizes = [len(update.active_rows) for update in seen.steps[-1].updates]
+        assert sizes == [computed] * 4, loss
 
 
 def test_a_loss_that_is_no_mean_over_its_unit_is_refused():

@@ -214,7 +214,7 @@ def sampled(model, new_tokens: int):
 def trees_of(out, width: int):
     """Return the layout of all completions as trees in rows of at most so many nodes."""
     trees = R.grow(R.in_order(out.sequences()), width)
-    return R.micro_batch_of_trees(out, trees).trees
+    return R.micro_batch_of_trees(out, torch.arange(len(out.tokens)), trees).trees
 
 
 def scored(model, out, trees=None):

@@ -139,7 +139,7 @@ def variance(_) -> None:
         for step in range(1, 15):
             batch, updates, constants, advantages, returns = sampled(run, step)
             train.improve(run, batch, updates, constants, advantages, returns)
-            active = torch.cat([update.active for update in updates]).tolist()
+            active = torch.cat([update.active_rows for update in updates]).tolist()
             for row in active if step > 6 else []:
                 length = int(batch.mask[row].sum())
                 bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)

@@ -206,7 +206,7 @@ def sampled(run: train.Run, step: int) -> tuple:
     return batch, updates, constants, advantages, returns
 
 
-def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.Step]:
+def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.StepData]:
     """Return the completions of a step, scored before its updates and after them, and the step."""
     before_updates = sampled(run, step)
     batch = before_updates[0]
@@ -218,7 +218,7 @@ def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], trai
         ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found, train.Step(*before_updates, result)
+    return found, train.StepData(*before_updates, result)
 
 
 @torch.no_grad()
@@ -435,7 +435,7 @@ def main() -> None:
         torch.set_num_threads(1)
         with short_run() as run:
             for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
-                next(run.prompts)
+                next(run.problems)
             steps = [train_and_compare(run, step + 1)[0] for step in range(STEPS)]
             found = [one for step in steps for one in step]
         # the completion with the most ratios that differ visibly from 1, and all fit on the axis
