@@ -183,14 +183,14 @@ def train(run: "Run", output: "Output") -> None:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
         # 7. improve     for each update: accumulate micro-batches, clip, step
-        result = improve(run, batch, updates, constants, advantages, returns)
+        step_data = StepData(batch, updates, constants, advantages, returns)
+        result = improve(run, step_data)
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
-        step_data = StepData(batch, updates, constants, advantages, returns, result)
-        row = measure(run, step_data)
+        row = measure(run, step_data, result)
         stopping = any(run.ranks.gather(stop.asked))
-        report_step(run, output, step_data, row, stopping)
+        report_step(run, output, step_data, result, row, stopping)
         if stopping and step < config.steps:
             raise KeyboardInterrupt  # `main` prints "stopped", exit status 130
     prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
@@ -252,22 +252,23 @@ class Constants(typing.NamedTuple):
     values: Tensor | None  # of the critic
 
 
-class Improvement(typing.NamedTuple):
-    metrics: list[dict[str, float]]  # of each update with active rows
-    new_logprobs: Tensor  # (N, T) each row as its last update computed it
-    first_logprobs: Tensor  # (N, T) those of the first update, before anything changed
-    bad_updates: int  # skipped, because they were not finite
-
-
 class StepData(typing.NamedTuple):
-    """All data of a rollout step, for its report."""
+    """Everything that the updates of a step read."""
 
     batch: Batch
     updates: list[Update]
     constants: Constants
     advantages: Tensor  # (N,) or (N, T)
     returns: Tensor  # (N, T) targets of a critic; 0 without one
-    result: Improvement
+
+
+class Improvement(typing.NamedTuple):
+    """The result of the updates of a step."""
+
+    metrics: list[dict[str, float]]  # of each update with active rows
+    new_logprobs: Tensor  # (N, T) each row as its last update computed it
+    first_logprobs: Tensor  # (N, T) those of the first update, before anything changed
+    bad_updates: int  # skipped, because they were not finite
 
 
 # ---- data of a run -------------------------------------------------------------------------------
@@ -551,25 +552,16 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 # ---- 7. improve ----------------------------------------------------------------------------------
 
 
-def improve(
-    run: Run,
-    batch: Batch,
-    updates: list[Update],
-    constants: Constants,
-    advantages: Tensor,
-    returns: Tensor,
-) -> Improvement:
+def improve(run: Run, step_data: StepData) -> Improvement:
     """Make the updates of a step, --epochs times in the same order."""
-    config, progress = run.config, run.progress
-    new_logprobs, first_logprobs = torch.zeros_like(constants.old_logprobs), None
+    config, progress, step = run.config, run.progress, step_data.batch.step
+    new_logprobs, first_logprobs = torch.zeros_like(step_data.constants.old_logprobs), None
     all_metrics, bad_updates = [], 0
     for group in run.optimizer.param_groups:
-        group["lr"] = group["initial_lr"] * lr_factor(config, batch.step)
+        group["lr"] = group["initial_lr"] * lr_factor(config, step)
     with run.log.timer("improve"):
-        for update in updates * config.epochs:
-            metrics, logprobs = accumulate_gradients(
-                run, batch, update, constants, advantages, returns
-            )
+        for update in step_data.updates * config.epochs:
+            metrics, logprobs = accumulate_gradients(run, step_data, update)
             new_logprobs[update.active_rows] = logprobs[update.active_rows]
             if first_logprobs is None:
                 first_logprobs = logprobs
@@ -578,8 +570,8 @@ def improve(
                 bad_updates += 1
                 progress.bad_in_a_row += 1
                 too_many = f"{progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
-                need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {batch.step}: {too_many}")
-                told = f"step {batch.step}: an update is skipped, not finite: {wrong}"
+                need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {step}: {too_many}")
+                told = f"step {step}: an update is skipped, not finite: {wrong}"
                 run.log.warn("bad", told)
                 continue
             run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
@@ -600,16 +592,12 @@ def lr_factor(config: Config, step: int) -> float:
 
 
 def accumulate_gradients(
-    run: Run,
-    batch: Batch,
-    update: Update,
-    constants: Constants,
-    advantages: Tensor,
-    returns: Tensor,
+    run: Run, step_data: StepData, update: Update
 ) -> tuple[dict[str, float], Tensor]:
     """Sum the gradient of one update over micro-batches and processes. Return its metrics, and the
     log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
+    batch, _, constants, advantages, returns = step_data
     units = batch.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
         units = batch.mask.any(1)
@@ -720,7 +708,9 @@ def clip_gradients(run: Run) -> dict[str, float]:
 # ---- 8. report -----------------------------------------------------------------------------------
 
 
-def report_step(run: Run, output: Output, step_data: StepData, row: dict, stopping: bool) -> None:
+def report_step(
+    run: Run, output: Output, step_data: StepData, result: Improvement, row: dict, stopping: bool
+) -> None:
     """Evaluate, warn, write the console line and the rows of the step, and save a checkpoint. The
     tracker and the page come last: they may fail without ending the run."""
     config, batch, folder = run.config, step_data.batch, output.folder
@@ -745,7 +735,7 @@ def report_step(run: Run, output: Output, step_data: StepData, row: dict, stoppi
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
         data.append_rows(folder / "metrics.jsonl", [row])
-        data.append_rows(folder / "samples.jsonl", readable_samples(run, step_data))
+        data.append_rows(folder / "samples.jsonl", readable_samples(run, step_data, result))
         data.append_rows(folder / "evaluations.jsonl", answers)
 
     if last or stopping or (config.save_every and step % config.save_every == 0):

@@ -11,12 +11,12 @@ from gspo import completion_mean
 SHOWN_GROUPS = 4  # of a step in samples.jsonl
 
 
-def measure(run, step_data) -> dict:
+def measure(run, step_data, result) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
 
     Every process calls it once a step: it gathers over processes, and ends the step's clock.
-    step_data: the `StepData` of train.py."""
-    batch, updates, constants, advantages, returns, result = step_data
+    step_data, result: the `StepData` and the `Improvement` of train.py."""
+    batch, updates, constants, advantages, returns = step_data
     rollouts, mask, (dead, correct, faults) = batch.rollout, batch.mask, batch.sampled
     lengths = rollouts.completion_mask.sum(1).float()
     row = {}
@@ -77,10 +77,10 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def readable_samples(run, step_data) -> list[dict]:
+def readable_samples(run, step_data, result) -> list[dict]:
     """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
     token, the active completions of one group of the last update."""
-    batch, updates, constants, advantages, _, result = step_data
+    batch, updates, constants, advantages, _ = step_data
     size = run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
     log_ratios = result.new_logprobs - constants.old_logprobs

@@ -3,6 +3,7 @@ fixtures that several test files share."""
 
 import os
 import sys
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,14 +70,15 @@ def prompts(place):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and the `train.StepData` of every step."""
+    """Keeps the run, and of every step its `train.StepData` and the result."""
     kept = SimpleNamespace(run=None, steps=[])
+    Step = namedtuple("Step", [*train.StepData._fields, "result"])
     measure = train.measure
 
-    def keep(run, done):
+    def keep(run, step_data, result):
         kept.run = run
-        kept.steps.append(done)
-        return measure(run, done)
+        kept.steps.append(Step(*step_data, result))
+        return measure(run, step_data, result)
 
     monkeypatch.setattr(train, "measure", keep)
     return kept

@@ -137,8 +137,9 @@ def variance(_) -> None:
     totals, squares = collections.defaultdict(float), collections.defaultdict(list)
     with short_run() as run:
         for step in range(1, 15):
-            batch, updates, constants, advantages, returns = sampled(run, step)
-            train.improve(run, batch, updates, constants, advantages, returns)
+            step_data = sampled(run, step)
+            train.improve(run, step_data)
+            batch, updates, constants, advantages, _ = step_data
             active = torch.cat([update.active_rows for update in updates]).tolist()
             for row in active if step > 6 else []:
                 length = int(batch.mask[row].sum())

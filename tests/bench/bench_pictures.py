@@ -197,28 +197,28 @@ def short_run() -> Iterator[train.Run]:
         yield train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
 
 
-def sampled(run: train.Run, step: int) -> tuple:
-    """Return a step before its updates: batch, updates, constants, advantages, returns."""
+def sampled(run: train.Run, step: int) -> train.StepData:
+    """Return a step before its updates."""
     batch = train.collect(run, step)
     advantages, returns = train.compute_advantages(run.algorithm, run.config, batch)
     updates = train.plan(run, batch, train.has_advantage(advantages, batch.mask))
     constants = train.compute_constants(run, batch, updates)
-    return batch, updates, constants, advantages, returns
+    return train.StepData(batch, updates, constants, advantages, returns)
 
 
 def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.StepData]:
     """Return the completions of a step, scored before its updates and after them, and the step."""
-    before_updates = sampled(run, step)
-    batch = before_updates[0]
+    step_data = sampled(run, step)
+    batch = step_data.batch
     before = score(run, batch.rollout)
-    result = train.improve(run, *before_updates)
+    train.improve(run, step_data)
     log_ratios = score(run, batch.rollout) - before
     found = []
     for i, length in enumerate(batch.rollout.lengths.tolist()):
         ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found, train.StepData(*before_updates, result)
+    return found, step_data
 
 
 @torch.no_grad()
