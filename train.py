@@ -760,10 +760,10 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
     that one of k samples solves. Where no verifier tells right from wrong, it is the greedy reward.
     """
     policy, sampler, held_out = run.models.policy.module, run.models.sampler, run.held_out
-    if run.config.stale_steps > 1:  # the policy is evaluated, and its sampler must stay stale
+    if run.config.stale_steps > 1:  # the sampler must stay stale
         sampler = policy
-    elif sampler is not policy:
-        refresh(sampler, policy)  # as the next snapshot would
+    elif sampler is not policy:  # a copy, for bfloat16 or LoRA: the next snapshot would do this
+        refresh(sampler, policy)
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = complete(run, sampler, held_out, 1, 0.0, "eval")

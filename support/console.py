@@ -90,7 +90,7 @@ class Log:
 
     def end_step(self) -> dict[str, float]:
         """Return the seconds of the phases and of the step."""
-        return self.seconds | {"seconds_step": time.perf_counter() - self.step_start}
+        return {**self.seconds, "seconds_step": time.perf_counter() - self.step_start}
 
     def warn(self, kind: str, message: str) -> None:
         """Print a warning of this kind once a run."""
