@@ -613,17 +613,11 @@ def accumulate_gradients(
         logprobs, entropy = models.policy.logprobs(
             part, entropy="gradient" if config.entropy_coef > 0 else "value"
         )
-        loss, metrics = policy_loss(
-            algorithm,
-            config,
-            logprobs,
-            entropy,
-            constants.old_logprobs[rows],
-            None if constants.ref_logprobs is None else constants.ref_logprobs[rows],
-            advantages[rows],
-            mask,
-            denom,
-        )
+        old_logprobs, ref_logprobs = constants.old_logprobs[rows], None
+        if models.ref_policy:
+            ref_logprobs = constants.ref_logprobs[rows]
+        tensors = (logprobs, entropy, old_logprobs, ref_logprobs, advantages[rows], mask, denom)
+        loss, metrics = policy_loss(algorithm, config, *tensors)
         if models.critic:
             values, old_values = models.critic.values(part), constants.values[rows]
             critic_loss, of_critic = algorithm.value_loss(
@@ -636,7 +630,7 @@ def accumulate_gradients(
         for name, value in metrics.items():
             totals[name] += float(value * denom / active_units)
     totals = run.ranks.sum_numbers(totals)
-    norms = clip_gradients(run)
+    norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
 
 
@@ -692,7 +686,7 @@ def check_loss(algorithm: gspo.Algorithm) -> None:
         raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
-def clip_gradients(run: Run) -> dict[str, float]:
+def sum_and_clip_gradients(run: Run) -> dict[str, float]:
     """Sum gradients over processes and clip them. Return the metrics of their norms before."""
     norms = {}
     for group in run.optimizer.param_groups:
