@@ -64,11 +64,11 @@ class StopSignal:
 
 def fail(error: BaseException, ranks, config) -> int:
     """Print why the run ends, once for all processes, and return the exit status. A bug of the code
-    keeps its traceback."""
+    keeps its traceback. With $GSPO_TRACEBACK everything does."""
     explained = explain(error)
     if not ranks.fails_first():  # another process says why
         os._exit(explained[0] if explained else 2)
-    if explained is None:
+    if explained is None or os.environ.get("GSPO_TRACEBACK"):
         raise error
     status, sentence = explained
     named = config and config.name and status != 2

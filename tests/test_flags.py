@@ -194,6 +194,9 @@ def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
     monkeypatch.setattr(train.rollout, "check_scorer", raising(error))
     with pytest.raises(type(error), match=str(error)):
         launch(tmp_path, BASE)
+    monkeypatch.setenv("GSPO_TRACEBACK", "1")  # for a bug that looks like a mistake of the user
+    with pytest.raises(UserError, match="--lr -1.0"):
+        launch(tmp_path, f"{BASE} --lr -1")
 
 
 def test_the_command_itself_refuses_in_one_line(tmp_path):
