@@ -6,8 +6,8 @@
 
 A few steps of the built-in policy are trained on one core, on chains of 1 to 8 operations instead
 of 2 to 4: so completions have lengths from 8 to 50. curve.svg and real.svg need finished runs, of
-the built-in policy and of a pretrained model. A curve is the mean of runs. rates.svg needs the rows
-that long.py writes. clip.svg and weights.svg are edited by hand.
+the built-in policy and of a pretrained model. A curve is the mean of runs. rates.svg and bands.svg
+need the rows that long.py writes. clip.svg and weights.svg are edited by hand.
 
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
@@ -259,7 +259,7 @@ def curve_picture(stories: list[Story]) -> str:
     return svg("Held-out problems solved", f"{about}: {told}.", 330, drawn)
 
 
-# ---- rates.svg -----------------------------------------------------------------------------------
+# ---- rates.svg and bands.svg ---------------------------------------------------------------------
 
 RATES_ROWS = {  # row of long.py -> its line, and the mark in its label
     "gspo": ("curve", "●"),
@@ -282,42 +282,75 @@ def apart(places: list[float], gap: float) -> list[float]:
     return found
 
 
+class Line(NamedTuple):
+    look: str
+    label: str  # with its mark
+    runs: dict[float, list[dict]]  # place on the axis -> runs of long.py
+
+
+def outcomes_picture(title: str, about: str, axis: str, ticks: dict, lines: list[Line]) -> str:
+    """Draw the outcome of runs: a line is the mean over seeds, a bar its 95% interval."""
+    places = list(ticks)
+    plot = Plot((places[0] - 0.1, places[-1] + 0.1), (0, 1), 58, 356, 66, 306)
+    drawn = [*plot.ticks_of_y(PERCENT)]
+    for place, label in ticks.items():
+        drawn.append(words(plot.x(place), 322, label, anchor="middle"))
+    before = statistics.fmean(map(long.start, lines[0].runs[places[0]])) / 100
+    drawn.append(across(plot, before, "null"))
+    drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
+    means, told = [], []
+    for color, line in enumerate(lines):
+        aside = (color - len(lines) // 2) * 0.04  # bars of several rows stand side by side
+        points = []
+        for place, some in line.runs.items():
+            mean, half = long.interval([long.outcome(run) / 100 for run in some])
+            points.append((place + aside, mean))
+            bar = [(points[-1][0], mean - half), (points[-1][0], mean + half)]
+            drawn.append(plot.line(bar, f"thin color{color}"))
+        means.append(points)
+        told.append(f"{line.label} from {points[0][1]:.0%} to {points[-1][1]:.0%}")
+    names = apart([plot.y(points[-1][1]) + 5 for points in means], gap=18)
+    for color, (line, points) in enumerate(zip(lines, means)):
+        drawn.append(plot.line(points, f"{line.look} color{color}"))
+        drawn += marks(plot, points, color)
+        drawn.append(words(366, names[color], line.label, f"word bold color{color}"))
+    drawn.append(words(16, 48, about, "dim"))
+    drawn.append(words(356, 342, axis, "dim", "end"))
+    drawn.append(words(16, 342, "bars: 95% interval of the mean", "dim"))
+    return svg(title, f"{about}: {'; '.join(told)}.", 356, drawn)
+
+
 def rates_picture(rows: list[dict]) -> str:
-    """Draw the outcome by learning rate, a line a row of the experiment: mean and 95% interval."""
+    """Draw the outcome by learning rate, a line a row of the experiment."""
     runs = long.runs_of(rows, **long.USUAL)
     runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
     rates = long.rates_of(runs)
-    plot = Plot((math.log(rates[0]) - 0.1, math.log(rates[-1]) + 0.1), (0, 1), 58, 356, 66, 306)
-    drawn = [*plot.ticks_of_y(PERCENT)]
-    for lr in rates:
-        drawn.append(words(plot.x(math.log(lr)), 322, long.short(lr), anchor="middle"))
-    before = statistics.fmean(map(long.start, long.at_rate(runs["gspo"], rates[0]))) / 100
-    drawn.append(across(plot, before, "null"))
-    drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
-    lines, told = {}, []
-    for color, (row, seeds) in enumerate(runs.items()):
-        aside = (color - 2) * 0.04  # bars of several rows stand side by side
-        points = []
-        for lr in rates:
-            ends = [long.outcome(run) / 100 for run in long.at_rate(seeds, lr)]
-            mean, half = long.interval(ends)
-            points.append((math.log(lr) + aside, mean))
-            bar = [(points[-1][0], mean - half), (points[-1][0], mean + half)]
-            drawn.append(plot.line(bar, f"thin color{color}"))
-        lines[row] = points
-        told.append(f"{row} from {points[0][1]:.0%} to {points[-1][1]:.0%}")
-    names = apart([plot.y(middle[-1][1]) + 5 for middle in lines.values()], gap=18)
-    for color, (row, middle) in enumerate(lines.items()):
+    lines = []
+    for row, seeds in runs.items():
         look, mark = RATES_ROWS[row]
-        drawn.append(plot.line(middle, f"{look} color{color}"))
-        drawn += marks(plot, middle, color)
-        drawn.append(words(366, names[color], f"{mark} {row}", f"word bold color{color}"))
-    about = f"16 updates a rollout, answers of 80 tokens, {len(seeds)} seeds"
-    drawn.append(words(16, 48, about, "dim"))
-    drawn.append(words(356, 342, "learning rate", "dim", "end"))
-    drawn.append(words(16, 342, "bars: 95% interval of the mean", "dim"))
-    described = f"{about}, learning rates {rates[0]:g} to {rates[-1]:g}: {'; '.join(told)}."
-    return svg("Held-out problems solved, by learning rate", described, 356, drawn)
+        by_rate = {math.log(lr): long.at_rate(seeds, lr) for lr in rates}
+        lines.append(Line(look, f"{mark} {row}", by_rate))
+    about = f"16 updates a rollout, answers of 80 tokens, {len(runs['gspo'])} seeds"
+    ticks = {math.log(lr): long.short(lr) for lr in rates}
+    title = "Held-out problems solved, by learning rate"
+    return outcomes_picture(title, about, "learning rate", ticks, lines)
+
+
+def bands_picture(rows: list[dict]) -> str:
+    """Draw gspo's outcome by the width of its band, a line a learning rate."""
+    runs = long.bands_of(long.runs_of(rows, **long.USUAL))
+    del runs["gspo, luspo's band"]  # its label has no room beside that of 3e-3
+    ticks = {}
+    for row in runs:
+        name = row.removeprefix("gspo").strip(", ") or "paper"
+        ticks[math.log10(long.WIDTHS[row])] = name
+    lines = []
+    for lr, mark in zip(long.BAND_RATES, "●■●"):
+        by_width = {place: long.at_rate(runs[row], lr) for place, row in zip(ticks, runs)}
+        lines.append(Line("curve", f"{mark} lr {long.short(lr)}", by_width))
+    about = f"gspo, 16 updates a rollout, answers of 80 tokens, {len(runs['gspo'])} seeds"
+    title = "Held-out problems solved, by GSPO's ε"
+    return outcomes_picture(title, about, "ε", ticks, lines)
 
 
 # ---- ratios.svg and length.svg -------------------------------------------------------------------
@@ -421,12 +454,13 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--run", nargs="+", type=Path, help="folders, for curve.svg")
     parser.add_argument("--real", nargs="+", type=Path, help="folders, for real.svg")
-    parser.add_argument("--rates", help="rows of long.py, for rates.svg")
+    parser.add_argument("--rates", help="rows of long.py, for rates.svg and bands.svg")
     parser.add_argument("--out", type=Path, default=common.ROOT / "docs/pictures")
     given = parser.parse_args()
     drawn = {}
     if given.rates:
-        drawn["rates"] = rates_picture(common.read_rows(given.rates))
+        rows = common.read_rows(given.rates)
+        drawn["rates"], drawn["bands"] = rates_picture(rows), bands_picture(rows)
     if given.run:
         drawn["curve"] = curve_picture([read_story(folder) for folder in given.run])
     if given.real:

@@ -391,14 +391,19 @@ def rule(runs: Runs, number: Callable) -> str:
     return f"{holds}, of which {sum(good for _, good, _ in points)} are within 5 points"
 
 
+def bands_of(plain: Runs) -> Runs:
+    """Return gspo's runs at three rates, in the order of the width of their band."""
+    found = {}
+    for row in WIDTHS:
+        found[row] = {}
+        for seed, by_rate in plain[row].items():
+            found[row][seed] = {lr: by_rate[lr] for lr in BAND_RATES if lr in by_rate}
+    return whole_blocks(found)
+
+
 def bands(plain: Runs) -> dict[str, str]:
     """Return the tables on the width of gspo's band."""
-    narrow = {}  # at three rates, in the order of their width
-    for row in WIDTHS:
-        narrow[row] = {}
-        for seed, by_rate in plain[row].items():
-            narrow[row][seed] = {lr: by_rate[lr] for lr in BAND_RATES if lr in by_rate}
-    narrow = whole_blocks(narrow)
+    narrow = bands_of(plain)
     both = whole_blocks({row: plain[row] for row in ("luspo", "gspo, luspo's band")})
     three, six = primary(narrow), primary(both)
     pairs = [("luspo", "gspo, luspo's band", six), ("gspo, 1e-3", "gspo", three)]
