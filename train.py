@@ -134,12 +134,10 @@ class OwnFlags:
 
 # A keyword-only parameter of a loss or of advantages in gspo.py is a flag at once: clip_low of
 # gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
-DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
-NUMBER_FLAGS = flags.flags_of(DEFAULTS, gspo.NUMBERS)
+NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
+NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS, gspo.NUMBERS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
-READ_CONSTANTS = ("tokens", "teacher", "values")  # inputs of advantages: log-probs, values
-IGNORE_STEPS = ("outcomes", "teacher")  # inputs that rewards of reasoning steps do not enter
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more ends the run
@@ -151,7 +149,7 @@ def train(run: "Run", output: "Output") -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    from_rewards = algorithm.reads not in READ_CONSTANTS
+    from_rewards = algorithm.kl_in == "loss" and algorithm.inputs.isdisjoint(Constants._fields)
     skips_rows = from_rewards and not needs_all_rows(algorithm, config)
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
@@ -188,13 +186,13 @@ def train(run: "Run", output: "Output") -> None:
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
+        run.progress.seconds = run.log.elapsed()
         row = measure(run, step_data, result)
         stopping = any(run.ranks.gather(stop.asked))
         report_step(run, output, step_data, result, row, stopping)
         if stopping and step < config.steps:
             raise KeyboardInterrupt  # `main` prints "stopped", exit status 130
-    prompt, seconds = run.held_out[0]["prompt"], run.log.elapsed()
-    farewell(config, output.folder, run.progress.before, row, seconds, prompt)
+    farewell(config, output.folder, run.progress, row, run.held_out[0]["prompt"])
 
 
 # ---- data of a step ------------------------------------------------------------------------------
@@ -259,14 +257,14 @@ class StepData(typing.NamedTuple):
     updates: list[Update]
     constants: Constants
     advantages: Tensor  # (N,) or (N, T)
-    returns: Tensor  # (N, T) targets of a critic; 0 without one
+    returns: Tensor | None  # (N, T) targets of a critic
 
 
 class Improvement(typing.NamedTuple):
     """The result of the updates of a step."""
 
     metrics: list[dict[str, float]]  # of each update with active rows
-    new_logprobs: Tensor  # (N, T) each row as its last update computed it
+    new_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
     first_logprobs: Tensor  # (N, T) those of the first update, before anything changed
     bad_updates: int  # skipped, because they were not finite
 
@@ -283,7 +281,7 @@ class Scorer:
     dtype: str  # of the body's matrix products. The head is float32
     routing: typing.Any = None  # of a policy that is a mixture: extras.experts.Experts
 
-    def logprobs(self, part: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
+    def logprobs(self, part: MicroBatch, entropy: str) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, (n, T) each: `completion_logprobs` of rollout.py."""
         routed = self.routing.over(part) if self.routing else contextlib.nullcontext()
         with self.autocast(), routed:
@@ -302,6 +300,8 @@ class Scorer:
 
 
 class Models(typing.NamedTuple):
+    """A Scorer has its model as `module`. The sampler is a model."""
+
     policy: Scorer  # pi_theta
     sampler: transformers.PreTrainedModel  # pi_theta itself, or a copy (bfloat16, LoRA, stale)
     ref_policy: Scorer | None  # with --kl-coef
@@ -320,7 +320,8 @@ class Run(typing.NamedTuple):
     reward: rewards.Reward
     problems: Iterator[dict]  # rows of data to train on, without end
     held_out: list[dict]
-    generate: Callable  # of rollout.py or --sampler, within the turns of --tool
+    generate: Callable  # of rollout.py, --sampler or `turns`
+    turns: typing.Any  # extras.tools.Turns, with --tool, else None
     endings: dict  # its eos_ids, pad_id and stops
     models: Models
     optimizer: torch.optim.Optimizer
@@ -355,11 +356,13 @@ def collect(run: Run, step: int) -> Batch:
     """Sample and score the completions of a step."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     refills, samples = [], []
+    if run.turns:
+        run.turns.faults.clear()  # those of an evaluation
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
         sampler, seed = run.models.sampler, f"{step} {refill}"
-        rollouts, scored = complete(run, sampler, problems, size, config.temperature, seed)
+        rollouts, scored = sample_and_score(run, sampler, problems, size, config.temperature, seed)
         refills.append(rollouts)
         samples += scored
         dead, correct = judge_groups(run.reward, samples, size)
@@ -374,7 +377,7 @@ def collect(run: Run, step: int) -> Batch:
     rollouts = Rollout.cat(refills, run.endings["pad_id"]).select(chosen)
     samples = [samples[i] for i in chosen]
     mask = rollouts.completion_mask & bool(kept)
-    if config.overlong_filter:  # truncated completions leave the loss, but not the attention
+    if config.overlong_filter:  # the rollout's own mask stays: scoring and metrics read it
         mask = mask & ~rollouts.truncated[:, None]
     limit, cache = config.max_new_tokens, config.overlong_cache
     shaped = []
@@ -395,7 +398,7 @@ def collect(run: Run, step: int) -> Batch:
     )
 
 
-def complete(
+def sample_and_score(
     run: Run, model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[Sample]]:
     """Sample group_size completions of each problem and score them. Equal seed texts give equal
@@ -463,29 +466,27 @@ def place_rewards(
 
 def compute_advantages(
     algorithm: gspo.Algorithm, config: Config, batch: Batch, constants: Constants | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else 0."""
-    compute, size = algorithm.advantages, config.group_size
-    token_rewards, no_returns = batch.token_rewards, torch.zeros_like(batch.token_rewards)
+) -> tuple[Tensor, Tensor | None]:
+    """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else None.
+    The advantages of the algorithm get those of `gspo.INPUTS` that they name."""
+    inputs = {
+        "rewards": batch.rewards,
+        "group_size": config.group_size,
+        "token_rewards": batch.token_rewards,
+        "step_ends": batch.step_ends,
+        "mask": batch.mask,
+    }
+    if constants is not None:
+        inputs |= constants._asdict()
     if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
         kl = constants.old_logprobs - constants.ref_logprobs
-        token_rewards = token_rewards - config.kl_coef * batch.mask * kl
-    match algorithm.reads:
-        case "outcomes":
-            return compute(batch.rewards, size), no_returns
-        case "steps":
-            return compute(token_rewards, batch.step_ends, size), no_returns
-        case "teacher":
-            scored = (constants.teacher_logprobs, constants.old_logprobs, batch.mask)
-            return compute(batch.rewards, size, *scored), no_returns
-        case "tokens":
-            return compute(token_rewards, batch.mask), no_returns
-        case "values":
-            # a truncated completion is not over: the critic's last value stands for the rest
-            last = batch.rollout.latest_action[:, -1:]
-            rest = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
-            return compute(token_rewards, constants.values, batch.mask, rest)
-    raise ValueError(f"reads={algorithm.reads!r}: expected an input that gspo.Algorithm lists")
+        inputs["token_rewards"] = batch.token_rewards - config.kl_coef * batch.mask * kl
+    if "bootstrap" in algorithm.inputs:
+        # a truncated completion is not over: the critic's last value stands for the rest
+        last = batch.rollout.latest_action[:, -1:]
+        inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
+    found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
+    return found if algorithm.value_loss else (found, None)
 
 
 def has_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -528,9 +529,13 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
     """Compute the log-probs of pi_old, pi_ref and a teacher, and the values of a critic. Before the
     first update the policy is pi_old: it scores, not the sampler's copy, in the micro-batches of
     the updates. So the first ratio is exactly 1."""
-    models, sampled = run.models, batch.rollout.sampler_logprobs
-    there = (models.policy, models.ref_policy, models.teacher, models.critic)
-    constants = Constants(*[torch.zeros_like(sampled) if model else None for model in there])
+    models = run.models
+
+    def zeros_for(model: Scorer | None) -> Tensor | None:
+        return torch.zeros_like(batch.rollout.sampler_logprobs) if model else None
+
+    scored_by = (models.policy, models.ref_policy, models.teacher, models.critic)
+    constants = Constants(*map(zeros_for, scored_by))
     with run.log.timer("constants"):
         if models.policy.routing:
             models.policy.routing.forget()
@@ -538,11 +543,11 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
             if run.config.old_logprobs == "sampler":
                 constants.old_logprobs[part.rows] = part.completions.sampler_logprobs
             else:
-                constants.old_logprobs[part.rows], _ = models.policy.logprobs(part)
+                constants.old_logprobs[part.rows], _ = models.policy.logprobs(part, "none")
             if models.ref_policy:
-                constants.ref_logprobs[part.rows], _ = models.ref_policy.logprobs(part)
+                constants.ref_logprobs[part.rows], _ = models.ref_policy.logprobs(part, "none")
             if models.teacher:
-                constants.teacher_logprobs[part.rows], _ = models.teacher.logprobs(part)
+                constants.teacher_logprobs[part.rows], _ = models.teacher.logprobs(part, "none")
             if models.critic:
                 constants.values[part.rows] = models.critic.values(part)
         run.ranks.sum(*[each for each in constants if each is not None])  # others' rows are 0
@@ -571,8 +576,7 @@ def improve(run: Run, step_data: StepData) -> Improvement:
                 progress.bad_in_a_row += 1
                 too_many = f"{progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
                 need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {step}: {too_many}")
-                told = f"step {step}: an update is skipped, not finite: {wrong}"
-                run.log.warn("bad", told)
+                run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
                 continue
             run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
             if len(update.active_rows) > 0:
@@ -597,38 +601,46 @@ def accumulate_gradients(
     """Sum the gradient of one update over micro-batches and processes. Return its metrics, and the
     log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    batch, _, constants, advantages, returns = step_data
+    batch, constants = step_data.batch, step_data.constants
     units = batch.mask  # of the loss's mean: tokens, or completions that have some
     if algorithm.unit == "completion":
         units = batch.mask.any(1)
     # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
-    # are not computed. Metrics are means over active rows
-    denom, active_units = units[update.rows].sum(), units[update.active_rows].sum()
+    # are not computed
+    denom = units[update.rows].sum()
+    to_active = denom / units[update.active_rows].sum()  # metrics are means over active rows
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
     run.optimizer.zero_grad()
     for part in update.parts:
-        rows = part.rows
-        mask = batch.mask[rows]
+        rows, mask = part.rows, batch.mask[part.rows]
         logprobs, entropy = models.policy.logprobs(
             part, entropy="gradient" if config.entropy_coef > 0 else "value"
         )
-        old_logprobs, ref_logprobs = constants.old_logprobs[rows], None
-        if models.ref_policy:
-            ref_logprobs = constants.ref_logprobs[rows]
-        tensors = (logprobs, entropy, old_logprobs, ref_logprobs, advantages[rows], mask, denom)
-        loss, metrics = policy_loss(algorithm, config, *tensors)
+        old_logprobs, advantages = constants.old_logprobs[rows], step_data.advantages[rows]
+        ref_logprobs = constants.ref_logprobs[rows] if models.ref_policy else None
+        loss, metrics = policy_loss(
+            algorithm,
+            config,
+            logprobs,
+            entropy,
+            old_logprobs,
+            ref_logprobs,
+            advantages,
+            mask,
+            denom,
+        )
         if models.critic:
-            values, old_values = models.critic.values(part), constants.values[rows]
+            values, returns = models.critic.values(part), step_data.returns[rows]
             critic_loss, of_critic = algorithm.value_loss(
-                values, old_values, returns[rows], mask, denom, per=algorithm.unit
+                values, constants.values[rows], returns, mask, denom, per=algorithm.unit
             )
             loss, metrics = loss + critic_loss, metrics | of_critic
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
         totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
-            totals[name] += float(value * denom / active_units)
+            totals[name] += float(value * to_active)
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
@@ -658,32 +670,6 @@ def policy_loss(
             loss = loss + config.kl_coef * kl
         metrics |= of_kl
     return loss, metrics
-
-
-def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
-    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on a row with
-    log-ratios of both signs, small and large."""
-    logprobs = torch.linspace(-9, -1, 33).view(1, -1).requires_grad_()
-    old_logprobs = torch.full((1, 33), -5.0)
-    ref_logprobs = torch.full((1, 33), -0.5)
-    zero, mask, denom = torch.zeros(1), torch.ones(1, 33), torch.tensor(1)
-    tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)
-    loss, _ = policy_loss(algorithm, config, *tensors)
-    loss.backward()
-    return bool(logprobs.grad.any())
-
-
-def check_loss(algorithm: gspo.Algorithm) -> None:
-    """ValueError where the losses of micro-batches do not add up to that of the batch."""
-    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.5, -1.0]])
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    rows = (logprobs, torch.full((2, 3), -1.0), torch.tensor([1.0, -1.0]), mask)
-    denom = mask.sum() if algorithm.unit == "token" else torch.tensor(2)
-    whole, _ = algorithm.loss(*rows)
-    one, other = (algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1))
-    if not torch.allclose(whole, one + other):
-        kind = f"a mean over {algorithm.unit}s, as its default `per` says"
-        raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
 def sum_and_clip_gradients(run: Run) -> dict[str, float]:
@@ -723,8 +709,8 @@ def report_step(
     faults = batch.sampled.faults
     for kind, sentence in health.warnings(row, config, faults, quiet_steps).items():
         run.log.warn(kind, sentence)
-    if row.get("tool_faults"):
-        run.log.warn("tool", f"the tool failed and gave no reply: {run.generate.fault}")
+    if run.turns and run.turns.fault:
+        run.log.warn("tool", f"the tool failed and gave no reply: {run.turns.fault}")
 
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
@@ -749,7 +735,7 @@ def report_step(
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
+def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     """Return held-out accuracy and some answers. Accuracy is greedy, and the fraction of prompts
     that one of k samples solves. Where no verifier tells right from wrong, it is the greedy reward.
     """
@@ -760,7 +746,7 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
         refresh(sampler, policy)
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
-    _, greedy = complete(run, sampler, held_out, 1, 0.0, "eval")
+    _, greedy = sample_and_score(run, sampler, held_out, 1, 0.0, "eval")
     faults = [sample.score.fault for sample in greedy]
     begun = run.progress.step > 0
     need(begun or not all(faults), f"--reward: it failed on every completion: {faults[0]}")
@@ -780,7 +766,9 @@ def evaluate(run: Run, pass_k: int = 0) -> tuple[dict, list[dict]]:
         _, right = lenient.verdicts(lenient.score(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
-        _, several = complete(run, sampler, held_out, pass_k, run.config.temperature, "eval")
+        _, several = sample_and_score(
+            run, sampler, held_out, pass_k, run.config.temperature, "eval"
+        )
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
             metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
@@ -797,7 +785,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
     check_loss(algorithm)
     reward = rewards.parse_reward(config.reward, config.device)
-    reward.reads_steps = algorithm.reads not in IGNORE_STEPS
+    reward.reads_steps = "token_rewards" in algorithm.inputs
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
     generate = rollout.generate
     if config.sampler:
@@ -813,8 +801,9 @@ def start(config: Config, ranks: Ranks) -> Run:
     # tokens
     source, tokenizer, model_config = find_model(config, ranks)
     stops = data.StopTexts(tokenizer, config.stop) if config.stop else None
+    turns = None
     if config.tool:
-        generate = Turns(generate, tool, tokenizer)
+        generate = turns = Turns(generate, tool, tokenizer)
     vocabulary = model_config.get_text_config().vocab_size
     form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
     held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
@@ -845,12 +834,39 @@ def start(config: Config, ranks: Ranks) -> Run:
         problems=problems,
         held_out=held_out,
         generate=generate,
+        turns=turns,
         endings=endings,
         models=models,
         optimizer=optimizer,
         progress=progress,
-        log=console.Log(config.device),
+        log=console.Log(config.device, progress.seconds),
     )
+
+
+def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
+    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on a row with
+    log-ratios of both signs, small and large."""
+    logprobs = torch.linspace(-9, -1, 33).view(1, -1).requires_grad_()
+    old_logprobs = torch.full((1, 33), -5.0)
+    ref_logprobs = torch.full((1, 33), -0.5)
+    zero, mask, denom = torch.zeros(1), torch.ones(1, 33), torch.tensor(1)
+    tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)
+    loss, _ = policy_loss(algorithm, config, *tensors)
+    loss.backward()
+    return bool(logprobs.grad.any())
+
+
+def check_loss(algorithm: gspo.Algorithm) -> None:
+    """ValueError where the losses of micro-batches do not add up to that of the batch."""
+    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.5, -1.0]])
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    rows = (logprobs, torch.full((2, 3), -1.0), torch.tensor([1.0, -1.0]), mask)
+    denom = mask.sum() if algorithm.unit == "token" else torch.tensor(2)
+    whole, _ = algorithm.loss(*rows)
+    one, other = (algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1))
+    if not torch.allclose(whole, one + other):
+        kind = f"a mean over {algorithm.unit}s, as its default `per` says"
+        raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
 def make_models(
@@ -946,7 +962,7 @@ def parse_flags(arguments: list[str]) -> Config:
     config = parse(Config, __doc__, arguments, elsewhere=flags.ELSEWHERE)
     if config.resume:
         config = flags.with_saved(config, __doc__, arguments)
-    flags.complete(config, DEFAULTS)
+    flags.resolve(config, NUMBER_DEFAULTS)
     return config
 
 

@@ -19,6 +19,7 @@ class Progress:
 
     step: int = 0  # the number of rollout steps so far
     began: float = dataclasses.field(default_factory=time.time)
+    seconds: float = 0.0  # of all starts of the run
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates that were skipped because they were not finite
     quiet_steps: int = 0  # in a row, without an advantage

@@ -66,11 +66,11 @@ def percent(evaluation: dict) -> str:
 class Log:
     """Measures the seconds of a step's phases, and prints each warning once a run."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, seconds_before: float):
         self.device = torch.get_device_module(device)
         self.seconds = collections.Counter()  # of the phases of this step
         self.warned = set()  # kinds
-        self.run_start = time.perf_counter()
+        self.run_start = time.perf_counter() - seconds_before  # earlier starts of the run count
 
     @contextlib.contextmanager
     def timer(self, phase: str) -> Iterator[None]:
@@ -81,7 +81,7 @@ class Log:
         self.seconds[f"seconds_{phase}"] += time.perf_counter() - start
 
     def elapsed(self) -> float:
-        """Return the seconds since the run began."""
+        """Return the seconds of the run."""
         return time.perf_counter() - self.run_start
 
     def start_step(self) -> None:

@@ -40,7 +40,8 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
     if not rows:
         return ["no step is done yet"]
     recent = rows[-RECENT:]
-    now = {name: fmean(row.get(name, 0.0) for row in recent) for name in rows[-1]}
+    names = {name for row in recent for name in row}  # a step of dead groups has fewer
+    now = {name: fmean(row[name] for row in recent if name in row) for name in names}
     found = []
     dead = now["dead"]
     right = now.get("dead_right", 0.0)

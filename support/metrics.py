@@ -16,8 +16,10 @@ def measure(run, step_data, result) -> dict:
 
     Every process calls it once a step: it gathers over processes, and ends the step's clock.
     step_data, result: the `StepData` and the `Improvement` of train.py."""
-    batch, updates, constants, advantages, returns = step_data
-    rollouts, mask, (dead, correct, faults) = batch.rollout, batch.mask, batch.sampled
+    batch, updates, constants = step_data.batch, step_data.updates, step_data.constants
+    advantages, returns = step_data.advantages, step_data.returns
+    rollouts, mask = batch.rollout, batch.mask
+    dead, correct = batch.sampled.dead, batch.sampled.correct
     lengths = rollouts.completion_mask.sum(1).float()
     row = {}
     row["reward"] = batch.rewards.mean()
@@ -37,8 +39,9 @@ def measure(run, step_data, result) -> dict:
     row["truncated"] = rollouts.truncated.float().mean()
     magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
     row["advantage_abs"] = magnitude.mean()
-    for name in result.metrics[0] if result.metrics else []:  # clip_fraction, ratio_mean, ...
-        row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
+    if result.metrics:
+        for name in result.metrics[0]:  # clip_fraction, ratio_mean, ...
+            row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
     first = updates[0].active_rows
     active = torch.cat([update.active_rows for update in updates])
@@ -53,9 +56,9 @@ def measure(run, step_data, result) -> dict:
         teacher = constants.teacher_logprobs[mask]
         row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
-    row["verifier_faults"] = len(faults)
-    if run.config.tool:
-        row |= run.generate.measure(rollouts, run.ranks)
+    row["verifier_faults"] = len(batch.sampled.faults)
+    if run.turns:
+        row |= run.turns.measure(rollouts, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = run.ranks.peak_memory(run.config.device)
     row |= run.log.end_step()
@@ -80,12 +83,11 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 def readable_samples(run, step_data, result) -> list[dict]:
     """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
     token, the active completions of one group of the last update."""
-    batch, updates, constants, advantages, _ = step_data
-    size = run.config.group_size
+    batch, size = step_data.batch, run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
-    log_ratios = result.new_logprobs - constants.old_logprobs
-    advantages = advantages.view(len(log_ratios), -1).expand_as(log_ratios)
-    active = updates[-1].active_rows.tolist()
+    log_ratios = result.new_logprobs - step_data.constants.old_logprobs
+    advantages = step_data.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
+    active = step_data.updates[-1].active_rows.tolist()
     for row in active:
         if row // size != active[0] // size:
             continue

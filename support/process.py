@@ -13,11 +13,12 @@ from support.data import messages_of, printable
 from support.user import UserError, dashed
 
 
-def farewell(config, folder: Path, before: dict, after: dict, seconds: float, prompt) -> None:
-    """Print the last lines of a run. `after` may be the whole row of its last step."""
+def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
+    """Print the last lines of a run, whose last step has this row."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
-    shown = percent({name: after[name] for name in after if name.startswith("eval_")})
-    say(f"held out: {percent(before)} -> {shown}, in {duration(seconds)}")
+    before = percent(progress.before)
+    after = percent({name: row[name] for name in row if name.startswith("eval_")})
+    say(f"held out: {before} -> {after}, in {duration(progress.seconds)}")
     say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
     say(command_to_try(checkpoint, config, prompt))
 

@@ -56,7 +56,7 @@ def part_of(model, samples, rows=(0, 1, 2), layout="trees"):
 
 
 def scored(model, part, experts=None):
-    return Scorer(model, 1.0, "float32", experts).logprobs(part)[0]
+    return Scorer(model, 1.0, "float32", experts).logprobs(part, "none")[0]
 
 
 def flips(model, experts) -> float:
@@ -179,9 +179,9 @@ def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
     """Two epochs of several updates: for the same rows, in each pass with gradients, the same."""
     taken, logprobs = {}, Scorer.logprobs
 
-    def watched(scorer, part, **options):
+    def watched(scorer, part, entropy):
         with choices(scorer.module) as chosen:
-            found = logprobs(scorer, part, **options)
+            found = logprobs(scorer, part, entropy)
         passes = taken.setdefault(str(part.completions.tokens.tolist()), [])
         passes.append([layer.tolist() for layer in chosen])
         return found

@@ -676,7 +676,12 @@ def test_truncated_importance_weights_match_scalar_loop():
 # ---- the table of algorithms ---------------------------------------------------------------------
 
 LOSSES = {"reinforce++": "ppo", "rloo": "reinforce", "maxrl": "reinforce", "opd": "importance"}
-READS = {"gspo-token": "steps", "ppo": "values", "reinforce++": "tokens", "opd": "teacher"}
+INPUTS = {  # of advantages that read more than rewards and group_size
+    "gspo-token": {"token_rewards", "step_ends", "group_size"},
+    "ppo": {"token_rewards", "values", "mask", "bootstrap"},
+    "reinforce++": {"token_rewards", "mask"},
+    "opd": {"rewards", "group_size", "teacher_logprobs", "old_logprobs", "mask"},
+}
 Z = 0.5**0.5  # the z-score of two unequal rewards
 OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' are z-scores
     "dr-grpo": [0.5, -0.5, -2, 2],
@@ -698,8 +703,8 @@ def test_algorithms_are_those_of_the_papers():
         assert row.kl_in == ("reward" if name in ("ppo", "reinforce++") else "loss"), name
         assert row.dynamic_sampling == row.overlong_shaping == (name == "dapo"), name
         assert row.kl_coef == (0.04 if name == "grpo" else 0.0), name
-        assert row.reads == READS.get(name, "outcomes"), name
-        if name not in READS:
+        assert row.inputs == INPUTS.get(name, {"rewards", "group_size"}), name
+        if name not in INPUTS:
             values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
             assert values == pytest.approx(OUTCOMES.get(name, [Z, -Z, -Z, Z]), abs=1e-5), name
     other = functools.partial(gspo.reinforce_loss, per="completion")
@@ -717,7 +722,7 @@ def test_a_number_has_one_default_and_no_name_of_a_runs_flag(numbers):
     text = f"def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, {numbers}): ..."
     scope = {}
     exec(text, scope)
-    row = gspo.Algorithm(scope["loss"], gspo.ppo_advantages, "values", gspo.value_loss)
+    row = gspo.Algorithm(scope["loss"], gspo.ppo_advantages, gspo.value_loss)
     if numbers == "lr":
         assert "lr" not in own_numbers(row, train.OwnFlags)
         return

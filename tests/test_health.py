@@ -33,6 +33,15 @@ def test_health_names_what_is_wrong_and_that_alone():
     assert health([unjudged], FLAGS) == []
 
 
+def test_steps_of_dead_groups_do_not_lower_the_mean_of_the_others():
+    """They have no entropy: the mean of one step with 0.05 and nine without is 0.05."""
+    rows = [step_row(step) for step in range(1, 11)]
+    for row in rows[1:]:
+        del row["entropy"]
+    rows[0]["entropy"] = 0.05
+    assert not any("exploration" in sentence for sentence in health(rows, FLAGS))
+
+
 def run_of(rewards, **more) -> list[dict]:
     return [step_row(step, reward=reward, **more) for step, reward in enumerate(rewards, 1)]
 

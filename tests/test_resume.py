@@ -113,6 +113,8 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
     assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
     same_run(whole, stopped.folder)
+    after = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
+    assert after["seconds"] > progress["seconds"] > 0  # of both starts
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ of the policy's."""
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,7 +188,8 @@ def test_a_tool_that_fails_is_a_fault_and_no_reply():
     ):
         turns = Turns(None, Tool(function, ";"), TOKENIZER)
         assert [turns.reply("1;"), turns.reply("2;")] == [[], []]
-        assert turns.faults == 2 and words in turns.fault and "1;" in turns.fault
+        first, second = turns.faults
+        assert words in first and words in second and "1;" in first
 
 
 def test_a_reply_is_plain_text_and_read_no_further_than_needed():
@@ -196,7 +198,7 @@ def test_a_reply_is_plain_text_and_read_no_further_than_needed():
     found = turns.reply("3;")
     assert not {0, END}.intersection(found) and len(found) == 12
     turns.tool = Tool(lambda text: "1" * 10**7, ";")
-    assert len(turns.reply("3;")) == LONGEST_REPLY and turns.faults == 0
+    assert len(turns.reply("3;")) == LONGEST_REPLY and turns.faults == []
 
 
 def test_the_calculator_computes_one_operation_of_two_numbers():
@@ -305,6 +307,15 @@ def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
     calls = Path("calls").read_text().count("called")  # a last evaluation has no row
     assert sum(row["tool_faults"] for row in rows) <= calls
     assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
+    flags = f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16 --eval-prompts 2"
+    fewer = metrics(good(tmp_path / "fewer", flags).folder)  # faults in evaluations do not count
+    assert [row["tool_faults"] for row in fewer] == [row["tool_faults"] for row in rows]
+
+
+def test_the_fault_of_another_process_is_known(model):
+    turns = Turns(None, Tool(str, ";"), TOKENIZER)
+    ranks = SimpleNamespace(gather=lambda mine: [mine, ["boom", "bang"]])
+    assert turns.measure(sampled(model), ranks)["tool_faults"] == 2 and turns.fault == "boom"
 
 
 @pytest.mark.slow

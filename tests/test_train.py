@@ -1,10 +1,8 @@
 """The loop of train.py: from the rollout to the gradient, and the metrics."""
 
-import dataclasses
 import math
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -226,11 +224,8 @@ def test_gradients_are_clipped_to_the_norm(tmp_path):
 
 
 def test_inputs_of_advantages_that_nobody_knows_are_refused():
-    zeros = torch.zeros(4, 3)
-    row = dataclasses.replace(gspo.ALGOS["grpo"], reads="tea leaves")
-    batch = SimpleNamespace(rewards=zeros[:, 0], token_rewards=zeros, mask=zeros > 0)
-    with pytest.raises(ValueError, match="reads='tea leaves'"):
-        train.compute_advantages(row, SimpleNamespace(group_size=4), batch)
+    with pytest.raises(ValueError, match="read {'tea_leaves'}: expected some of"):
+        gspo.Algorithm(gspo.grpo_loss, lambda rewards, tea_leaves: rewards)
 
 
 def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tmp_path):
@@ -431,7 +426,8 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     assert not seen.steps[0].constants.values.any()
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     batch, _, constants, advantages, returns, *_ = seen.steps[1]
-    (_, _, _, bootstrap), _, _ = calls[1]
+    _, inputs, _ = calls[1]
+    bootstrap = inputs["bootstrap"]
     truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
     last = constants.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
@@ -448,7 +444,8 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
     calls = spied(monkeypatch, algorithm, "advantages")
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
-    (token_rewards, *_), _, _ = calls[1]
+    _, inputs, _ = calls[1]
+    token_rewards = inputs["token_rewards"]
     batch, _, constants, *_ = seen.steps[1]
     kl, nonzero = constants.old_logprobs - constants.ref_logprobs, 0
     for i, n in enumerate(batch.rollout.lengths.tolist()):
@@ -494,13 +491,13 @@ def test_a_loss_that_is_no_mean_over_its_unit_is_refused():
 
 
 def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
-    row = gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, "values", gspo.value_loss)
+    row = gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, gspo.value_loss)
     monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     calls = spied(monkeypatch, "ppo", "value_loss")
     good(tmp_path, f"{BASE} --algo ppo --steps 1")
     assert calls and all(keywords["per"] == "completion" for _, keywords, _ in calls)
     with pytest.raises(ValueError, match="belong together"):
-        gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, "values")
+        gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages)
 
 
 # ---- metrics

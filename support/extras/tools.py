@@ -75,8 +75,8 @@ class Turns:
         self.generate = generate
         self.tool = tool
         self.tokenizer = tokenizer
-        self.faults = 0  # how often the tool failed
-        self.fault = ""  # the first error
+        self.faults: list[str] = []  # errors of the tool in this process and step
+        self.fault = ""  # the first of all processes
         ends = tuple(tool.after[start:] for start in range(len(tool.after)))
         self.asking = []  # tokens that contain the trigger text, or start with an end of it
         for token in range(len(tokenizer)):
@@ -146,18 +146,17 @@ class Turns:
             plain = {"add_special_tokens": False, "split_special_tokens": True}
             return self.tokenizer.encode(said[:LONGEST_REPLY], **plain)
         except (Exception, SystemExit) as error:  # a user's function may do anything
-            self.faults += 1
-            self.fault = self.fault or f"{reason(error)} on {text!r:.80}"
+            self.faults.append(f"{reason(error)} on {text!r:.80}")
             return []
 
     def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
-        """Return replies per completion, the share of the tool's tokens, and new failures. `fault`
-        has the first of them."""
-        failed = ranks.sum_numbers({"tool_faults": self.faults})
-        self.faults = 0
+        """Return replies per completion, the share of the tool's tokens, and the number of its
+        failures. `fault` has the first of them."""
+        failed = [fault for faults in ranks.gather(self.faults) for fault in faults]
+        self.fault = failed[0] if failed else ""
         mask, lengths = samples.completion_mask, samples.lengths
         places = torch.arange(mask.shape[1], device=mask.device)
         replies = (places < lengths[:, None]) & ~mask
         begins = replies[:, 1:] & ~replies[:, :-1]  # the first token is always the policy's
         calls, share = begins.sum() / len(mask), replies.sum() / lengths.sum()
-        return {"tool_calls": calls, "tool_tokens": share, **failed}
+        return {"tool_calls": calls, "tool_tokens": share, "tool_faults": len(failed)}
