@@ -3,8 +3,8 @@
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
 Read `generate`, then `completion_logprobs`. Both call the model's own forward pass. `generate` uses
-its KV cache. `completion_logprobs` has two layouts: a row a text, or, where these save much, trees
-of texts with equal beginnings."""
+its KV cache. `completion_logprobs` has two layouts: a row a sequence, or, where these save much,
+trees of sequences with equal beginnings."""
 
 import dataclasses
 import inspect
@@ -153,11 +153,11 @@ def generate(
     check_context(model, prompts, uniforms)
     _, group_size, max_new_tokens = uniforms.shape
     prompt_of = [tuple(prompt) for prompt in prompts for _ in range(group_size)]  # of each sample
-    numbers = uniforms.flatten(0, 1).to(model.device)
-    tokens = torch.full(numbers.shape, pad_id, device=model.device)
-    logprobs = torch.zeros(numbers.shape, device=model.device)
-    lengths = torch.zeros(len(numbers), dtype=torch.long, device=model.device)
-    ended = torch.zeros(len(numbers), dtype=torch.bool, device=model.device)
+    uniform_of = uniforms.flatten(0, 1).to(model.device)
+    tokens = torch.full(uniform_of.shape, pad_id, device=model.device)
+    logprobs = torch.zeros(uniform_of.shape, device=model.device)
+    lengths = torch.zeros(len(uniform_of), dtype=torch.long, device=model.device)
+    ended = torch.zeros(len(uniform_of), dtype=torch.bool, device=model.device)
     ends = tokens.new_tensor(eos_ids)
 
     for batch in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
@@ -173,7 +173,7 @@ def generate(
         # 2. sample one token for each unfinished sample, until all have ended. Samples with equal
         #    tokens so far share a row of the batch and of the KV cache
         for t in range(max_new_tokens):
-            token, logprob = sample_token(logits[row_of], numbers[unfinished, t], temperature)
+            token, logprob = sample_token(logits[row_of], uniform_of[unfinished, t], temperature)
             tokens[unfinished, t], logprobs[unfinished, t] = token, logprob
             lengths[unfinished] = t + 1
             ends_here = torch.isin(token, ends)
@@ -239,7 +239,7 @@ PROMPT_TOKENS = 2**14  # read at once, padding included
 
 
 def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator[list[int]]:
-    """Yield the samples (numbers up to P * group_size) that are sampled together: as many as
+    """Yield lists of samples, 0 to P * group_size - 1, that are sampled together: as many as
     cache_gb has room for, prompts of similar lengths. A model that cannot ignore padding gets
     prompts of one length."""
     _, group_size, max_new_tokens = uniforms.shape
@@ -251,9 +251,11 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
     pads = pads and "position_ids" in inspect.signature(model.forward).parameters
 
     lengths = [len(prompt) for prompt in prompts for _ in range(group_size)]
-    shortest_first = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    for _, alike in itertools.groupby(shortest_first, key=lambda i: pads or lengths[i]):
-        samples = list(alike)
+    samples = range(len(lengths))
+    shortest_first = sorted(samples, key=lambda i: lengths[i])
+    by_length = itertools.groupby(shortest_first, key=lambda i: lengths[i])
+    together = [shortest_first] if pads else [list(alike) for _, alike in by_length]
+    for samples in together:
         for first in range(0, len(samples), at_once):
             yield samples[first : first + at_once]
 
@@ -312,13 +314,13 @@ def completion_logprobs(
     """Return log-probs of the completions, and entropies of the distributions, at a temperature.
 
     Both are (N, T), float32, 0 outside the mask, and the same bits with and without gradients.
-    trees: the layout of these completions, if not a row a text. A gradient of entropies costs time
-    and memory: entropy="value" is without, and with "none" they are 0."""
+    trees: the layout of these completions, if not a row a sequence. A gradient of entropies costs
+    time and memory: entropy="value" is without, and with "none" they are 0."""
     mask = completions.completion_mask
     hidden = hidden_states(model, completions, trees)
     if trees is None:
         before, targets = predicting(completions), completions.completions[mask]
-    else:  # equal tokens after equal texts are predicted once
+    else:  # equal tokens after equal sequences are predicted once
         before, targets = trees.before, trees.targets
     both = token_logprobs(model, take(hidden, before), targets, temperature, entropy)
     if trees is not None:
@@ -352,7 +354,7 @@ def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
     if trees is not None:
         return trees.before[trees.index]
     row, t = completions.completion_mask.nonzero(as_tuple=True)
-    # `hidden_states` pads the rows to the longest text
+    # `hidden_states` pads the rows to the longest
     width = (completions.prompt_lengths + completions.lengths).max()
     return row * width + completions.prompt_lengths[row] + t - 1
 
@@ -408,39 +410,39 @@ MASK_ELEMENTS_PER_SAVED_TOKEN = 4096
 class MicroBatch(typing.NamedTuple):
     rows: Tensor  # (n,) on the CPU: indices into the rollout
     completions: Rollout  # those rows of it
-    trees: Trees | None  # None: a row a text
+    trees: Trees | None  # None: a row a sequence
 
 
-def micro_batches(rollout: Rollout, rows: Tensor, tokens: int, shares: bool) -> list[MicroBatch]:
+def micro_batches(
+    rollout: Rollout, rows: Tensor, most_tokens: int, shares: bool
+) -> list[MicroBatch]:
     """Divide rows of a rollout into parts whose forward pass has at most so many tokens, padding
     included, or one row. shares: trees may be used, and are where they save enough."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
     parts, computed = [], 0
     for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):
-        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > tokens:
+        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > most_tokens:
             parts.append([])
         parts[-1].append(row)
         computed += lengths[parts[-1][0]]  # padded to the first row of the part, the longest
     if shares and parts:
-        trees, width = grow_evenly(rollout.select(rows).sequences(), tokens)
+        trees, width = grow_evenly(rollout.select(rows).sequences(), most_tokens)
         nodes = len(trees) * width
         saves_much = nodes <= WORTHWHILE * computed
         mask_is_small = nodes * width <= MASK_ELEMENTS_PER_SAVED_TOKEN * (computed - nodes)
         if trees and saves_much and mask_is_small:
-            at_once = tokens // width
+            at_once = most_tokens // width
             several = [trees[i : i + at_once] for i in range(0, len(trees), at_once)]
             return [micro_batch_of_trees(rollout, rows, some) for some in several]
-    return [micro_batch(rollout, torch.tensor(part)) for part in parts]
-
-
-def micro_batch(rollout: Rollout, rows: Tensor) -> MicroBatch:
-    return MicroBatch(rows, rollout.select(rows), None)
+    parts = [torch.tensor(part) for part in parts]
+    return [MicroBatch(part, rollout.select(part), trees=None) for part in parts]
 
 
 def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> MicroBatch:
-    """Return the rows whose texts are in the trees. Text i of a tree is that of rows[i]."""
-    texts = sorted(number for tree in trees for number in tree.paths)
-    rows, completions, _ = micro_batch(rollout, rows[texts])
+    """Return the rows whose sequences are in the trees. Sequence i of a tree is of rows[i]."""
+    numbers = sorted(number for tree in trees for number in tree.paths)
+    rows = rows[numbers]
+    completions = rollout.select(rows)
     row, t = completions.completion_mask.nonzero(as_tuple=True)
     before = completions.prompt_lengths[row] + t - 1
     joined = join(trees, row, before, completions.completions[row, t])
@@ -490,8 +492,8 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
     uniforms[:, 1, :4] = uniforms[:, 0, :4]
     rollout = generate(model, prompts, uniforms, eos_ids=[], pad_id=pad_id)
-    texts = rollout.sequences()
-    own = torch.stack([text_logprobs(model, text)[-8:] for text in texts])
+    sequences = rollout.sequences()
+    own = torch.stack([sequence_logprobs(model, each)[-8:] for each in sequences])
     allowed = 0.1 if has_experts(model.config) else 0.0
 
     def differ(found: Tensor) -> bool:
@@ -509,8 +511,8 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
         )
     if not shares_prefixes(model):
         return False
-    trees = grow(in_order(texts), width=rollout.tokens.shape[1] + 8)  # some rows
-    part = micro_batch_of_trees(rollout, torch.arange(len(texts)), trees)
+    trees = grow(in_order(sequences), width=rollout.tokens.shape[1] + 8)  # some rows
+    part = micro_batch_of_trees(rollout, torch.arange(len(sequences)), trees)
     by_trees, _ = completion_logprobs(model, rollout, 1.0, part.trees)
     return not differ(by_trees)
 
@@ -541,8 +543,8 @@ def check_rollout(rollout, prompts: list[list[int]], uniforms: Tensor, model) ->
     lengths, mask, logprobs = rollout.lengths, rollout.completion_mask, rollout.sampler_logprobs
     longest = min(limit, logprobs.shape[1])
     expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
-    texts = zip(rollout.sequences(), rollout.prompt_lengths.tolist(), prompts)
-    are_asked = all(text[:size] == prompt for text, size, prompt in texts)
+    asked = zip(rollout.sequences(), rollout.prompt_lengths.tolist(), prompts)
+    are_asked = all(sequence[:size] == prompt for sequence, size, prompt in asked)
     expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
     written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
     is_mask = mask.dtype == torch.bool and mask.shape == written.shape
@@ -552,9 +554,9 @@ def check_rollout(rollout, prompts: list[list[int]], uniforms: Tensor, model) ->
     expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
 
 
-def text_logprobs(model, text: list[int]) -> Tensor:
+def sequence_logprobs(model, sequence: list[int]) -> Tensor:
     """Return the log-probs of all tokens but the first, by the model's own forward pass."""
-    ids = torch.tensor([text], device=model.device)
+    ids = torch.tensor([sequence], device=model.device)
     logits = model(ids, use_cache=False).logits[0, :-1]
     logp = logits.float().log_softmax(-1)
     return logp.gather(1, ids[0, 1:, None])[:, 0]

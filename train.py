@@ -362,8 +362,8 @@ def collect(run: Run, step: int) -> Batch:
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
         sampler, seed = run.models.sampler, f"{step} {refill}"
-        rollouts, scored = sample_and_score(run, sampler, problems, size, config.temperature, seed)
-        refills.append(rollouts)
+        rollout, scored = sample_and_score(run, sampler, problems, size, config.temperature, seed)
+        refills.append(rollout)
         samples += scored
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
@@ -374,21 +374,21 @@ def collect(run: Run, step: int) -> Batch:
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
     groups = kept[:count] or [0]
     chosen = [size * group + member for group in groups for member in range(size)]
-    rollouts = Rollout.cat(refills, run.endings["pad_id"]).select(chosen)
+    rollout = Rollout.cat(refills, run.endings["pad_id"]).select(chosen)
     samples = [samples[i] for i in chosen]
-    mask = rollouts.completion_mask & bool(kept)
+    mask = rollout.completion_mask & bool(kept)
     if config.overlong_filter:  # the rollout's own mask stays: scoring and metrics read it
-        mask = mask & ~rollouts.truncated[:, None]
+        mask = mask & ~rollout.truncated[:, None]
     limit, cache = config.max_new_tokens, config.overlong_cache
     shaped = []
-    for sample, length in zip(samples, rollouts.lengths.tolist()):
+    for sample, length in zip(samples, rollout.lengths.tolist()):
         shaped.append(sample.score.reward + rewards.soft_overlong_penalty(length, limit, cache))
     shaped = torch.tensor(shaped, device=config.device)
     steps = [sample.score.steps for sample in samples]
-    token_rewards, step_ends = place_rewards(run.tokenizer, rollouts, shaped, steps)
+    token_rewards, step_ends = place_rewards(run.tokenizer, rollout, shaped, steps)
     return Batch(
         step=step,
-        rollout=rollouts,
+        rollout=rollout,
         samples=samples,
         mask=mask,
         rewards=shaped,
@@ -412,14 +412,14 @@ def sample_and_score(
         free_memory(config.device)  # for the KV cache
         prompts = [problem[data.IDS] for problem in ranks.share(problems)]
         options = {"temperature": temperature, "cache_gb": config.cache_gb, **run.endings}
-        rollouts = run.generate(model, prompts, ranks.share(uniforms), **options)
+        rollout = run.generate(model, prompts, ranks.share(uniforms), **options)
         if ranks.size > 1:
-            everything = ranks.gather(rollouts.to("cpu"))
-            rollouts = Rollout.cat(everything, run.endings["pad_id"]).to(config.device)
+            everything = ranks.gather(rollout.to("cpu"))
+            rollout = Rollout.cat(everything, run.endings["pad_id"]).to(config.device)
         free_memory(config.device)
 
-    texts, answered, lengths = [], [], rollouts.lengths.tolist()
-    for i, ids in enumerate(rollouts.completions.tolist()):
+    texts, answered, lengths = [], [], rollout.lengths.tolist()
+    for i, ids in enumerate(rollout.completions.tolist()):
         texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
         problem = {**problems[i // group_size], "tokens": lengths[i]}
         problem.pop(data.IDS)
@@ -428,7 +428,7 @@ def sample_and_score(
         scores = run.reward.score(ranks.share(texts), ranks.share(answered))
         scores = [score for share in ranks.gather(scores) for score in share]
     run.reward.note_shaping(scores)
-    return rollouts, list(map(Sample, texts, answered, scores))
+    return rollout, list(map(Sample, texts, answered, scores))
 
 
 def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int):
@@ -442,18 +442,18 @@ def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int)
 
 
 def place_rewards(
-    tokenizer, rollouts: Rollout, outcomes: Tensor, steps: list[list]
+    tokenizer, rollout: Rollout, outcomes: Tensor, steps: list[list]
 ) -> tuple[Tensor, Tensor]:
     """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at a
     completion's last token, the reward of a step, (end in characters, reward), at the token that
     completes it."""
-    latest = rollouts.latest_action
+    latest = rollout.latest_action
     last = latest[:, -1:]
-    zeros = torch.zeros_like(rollouts.sampler_logprobs)
+    zeros = torch.zeros_like(rollout.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
     for i, rewarded in enumerate(steps):
-        ids = rollouts.completions[i, : rollouts.lengths[i]].tolist() if rewarded else []
+        ids = rollout.completions[i, : rollout.lengths[i]].tolist() if rewarded else []
         for end, reward in rewarded:
             token = latest[i, data.token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward

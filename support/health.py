@@ -7,7 +7,6 @@ from statistics import fmean, variance
 RECENT = 10  # the sentences about a run are about so many steps
 MANY = 1 / 3  # of a step's completions that are truncated
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
-RATES = "the usual cause. Below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
 
 
 def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str, str]:
@@ -90,7 +89,8 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     if last - first > 2 * noise:
         return []
     change = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
-    return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is {RATES}"]
+    best = "below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
+    return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is the usual cause: {best}"]
 
 
 def of_format(rows: list[dict], before: dict | None) -> list[str]:

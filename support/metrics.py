@@ -18,9 +18,9 @@ def measure(run, step_data, result) -> dict:
     step_data, result: the `StepData` and the `Improvement` of train.py."""
     batch, updates, constants = step_data.batch, step_data.updates, step_data.constants
     advantages, returns = step_data.advantages, step_data.returns
-    rollouts, mask = batch.rollout, batch.mask
+    rollout, mask = batch.rollout, batch.mask
     dead, correct = batch.sampled.dead, batch.sampled.correct
-    lengths = rollouts.completion_mask.sum(1).float()
+    lengths = rollout.completion_mask.sum(1).float()
     row = {}
     row["reward"] = batch.rewards.mean()
     row["reward_std"] = batch.rewards.std()
@@ -36,7 +36,7 @@ def measure(run, step_data, result) -> dict:
     row["length_mean"] = lengths.mean()
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
-    row["truncated"] = rollouts.truncated.float().mean()
+    row["truncated"] = rollout.truncated.float().mean()
     magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
     row["advantage_abs"] = magnitude.mean()
     if result.metrics:
@@ -46,7 +46,7 @@ def measure(run, step_data, result) -> dict:
     first = updates[0].active_rows
     active = torch.cat([update.active_rows for update in updates])
     moved = result.new_logprobs - constants.old_logprobs
-    apart = result.first_logprobs - rollouts.sampler_logprobs
+    apart = result.first_logprobs - rollout.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
     row |= drift("sampler", apart[first], mask[first])
     if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
@@ -58,7 +58,7 @@ def measure(run, step_data, result) -> dict:
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     row["verifier_faults"] = len(batch.sampled.faults)
     if run.turns:
-        row |= run.turns.measure(rollouts, run.ranks)
+        row |= run.turns.measure(rollout, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = run.ranks.peak_memory(run.config.device)
     row |= run.log.end_step()

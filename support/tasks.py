@@ -34,7 +34,7 @@ class Task(NamedTuple):
     demonstration: Callable[[dict, random.Random], str] | None = None  # an answer, often wrong
     alphabet: str = ""  # all characters of prompts, completions and a tool's replies
     tool: str | None = None  # default of --tool
-    warm_steps: int | None = None  # steps of supervised learning, default WARM_STEPS
+    warm_steps: int | None = None  # steps of supervised learning; None: WARM_STEPS
     rope_theta: float = 100.0  # of the built-in policies: larger for longer texts
 
 

@@ -1,9 +1,9 @@
-"""Texts with equal beginnings as trees, so that a forward pass reads these once.
+"""Sequences of tokens with equal beginnings as trees, so that a forward pass reads these once.
 
 A tree is a row of the forward pass, where a node, a token, sees its ancestors. Nodes are numbered
-in the order of the sorted texts: the descendants of node j are j + 1 up to end[j] - 1, and i sees j
-where j <= i < end[j]. Below are the completions "c d x" and "c e y" of prompt "a b". Their last
-tokens are predicted, not read.
+in the order of the sorted sequences: the descendants of node j are j + 1 up to end[j] - 1, and i
+sees j where j <= i < end[j]. Below are the completions "c d x" and "c e y" of prompt "a b". Their
+last tokens are predicted, not read.
 
     node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
     token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
@@ -22,8 +22,8 @@ NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
 
 
 class Trees(NamedTuple):
-    """The trees of a micro-batch, R rows of U nodes. Equal tokens after equal texts are predicted
-    once."""
+    """The trees of a micro-batch, R rows of U nodes. Equal tokens after equal sequences are
+    predicted once."""
 
     ids: Tensor  # (R, U) tokens
     positions: Tensor  # (R, U) depth in the tree
@@ -48,49 +48,50 @@ class Tree(NamedTuple):
     ids: list[int]
     positions: list[int]
     end: list[int]
-    paths: dict[int, list[int]]  # number of a text -> its nodes
+    paths: dict[int, list[int]]  # number of a sequence -> its nodes
 
 
-class Text(NamedTuple):
+class Sequence(NamedTuple):
     number: int
     ids: list[int]
-    shared: int  # tokens at the beginning that the text before has, too
+    shared: int  # tokens at the beginning that the sequence before has, too
 
 
-def in_order(texts: list[list[int]]) -> list[Text]:
-    """Return the texts sorted, so that those with equal beginnings are neighbours. Without their
-    last tokens, which are not read."""
-    texts = [text[:-1] for text in texts]
+def in_order(sequences: list[list[int]]) -> list[Sequence]:
+    """Return the sequences sorted, so that those with equal beginnings are neighbours. Without
+    their last tokens, which are not read."""
+    sequences = [ids[:-1] for ids in sequences]
     found, before = [], []
-    for number in sorted(range(len(texts)), key=texts.__getitem__):
-        ids = texts[number]
+    for number in sorted(range(len(sequences)), key=sequences.__getitem__):
+        ids = sequences[number]
         differ = (n for n, (one, other) in enumerate(zip(before, ids)) if one != other)
         shared = next(differ, min(len(before), len(ids)))
-        found.append(Text(number, ids, shared))
+        found.append(Sequence(number, ids, shared))
         before = ids
     return found
 
 
-def grow_evenly(texts: list[list[int]], tokens: int) -> tuple[list[Tree], int]:
+def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree], int]:
     """Return trees in as few rows as possible, and the smallest width for that: padding is
-    computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a text has
-    more than so many tokens."""
-    texts = in_order(texts)
-    longest = max(len(text.ids) for text in texts)
-    widest = min(max(NODES_OF_A_ROW, 2 * longest), tokens)
+    computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a sequence
+    has more than most_tokens."""
+    sequences = in_order(sequences)
+    longest = max(len(sequence.ids) for sequence in sequences)
+    widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens)
     widths = range(multiple_of_8(longest), widest + 1, 8)
     if not widths:
         return [], 0
-    fewest = rows_needed(texts, widths[-1])
+    fewest = rows_needed(sequences, widths[-1])
     # the narrower, the more rows. bisect wants numbers that rise
-    first = bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(texts, width))
+    first = bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(sequences, width))
     width = widths[first]
-    return grow(texts, width), width
+    return grow(sequences, width), width
 
 
-def rows_needed(texts: list[Text], width: int) -> int:
-    rows, size = 0, width  # full: the first text begins a row
-    for _, ids, shared in texts:
+def rows_needed(sequences: list[Sequence], width: int) -> int:
+    """Return the number of trees that `grow` makes."""
+    rows, size = 0, width  # full: the first sequence begins a row
+    for _, ids, shared in sequences:
         size += len(ids) - shared
         if size > width:
             rows, size = rows + 1, len(ids)
@@ -101,17 +102,17 @@ def multiple_of_8(number: int) -> int:
     return 8 * math.ceil(number / 8)
 
 
-def grow(texts: list[Text], width: int) -> list[Tree]:
-    """Return the trees of sorted texts, each of at most so many nodes, or of one text."""
+def grow(sequences: list[Sequence], width: int) -> list[Tree]:
+    """Return the trees of sorted sequences, each of at most so many nodes, or of one sequence."""
     trees, path = [], []
-    for number, text, shared in texts:
-        if not trees or len(trees[-1].ids) + len(text) - shared > width:
+    for number, sequence, shared in sequences:
+        if not trees or len(trees[-1].ids) + len(sequence) - shared > width:
             trees.append(Tree([], [], [], {}))
             shared = 0
         ids, positions, end, paths = trees[-1]
-        new = range(len(ids), len(ids) + len(text) - shared)
-        ids += text[shared:]
-        positions += range(shared, len(text))
+        new = range(len(ids), len(ids) + len(sequence) - shared)
+        ids += sequence[shared:]
+        positions += range(shared, len(sequence))
         end += new
         paths[number] = path = path[:shared] + list(new)
         for node in path:
@@ -119,10 +120,10 @@ def grow(texts: list[Text], width: int) -> list[Tree]:
     return trees
 
 
-def join(trees: list[Tree], text_of: Tensor, position: Tensor, targets: Tensor) -> Trees:
-    """Return trees as tensors. targets (tokens,) are the tokens to score. Token i is predicted by
-    the token at position[i] of text text_of[i], where text k has the k-th smallest number in the
-    trees."""
+def join(trees: list[Tree], row_of: Tensor, position: Tensor, targets: Tensor) -> Trees:
+    """Return trees as tensors. targets (tokens,) are the tokens to score. The sequences of these
+    trees, sorted by their number, are rows 0, 1, ... of a micro-batch. Token i is predicted by the
+    token at position[i] of row row_of[i]."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
@@ -138,8 +139,8 @@ def join(trees: list[Tree], text_of: Tensor, position: Tensor, targets: Tensor) 
     in_order = [paths[number] for number in sorted(paths)]
     nodes = torch.tensor([node for path in in_order for node in path], device=device)
     sizes = torch.tensor([len(path) for path in in_order], device=device)
-    begins = sizes.cumsum(0) - sizes  # of each text's path in nodes
-    node_before = nodes[begins[text_of] + position]
+    begins = sizes.cumsum(0) - sizes  # of each sequence's path in nodes
+    node_before = nodes[begins[row_of] + position]
 
     # pairs of a node and the token after it: each is predicted once
     vocabulary = int(targets.max()) + 1 if len(targets) else 1

@@ -50,7 +50,7 @@ def part_of(model, samples, rows=(0, 1, 2), layout="trees"):
     """Return a micro-batch of some rows of the samples, as trees where the model may get these."""
     rows = torch.tensor(rows)
     if layout == "rows" or not rollout.shares_prefixes(model):
-        return rollout.micro_batch(samples, rows)
+        return rollout.MicroBatch(rows, samples.select(rows), None)
     trees = grow(in_order(samples.select(rows).sequences()), width=samples.tokens.shape[1])
     return rollout.micro_batch_of_trees(samples, rows, trees)
 

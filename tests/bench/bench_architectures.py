@@ -189,7 +189,7 @@ def compare(model, new_tokens: int, shares: bool) -> tuple[str, str]:
     own = torch.zeros_like(out.sampler_logprobs)
     for row, length, text in zip(own, out.lengths, out.sequences()):
         with torch.no_grad():
-            row[:length] = R.text_logprobs(model, text)[-length:]
+            row[:length] = R.sequence_logprobs(model, text)[-length:]
     rows, by_rows = scored(model, out)
     gaps = {"sampler": out.sampler_logprobs - own, "rows": rows - own}
     how = "rows, and trees differ" if R.shares_prefixes(model) else "rows"
