@@ -355,14 +355,14 @@ def share(values: list[float]) -> str:
     return f"{statistics.fmean(values):.2g}%"
 
 
-def early(metric: str):
-    """Return a function of a run: the mean of a metric over the first four steps."""
-    return lambda run: statistics.fmean(run[metric][:4])
+def early_clip(run: dict) -> float:
+    """Return the percent of completions that the clip stops, mean of the first four steps."""
+    return 100 * statistics.fmean(run["clip_fraction"][:4])
 
 
 def width_over_spread(run: dict) -> float:
-    """Return the width of the band over the spread of log s after a step's updates, four steps."""
-    return WIDTHS[run["row"]] / early("policy_sequence_std")(run)
+    """Return the width of the band over the spread of log s in a step, mean of the first four."""
+    return WIDTHS[run["row"]] / statistics.fmean(run["policy_sequence_std"][:4])
 
 
 def widest_run(points: list[tuple[float, bool, float]]) -> list[tuple[float, bool, float]]:
@@ -410,8 +410,10 @@ def bands(plain: Runs) -> dict[str, str]:
     pairs.append(("gspo, 1e-2", "gspo, 3e-2", three))
     name = "mean over the rates, points"
     lines = compared([(one, other, of[name][one], of[name][other]) for one, other, of in pairs])
-    clip, ratio = early("clip_fraction"), width_over_spread
-    rules = f"`clip_fraction`: {rule(narrow, clip)}. ε over the spread: {rule(narrow, ratio)}."
+    ratio = width_over_spread
+    rules = (
+        f"Percent clipped: {rule(narrow, early_clip)}. ε over the spread: {rule(narrow, ratio)}."
+    )
 
     def plainly(values: list[float]) -> str:
         return f"{statistics.fmean(values):.2g}"
@@ -419,7 +421,9 @@ def bands(plain: Runs) -> dict[str, str]:
     seeds = f"{len(narrow['gspo'])} seeds a row."
     return {
         "Bands. Outcome, mean and 95% interval.": f"{cells(narrow)}\n\n{seeds}",
-        "Bands. `clip_fraction` of the first four steps.": cells(narrow, clip, plainly),
+        "Bands. Share of completions that is clipped, first four steps.": cells(
+            narrow, early_clip, share
+        ),
         "Bands. ε over `policy_sequence_std`, first four steps.": cells(narrow, ratio, plainly),
         "Bands. A rule.": rules,
         "`gspo` with the band of `luspo`, and `luspo`.": cells(both),
