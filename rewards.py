@@ -118,27 +118,25 @@ def counted_words(text: str) -> collections.Counter:
 
 
 DENIAL = re.compile(  # words behind an answer that take it back
-    r"""\A \W* (?: which \W+ )? (?: is | was | would | ca | can | could | wo | does )
-      (?: n['’]t | [ ] (?:\w+[ ])?? (?: not | never | false | incorrect | wrong
-        | ruled | eliminated ) ) \b
-    | \b (?: incorrect | wrong ) \b (?! [ ] (?! because | since | here ) \w )
-    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer
-        | choice ) \b | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
-    re.VERBOSE | re.IGNORECASE,
-)
-CHOICE = re.compile(  # a letter behind nothing but some words
     r"""
-    [\W_]*+
-    (?: (?i: the | final | correct | best | answer | option | choice | is
-          | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
-    (?P<letter> [A-Za-z] ) (?! [+#] ) (?: [^\w).:–—-] | _ )*+
-    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) .* )?
-    [\W_]*+""",
-    re.VERBOSE | re.DOTALL,
+      \A \W* (?: which [ ] )? (?: [a-z]+n['’]t | (?: is | was | would | could ) [ ]
+        (?:\w+[ ])?? (?: not | never | false | ruled | eliminated ) ) \b
+    | \A \W* not \W* \Z | \? \W{0,9} (?i:no) \b | \b (?i: incorrect | wrong ) \b
+    | (?i: not | never | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer | choice ) \b
+    | [≠¬✗✘✕✖❌❎🚫👎]""",
+    re.VERBOSE,
 )
-OPTION = re.compile(  # B and (b), but not A dog, I think, f(b)
-    r"\b(?![AI] (?!is\b|was\b)[a-z])[A-Z]\b|(?<!\w)(?<!\w\()[a-j](?=\))"
+MARKS = r"""[\s\\(){}[\]$*_.,:!"'`«»-]*+"""  # around a letter. ≠, ¬, ~~ and the like deny it
+CHOICE = re.compile(  # a letter behind nothing but some words
+    rf"""
+    {MARKS} (?: (?: the | final | correct | best | answer | option | choice | is
+      | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+
+    (?P<letter> [a-z] )
+    (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] ) .* )""",
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
+# B and (b), but not A dog, I think, f(b)
+OPTION = re.compile(r"\b(?![AI] (?!is\b|was\b)[a-z])[A-Z]\b|(?<!\w\()\b[a-j]\)")
 
 
 @verifier
@@ -155,8 +153,8 @@ def chosen_letter(text: str) -> str:
     if not found:
         return ""
     letter, behind = found["letter"].upper(), text[found.end("letter") :]
-    named = {option.upper() for option in OPTION.findall(behind)}
-    if named - {letter} or DENIAL.search(behind) or DENIAL.search(text):
+    named = {option[0].upper() for option in OPTION.findall(behind)}
+    if named - {letter} or DENIAL.search(behind):
         return ""
     return letter
 
@@ -189,15 +187,15 @@ math.lenient = "math_lenient"
 
 NUMBER = re.compile(
     r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
-    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i:
-    percent | hundred | thousand | [bm]illion | dozen | halves | thirds | tenths | squared)\b)?""",
+    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+
+    (?: [ ]? \\?% | [ ]percent\b )?""",
     re.VERBOSE,
 )
 PART = re.compile(  # the number, written #, is a part of an expression
     r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])> | \w\(
     | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
     | (?:half|root|power)[ ]of ) | n't ) [ ]? \(? \# | \d:\#
-    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/] | -[ ]?[a-z]\b | [nxyz]{1,2}\b | \\(?!text|q?quad) )""",
+    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/\\] | -[ ]?[a-z]\b | [nxyz]{1,2}\b )""",
     re.VERBOSE,
 )
 
@@ -215,14 +213,15 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 def last_number(text: str) -> str:
     """Return the last number, or "" if it is a part of an expression, or taken back."""
     text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
-    text = re.sub("[−–]", "-", text)
+    text = re.sub("[−–]", "-", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text))
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         return ""
     last = numbers[-1]
     before, behind = text[: last.start()][-20:], text[last.end() :][:100]
-    sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
-    if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
+    sign = re.search(r"(?:\A|[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z", before)
+    is_part = PART.search(f"{'' if sign else before}#{behind}")
+    if is_part or DENIAL.search(behind) or NO_UNIT.match(behind.removeprefix(" is").lstrip()):
         return ""
     return "-" * bool(sign) + last[0]
 
@@ -264,25 +263,20 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\\[,;: ]|\\q?quad\b|~|\s+": " ",
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
-    rf"{TEXT}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}": r' "\1" ',
-    r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
+    rf"{TEXT}\{{([^{{}}]*)\}}": r' "\1" ',
     r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
-    r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so |about )[\s:]*": "",
+    r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so )[\s:]*": "",
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
-    r'"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
-    r", ?,": ",",
+    r'(?:, ?)?"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
     r"\\begin ?\{[pb]matrix\}": "[[",
     r"(?:\],\[)? ?\\end ?\{[pb]matrix\}": "]]",
-    r"\\frac ?([0-9]) ?([0-9{])": r"\\frac{\1}\2",  # \frac12
-    r"\\frac\{([0-9])\}([0-9])": r"\\frac{\1}{\2}",
-    r"\\sqrt ?([0-9a-zA-Z])": r"\\sqrt{\1}",
-    r"\\?sqrt ?\[(\w+)\] ?\{": r" sqrt{\1,",
-    r"\\sqrt\b": " sqrt",
+    r"\\(frac|sqrt) ?([0-9a-zA-Z])": r"\\\1{\2}",  # \frac12, \sqrt2
+    r"(\\frac ?\{[^{}]*\}) ?([0-9])": r"\1{\2}",
+    r"\\?sqrt ?\[(\w+)\] ?\{": r"\\sqrt{\1,",
     r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
     r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
+    r"\\(frac|sqrt)\b": r" \1",  # functions of one or two arguments
 }
-GROUP = r"\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-ITEM = r"((?:[^()[\]]|\((?:[^()]|\([^()]*\))*\))*)"  # without an open bracket
 
 
 def our_signs(text: str) -> str:
@@ -298,19 +292,16 @@ def in_our_signs(text: str) -> str:
         text = re.sub(pattern, ours, text)
     if not re.search(r"[(\[⟨]", text):  # 1,234 is a number, (1,234) is a pair
         text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
-    while (simpler := re.sub(rf"\\frac{GROUP}{GROUP}", r"((\1)/(\2))", text)) != text:
-        text = simpler
-    text = text.translate(str.maketrans("{}⟨⟩", "(){}"))
-    text = re.sub(rf"\({ITEM}\]", r"open_closed(\1)", text)
-    return re.sub(rf"\[{ITEM}\)", r"closed_open(\1)", text).strip()
+    text = re.sub(r"\} ?\{", ",", text)  # of \frac
+    return text.translate(str.maketrans("{}⟨⟩", "(){}")).strip()
 
 
 GREEK = "pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
-UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]++|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]o)\b)'
+UNIT = r'(?:"[^"0-9]*"|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]o)\b)'
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
-    | (?P<call> (?: sqrt | open_closed | closed_open | [fghFGHNPT] ) [ ]? \( )
+    | (?P<call> (?: sqrt | frac | [fghFGHNPT] ) [ ]? \( )
     | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
     | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
     | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
@@ -318,11 +309,14 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-NO_UNIT = re.compile(  # words and digits that change a value, and a power of a unit does not
-    r"(?<!\^)(?<!\^\()[0-9]|hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
-    r"|thousand|illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
+NO_UNIT = re.compile(  # words that change a value
+    r"hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
+    r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
     re.IGNORECASE,
 )
+
+
+IN_PYTHON = dict(zip("^=%[]", ["**", "==", "/100", "('[',", ",']')"]))  # [1,2) is ("[",1,2)
 
 
 def python_of(text: str) -> str:
@@ -345,7 +339,7 @@ def python_of(text: str) -> str:
                 words = words.casefold().removesuffix("s")
             piece = "@ " * follows + repr(words)
         multiplies = follows and (kind in ("call", "letter") or piece == "(")
-        code += " * " * multiplies + {"^": "**", "=": "==", "%": "/100"}.get(piece, piece) + " "
+        code += " * " * multiplies + IN_PYTHON.get(piece, piece) + " "
         last = piece if kind == "sign" else kind
     return code
 
@@ -368,17 +362,17 @@ def part_of(node: ast.expr) -> tuple:
             return (f"unit {unit}", part_of(value))
         case ast.BinOp(left, ast.BitOr(), right):
             return ("union", part_of(left), part_of(right))
-        case ast.Tuple(items) | ast.List(items) | ast.Set(items):
+        case ast.Tuple(items) | ast.Set(items):
             return (type(node).__name__, *map(part_of, items))
-        case ast.Call(ast.Name(function), items) if function != "sqrt":
+        case ast.Call(ast.Name(function), items) if function not in ("sqrt", "frac"):
             return (f"call {function}", *map(part_of, items))
-        case ast.Compare(ast.Call(ast.Name("sqrt"))):
-            raise ValueError("a root is no name, and this equation is compared as text")
-        case ast.Compare(ast.Name() | ast.Call() | ast.Tuple() as name, [ast.Eq()], [side]):
-            return (f"name {ast.unparse(name)}", part_of(side))
         case ast.Compare(left, signs, sides):
             kinds = " ".join(type(sign).__name__ for sign in signs)
-            return (kinds, part_of(left), *map(part_of, sides))
+            parts = [part_of(side) for side in (left, *sides)]
+            is_name = isinstance(left, ast.Name) or re.match("call|Tuple|words", parts[0][0])
+            if kinds == "Eq" and is_name:
+                return (f"name {ast.unparse(left)}", parts[1])
+            return (kinds, *parts)
     return ("value", *(value_of(node, point) for point in "abc"))
 
 
@@ -443,16 +437,13 @@ def countdown(completion: str, answer: dict) -> bool:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
     with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
         numbers, target = sorted(answer["numbers"]), answer["target"]
-    are_whole = all(type(number) is int and number >= 0 for number in numbers)
-    need(numbers and are_whole, "expected whole numbers from 0 up")
-    need(type(target) in (int, float), f"target {target!r:.80} is no number")
+        are_whole = all(type(number) is int and number >= 0 for number in numbers)
+        need(numbers and are_whole, "the numbers are whole, from 0 up")
+        need(type(target) in (int, float), f"target {target!r:.80} is no number")
 
     text = our_signs(final_answer(completion).removesuffix("."))
-    left, _, right = text.partition("=")
-    if right.strip() == str(target):  # 3*5-2 = 13
-        text = left
-    elif left.strip() == str(target):  # 13 = 3*5-2
-        text = right
+    shown = re.escape(str(target))  # 3*5-2 = 13, or 13 = 3*5-2
+    text = re.sub(rf"\A *{shown} *=|= *{shown} *\Z", "", text, count=1)
     try:
         is_right = exact_value(text) == target
     except UNREADABLE:  # 1/0, open brackets, other signs
@@ -501,6 +492,8 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
             return OPERATORS[type(sign)](value_of(left, point), value_of(right, point))
         case ast.Call(ast.Name("sqrt"), [radicand]):
             return power(value_of(radicand, point), Fraction(1, 2))
+        case ast.Call(ast.Name("frac"), [above, below]):
+            return value_of(above, point) / value_of(below, point)
         case ast.Call(ast.Name("sqrt"), [degree, radicand]):
             return power(value_of(radicand, point), 1 / value_of(degree, point))
         case ast.Call(left, [right]):  # (3)(5) is a product
@@ -531,11 +524,10 @@ class Term(NamedTuple):
     def call(self, completion: str, row: dict) -> object:
         """Call the function with copies of the fields of the row that it takes."""
         parameters = list(self.signature.parameters.values())
-        given_by_place = {"completion", "answer", *(each.name for each in parameters[:2])}
-        names = {each.name for each in parameters} & row.keys()
+        names = row.keys() & {each.name for each in parameters[2:]}
         if any(each.kind is each.VAR_KEYWORD for each in parameters):
-            names = row.keys()
-        fields = copy.deepcopy({name: row[name] for name in names - given_by_place})
+            names = row.keys() - {"completion", "answer"}
+        fields = copy.deepcopy({name: row[name] for name in names})
         return self.function(completion, copy.deepcopy(row["answer"]), **fields)
 
 
