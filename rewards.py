@@ -54,19 +54,17 @@ BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
 
 
 def last_box(text: str, default: str) -> str:
-    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none."""
+    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
+
+    A box around another one counts, not the inner one: it may name several answers."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
     opened = []  # starts of open boxes, None for other braces
-    last = None
+    content = default
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
-            last = start, brace.start()
-    content = text[last[0] : last[1]] if last else default
-    # a box that holds a box and anything else names several answers: such a content equals none
-    while len(content) <= MAX_TEXT and (box := re.fullmatch(r"\s*\\boxed ?\{(.*)\}\s*", content)):
-        content = box[1]
+            content = text[start : brace.start()]
     return content
 
 
@@ -272,7 +270,7 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"(?:\],\[)? ?\\end ?\{[pb]matrix\}": "]]",
     r"\\(frac|sqrt) ?([0-9a-zA-Z])": r"\\\1{\2}",  # \frac12, \sqrt2
     r"(\\frac ?\{[^{}]*\}) ?([0-9])": r"\1{\2}",
-    r"\\?sqrt ?\[(\w+)\] ?\{": r"\\sqrt{\1,",
+    r"\\?sqrt ?\[(\w+)\] ?\{": r" root{\1,",
     r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
     r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
     r"\\(frac|sqrt)\b": r" \1",  # functions of one or two arguments
@@ -280,6 +278,7 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
 
 
 def our_signs(text: str) -> str:
+    """Return a text with our signs for those of LaTeX and Unicode."""
     signs = r"\\(?:[a-zA-Z]+|.)|[^\x00-\x7f]|[$~&]"
     return re.sub(signs, lambda found: SIGNS.get(found[0], found[0]), text)
 
@@ -301,7 +300,7 @@ UNIT = r'(?:"[^"0-9]*"|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
-    | (?P<call> (?: sqrt | frac | [fghFGHNPT] ) [ ]? \( )
+    | (?P<call> (?: sqrt | root | frac | [fghFGHNPT] ) [ ]? \( )
     | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
     | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
     | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
@@ -314,8 +313,6 @@ NO_UNIT = re.compile(  # words that change a value
     r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
     re.IGNORECASE,
 )
-
-
 IN_PYTHON = dict(zip("^=%[]", ["**", "==", "/100", "('[',", ",']')"]))  # [1,2) is ("[",1,2)
 
 
@@ -364,7 +361,7 @@ def part_of(node: ast.expr) -> tuple:
             return ("union", part_of(left), part_of(right))
         case ast.Tuple(items) | ast.Set(items):
             return (type(node).__name__, *map(part_of, items))
-        case ast.Call(ast.Name(function), items) if function not in ("sqrt", "frac"):
+        case ast.Call(ast.Name(function), items) if function not in ("sqrt", "root", "frac"):
             return (f"call {function}", *map(part_of, items))
         case ast.Compare(left, signs, sides):
             kinds = " ".join(type(sign).__name__ for sign in signs)
@@ -494,7 +491,7 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
             return power(value_of(radicand, point), Fraction(1, 2))
         case ast.Call(ast.Name("frac"), [above, below]):
             return value_of(above, point) / value_of(below, point)
-        case ast.Call(ast.Name("sqrt"), [degree, radicand]):
+        case ast.Call(ast.Name("root"), [degree, radicand]):
             return power(value_of(radicand, point), 1 / value_of(degree, point))
         case ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left, point) * value_of(right, point)
@@ -607,10 +604,9 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            named = list(term.signature.parameters)
+            first, second = [*term.signature.parameters, "", ""][:2]
             said = f"--reward {name}{term.signature}: expected def f(completion, answer)"
-            is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
-            need(not is_exchanged, f"{said}: the completion first")
+            need(first != "answer" and second != "completion", f"{said}: the completion first")
             is_async = inspect.iscoroutinefunction(term.function)
             need(not is_async, f"{said}: found async def, which nothing awaits")
             values, errors = [], []
@@ -619,8 +615,7 @@ class Reward:
                     values.append(term.call(completion, row))
                 except (Exception, SystemExit) as error:  # a user's function may do anything
                     errors.append(raised(error))
-            fields = ", ".join(row)
-            need(values, f"{said}, and fields by name: {fields}; it raises {errors[:1]}")
+            need(values, f"{said}, and fields by name: {', '.join(row)}; it raises {errors[:1]}")
             with expecting(said):
                 list(map(outcome_and_steps, values))
 

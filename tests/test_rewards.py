@@ -53,9 +53,8 @@ EXTRACTED = r"""
     <think>\boxed{5}</think> \boxed{6} | <think>a</think><think>b</think>\boxed{6}
     <answer>5</answer> no, <answer>6</answer> | <answer>the answer is \boxed{6}</answer>
     \boxed{5} <answer>6</answer> | <answer>6</answer> \boxed{5} | \boxed{5} or rather \boxed{6}
-    \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{\boxed{6}} | \boxed{5 \boxed{6}
-    \boxed{ \boxed {\boxed{6}} } | \\boxed{6} | \boxed{\{6\}} => \{6\} | \boxed{6} and \boxed{5
-    \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{  6  }
+    \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{5 \boxed{6} | \\boxed{6} | \boxed{\{6\}} => \{6\}
+    \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{6} and \boxed{5
     #### 1 234 dollars => 1 234 dollars | <answer>⏎6⏎</answer> | a⏎#### 5⏎b⏎#### 6⏎c
     #### 5⏎\boxed{6} | \boxed{6}⏎#### 5 | \boxed{[0,1\}} => [0,1\} | \boxed 6 | so $\boxed 6.$
 """
@@ -65,7 +64,8 @@ NOT_EXTRACTED = r"""
     <answer>5</answer> <answer>6 | \boxed{6 | \boxed 56 | \boxed{} | <answer></answer>
     <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6} | <answer>\boxed{6</answer
     \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}}
-    \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}} | <answer>\boxed{5 or \boxed{6}}</answer>
+    \boxed{\boxed{6}} | \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}}
+    <answer>\boxed{5 or \boxed{6}}</answer>
 """
 LENIENT = r"""
     the answer is 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
