@@ -291,7 +291,8 @@ def in_our_signs(text: str) -> str:
         text = re.sub(pattern, ours, text)
     if not re.search(r"[(\[⟨]", text):  # 1,234 is a number, (1,234) is a pair
         text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
-    text = re.sub(r"\} ?\{", ",", text)  # of \frac
+    if "frac" in text:
+        text = re.sub(r"\} ?\{(?!\Z)", ",", text)
     return text.translate(str.maketrans("{}⟨⟩", "(){}")).strip()
 
 
@@ -310,7 +311,7 @@ TOKEN = re.compile(
 )
 NO_UNIT = re.compile(  # words that change a value
     r"hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
-    r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
+    r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|root|frac)\b",
     re.IGNORECASE,
 )
 IN_PYTHON = dict(zip("^=%[]", ["**", "==", "/100", "('[',", ",']')"]))  # [1,2) is ("[",1,2)
@@ -345,10 +346,10 @@ def meaning_of(text: str) -> tuple:
     """Return an answer as nested tuples of (kind, part, ...): a list of one item or more."""
     if "±" in text:
         text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
-    tree = ast.parse(f"_({python_of(text)})", mode="eval").body
-    is_list = isinstance(tree, ast.Call) and tree.args and not tree.keywords
-    need(is_list, "it is empty, or its brackets do not match")
-    return ("list", *map(part_of, tree.args))
+    match ast.parse(f"_({python_of(text)})", mode="eval").body:
+        case ast.Call(ast.Name("_"), [_, *_] as items, []):
+            return ("list", *map(part_of, items))
+    raise ValueError("it is empty, or its brackets do not match")
 
 
 def part_of(node: ast.expr) -> tuple:
