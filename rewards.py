@@ -19,7 +19,7 @@ import os
 import random
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -386,10 +386,16 @@ def alike(left: tuple, right: tuple) -> bool:
         return False
     if kind == "value":
         return all(map(near, parts, others))
-    if kind not in ("list", "Set", "union", "Eq"):
-        return all(map(alike, parts, others))
-    for part in parts:  # in any order
-        found = next((other for other in others if alike(part, other)), None)
+    if kind in ("list", "Set", "union", "Eq"):
+        return in_any_order(parts, others, alike)
+    return all(map(alike, parts, others))
+
+
+def in_any_order(parts: Sequence, others: Sequence, same: Callable) -> bool:
+    """Return whether each part is the same as one of the others, each of them used once."""
+    others = list(others)
+    for part in parts:
+        found = next((other for other in others if same(part, other)), None)
         if found is None:
             return False
         others.remove(found)
