@@ -117,19 +117,20 @@ def counted_words(text: str) -> collections.Counter:
 
 DENIAL = re.compile(  # words behind an answer that take it back
     r"""
-      \A \W* (?: which [ ] )? (?: [a-z]+n['’]t | (?: is | was | would | could ) [ ]
+      \A \W* (?: which \W+ )? (?: [a-z]+n['’]t | (?: is | was | can | could | would | does ) [ ]
         (?:\w+[ ])?? (?: not | never | false | ruled | eliminated ) ) \b
     | \A \W* not \W* \Z | \? \W{0,9} (?i:no) \b | \b (?i: incorrect | wrong ) \b
     | (?i: not | never | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer | choice ) \b
-    | [≠¬✗✘✕✖❌❎🚫👎]""",
+    | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
     re.VERBOSE,
 )
-MARKS = r"""[\s\\(){}[\]$*_.,:!"'`«»-]*+"""  # around a letter. ≠, ¬, ~~ and the like deny it
+# around a letter, but not ≠, ¬, ~~ and the like
+MARKS = r"""[\s\\(){}[\]$*_.,:;!?"'`«»\#=>→–—-]*+"""
 CHOICE = re.compile(  # a letter behind nothing but some words
     rf"""
     {MARKS} (?: (?: the | final | correct | best | answer | option | choice | is
       | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+
-    (?P<letter> [a-z] )
+    (?P<letter> [a-z] ) (?! \# )
     (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] ) .* )""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
@@ -211,13 +212,13 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 def last_number(text: str) -> str:
     """Return the last number, or "" if it is a part of an expression, or taken back."""
     text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
-    text = re.sub("[−–]", "-", re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text))
+    text = re.sub("[−–]", "-", text.replace(r"\text{", " "))
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         return ""
     last = numbers[-1]
     before, behind = text[: last.start()][-20:], text[last.end() :][:100]
-    sign = re.search(r"(?:\A|[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z", before)
+    sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
     is_part = PART.search(f"{'' if sign else before}#{behind}")
     if is_part or DENIAL.search(behind) or NO_UNIT.match(behind.removeprefix(" is").lstrip()):
         return ""
@@ -270,10 +271,10 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"(?:\],\[)? ?\\end ?\{[pb]matrix\}": "]]",
     r"\\(frac|sqrt) ?([0-9a-zA-Z])": r"\\\1{\2}",  # \frac12, \sqrt2
     r"(\\frac ?\{[^{}]*\}) ?([0-9])": r"\1{\2}",
-    r"\\?sqrt ?\[(\w+)\] ?\{": r" root{\1,",
+    r"\\?sqrt ?\[(\w+)\]": r" root{\1}",
     r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
     r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
-    r"\\(frac|sqrt)\b": r" \1",  # functions of one or two arguments
+    r"\\(frac|sqrt)\b": r" \1",
 }
 
 
@@ -291,7 +292,9 @@ def in_our_signs(text: str) -> str:
         text = re.sub(pattern, ours, text)
     if not re.search(r"[(\[⟨]", text):  # 1,234 is a number, (1,234) is a pair
         text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
-    if "frac" in text:
+    if "±" in text:
+        text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
+    if re.search("frac|root", text):  # functions of two arguments
         text = re.sub(r"\} ?\{(?!\Z)", ",", text)
     return text.translate(str.maketrans("{}⟨⟩", "(){}")).strip()
 
@@ -330,8 +333,7 @@ def python_of(text: str) -> str:
         elif kind == "letter":
             piece = re.sub(r"\W", "", piece) + "_"  # lambda is a word of Python
         elif kind == "words":
-            if follows and NO_UNIT.search(piece):
-                raise ValueError(f"{piece} changes the value")
+            need(not follows or not NO_UNIT.search(piece), f"{piece} changes the value")
             words = " ".join(re.findall(r"[^\W_]+|/", piece))
             if len(words) > 3 or not follows:  # units such as ms and MHz stay
                 words = words.casefold().removesuffix("s")
@@ -344,8 +346,6 @@ def python_of(text: str) -> str:
 
 def meaning_of(text: str) -> tuple:
     """Return an answer as nested tuples of (kind, part, ...): a list of one item or more."""
-    if "±" in text:
-        text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
     match ast.parse(f"_({python_of(text)})", mode="eval").body:
         case ast.Call(ast.Name("_"), [_, *_] as items, []):
             return ("list", *map(part_of, items))
