@@ -170,8 +170,8 @@ EQUAL = r"""
     (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
     (3,\infty) \cup (-\infty,3] => (-\infty,3]\cup(3,\infty) | x \in [1,2] => [1,2]
     \{1, 2\} => \{2,1\} | 1, 2, and 3 => 3,2,1 | x=1 or x=2 => 2, 1
-    1 \pm \frac1{\sqrt2} => 1-\sqrt{.5}, 1+\sqrt{.5} | 2x+1 => y=1+2x | f(x) = x^2 => x^2 | x_1 => x_{1}
-    4i+3 => 3+4i | e^{i\pi} => -1 | \lambda+1 => 1+\lambda
+    1 \pm \frac1{\sqrt2} => 1-\sqrt{.5}, 1+\sqrt{.5} | 2x+1 => y=1+2x | f(x) = x^2 => x^2
+    x_1 => x_{1} | 4i+3 => 3+4i | e^{i\pi} => -1 | \lambda+1 => 1+\lambda
     \begin{pmatrix}1 & 2\\3 & 4\\ \end{pmatrix} => \begin{bmatrix}1&2\\3&4.0\end{bmatrix}
     \textbf{(A)} => A | \text{no solution} => No solution | x \ge 3 => x>=3 | 2516_8 => 2516_{8}
 """
