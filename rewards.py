@@ -116,13 +116,13 @@ def counted_words(text: str) -> collections.Counter:
 
 
 DENIAL = re.compile(  # words behind an answer that take it back
-    r"""
-      \A \W* (?: which \W+ )? (?: [a-z]+n['’]t | (?: is | was | can | could | would | does ) [ ]
-        (?:\w+[ ])?? (?: not | never | false | ruled | eliminated ) ) \b
-    | \A \W* not \W* \Z | \? \W{0,9} (?i:no) \b | \b (?i: incorrect | wrong ) \b
-    | (?i: not | never | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer | choice ) \b
-    | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
-    re.VERBOSE,
+    r"""\A \W* (?: which \W+ )? (?: is | was | would | ca | can | could | wo | does )
+      (?: n['’]t | [ ] (?:\w+[ ])?? (?: not | never | false | incorrect | wrong
+        | ruled | eliminated ) ) \b
+    | \b (?: incorrect | wrong ) \b (?! [ ] (?! because | since | here ) \w )
+    | (?: \b (?: (?:can)?not | never ) | n['’]t ) \b [^.;\n]{0,30} \b (?: right | answer
+        | choice ) \b | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
+    re.VERBOSE | re.IGNORECASE,
 )
 # around a letter, but not ≠, ¬, ~~ and the like
 MARKS = r"""[\s\\(){}[\]$*_.,:;!?"'`«»\#=>→–—-]*+"""
@@ -187,7 +187,8 @@ math.lenient = "math_lenient"
 NUMBER = re.compile(
     r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
     | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+
-    (?: [ ]? \\?% | [ ]percent\b )?""",
+    (?: [ ]? \\?% | [ ]++ (?i: percent | hundred | thousand | [bm]illion | dozen | halves | thirds
+    | tenths | squared )\b )?""",
     re.VERBOSE,
 )
 PART = re.compile(  # the number, written #, is a part of an expression
@@ -219,8 +220,7 @@ def last_number(text: str) -> str:
     last = numbers[-1]
     before, behind = text[: last.start()][-20:], text[last.end() :][:100]
     sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
-    is_part = PART.search(f"{'' if sign else before}#{behind}")
-    if is_part or DENIAL.search(behind) or NO_UNIT.match(behind.removeprefix(" is").lstrip()):
+    if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
         return ""
     return "-" * bool(sign) + last[0]
 

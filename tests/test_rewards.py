@@ -118,7 +118,7 @@ CHOSEN = r"""
     #### B | B. A dog | B. I think so | B. Vitamin B | b) Vitamin B | B - Paris | --- B ---
     B – Paris | (B) - a dog | B. f(a) is 2 | option B
     B. Not given | B. Not enough information | B. False | B: False | B. None of the above | B. No
-    (B) No | B. It does not rain | (B) is correct
+    (B) No | B. It does not rain | (B) is correct | B. Incorrect dosage | B. The wrong side
     (B) because it fits | B. Cannot be determined | B. It is not known | (B) is the one
     B. it is (b) | \boxed{\textrm{B}} | the best choice is B
 """
