@@ -151,7 +151,8 @@ def chosen_letter(text: str) -> str:
     found = CHOICE.fullmatch(text)
     if not found:
         return ""
-    letter, behind = found["letter"].upper(), text[found.end("letter") :]
+    letter = found["letter"].upper()
+    behind = text[found.end("letter") :]
     named = {option[0].upper() for option in OPTION.findall(behind)}
     if named - {letter} or DENIAL.search(behind):
         return ""
@@ -218,7 +219,8 @@ def last_number(text: str) -> str:
     if not numbers:
         return ""
     last = numbers[-1]
-    before, behind = text[: last.start()][-20:], text[last.end() :][:100]
+    before = text[: last.start()][-20:]
+    behind = text[last.end() :][:100]
     sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
     if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
         return ""
@@ -366,11 +368,11 @@ def part_of(node: ast.expr) -> tuple:
             return (f"call {function}", *map(part_of, items))
         case ast.Compare(left, signs, sides):
             kinds = " ".join(type(sign).__name__ for sign in signs)
-            parts = [part_of(side) for side in (left, *sides)]
-            is_name = isinstance(left, ast.Name) or re.match("call|Tuple|words", parts[0][0])
+            first, *others = map(part_of, [left, *sides])
+            is_name = isinstance(left, ast.Name) or re.match("call|Tuple|words", first[0])
             if kinds == "Eq" and is_name:
-                return (f"name {ast.unparse(left)}", parts[1])
-            return (kinds, *parts)
+                return (f"name {ast.unparse(left)}", *others)
+            return (kinds, first, *others)
     return ("value", *(value_of(node, point) for point in "abc"))
 
 
@@ -475,9 +477,9 @@ def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | 
 
 
 CONSTANTS = {"pi_": cmath.pi, "e_": cmath.e, "i_": 1j, "infty_": cmath.inf}
-OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
-OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS[ast.Pow] = power
+OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: power}
+OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub}
+OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
@@ -527,9 +529,9 @@ class Term(NamedTuple):
 
     def call(self, completion: str, row: dict) -> object:
         """Call the function with copies of the fields of the row that it takes."""
-        parameters = list(self.signature.parameters.values())
-        names = row.keys() & {each.name for each in parameters[2:]}
-        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        parameters = self.signature.parameters
+        names = row.keys() & list(parameters)[2:]
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             names = row.keys() - {"completion", "answer"}
         fields = copy.deepcopy({name: row[name] for name in names})
         return self.function(completion, copy.deepcopy(row["answer"]), **fields)
@@ -541,8 +543,10 @@ class Reward:
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
         self.reads_steps = True  # whether rewards of steps before the outcome count
-        self.shaping = {name for name, term in terms.items() if term.weight < 0}
-        self.shaping |= {name for name in terms if getattr(terms[name].function, "shaping", False)}
+        self.shaping = set()  # terms that do not say whether an answer is right
+        for name, term in terms.items():
+            if term.weight < 0 or getattr(term.function, "shaping", False):
+                self.shaping.add(name)
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Score completions, each with its row of the data ("prompt", "answer", ...)."""
@@ -611,9 +615,10 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            first, second = [*term.signature.parameters, "", ""][:2]
+            named = list(term.signature.parameters)
             said = f"--reward {name}{term.signature}: expected def f(completion, answer)"
-            need(first != "answer" and second != "completion", f"{said}: the completion first")
+            is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
+            need(not is_exchanged, f"{said}: the completion first")
             is_async = inspect.iscoroutinefunction(term.function)
             need(not is_async, f"{said}: found async def, which nothing awaits")
             values, errors = [], []
