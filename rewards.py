@@ -19,7 +19,7 @@ import os
 import random
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -54,19 +54,17 @@ BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
 
 
 def last_box(text: str, default: str) -> str:
-    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none."""
+    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
+
+    A box around another one counts, not the inner one: it may name several answers."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
     opened = []  # starts of open boxes, None for other braces
-    last = None
+    content = default
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
-            last = start, brace.start()
-    content = text[last[0] : last[1]] if last else default
-    # a box that holds a box and anything else names several answers: such a content equals none
-    while len(content) <= MAX_TEXT and (box := re.fullmatch(r"\s*\\boxed ?\{(.*)\}\s*", content)):
-        content = box[1]
+            content = text[start : brace.start()]
     return content
 
 
@@ -126,19 +124,18 @@ DENIAL = re.compile(  # words behind an answer that take it back
         | choice ) \b | \A \W* not \W* \Z | \? \W{0,9} no \b | [≠¬✗✘✕✖❌❎🚫👎] | ~~""",
     re.VERBOSE | re.IGNORECASE,
 )
+# around a letter, but not ≠, ¬, ~~ and the like
+MARKS = r"""[\s\\(){}[\]$*_.,:;!?"'`«»\#=>→–—-]*+"""
 CHOICE = re.compile(  # a letter behind nothing but some words
-    r"""
-    [\W_]*+
-    (?: (?i: the | final | correct | best | answer | option | choice | is
-          | (?: text | math ) (?: bf | rm )? ) \b [\W_]*+ )*+
-    (?P<letter> [A-Za-z] ) (?! [+#] ) (?: [^\w).:–—-] | _ )*+
-    (?: (?: [).:] | (?<= [ ] ) [-–—] (?= [ ] ) ) .* )?
-    [\W_]*+""",
-    re.VERBOSE | re.DOTALL,
+    rf"""
+    {MARKS} (?: (?: the | final | correct | best | answer | option | choice | is
+      | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+
+    (?P<letter> [a-z] ) (?! \# )
+    (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] ) .* )""",
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
-OPTION = re.compile(  # B and (b), but not A dog, I think, f(b)
-    r"\b(?![AI] (?!is\b|was\b)[a-z])[A-Z]\b|(?<!\w)(?<!\w\()[a-j](?=\))"
-)
+# B and (b), but not A dog, I think, f(b)
+OPTION = re.compile(r"\b(?![AI] (?!is\b|was\b)[a-z])[A-Z]\b|(?<!\w\()\b[a-j]\)")
 
 
 @verifier
@@ -154,9 +151,10 @@ def chosen_letter(text: str) -> str:
     found = CHOICE.fullmatch(text)
     if not found:
         return ""
-    letter, behind = found["letter"].upper(), text[found.end("letter") :]
-    named = {option.upper() for option in OPTION.findall(behind)}
-    if named - {letter} or DENIAL.search(behind) or DENIAL.search(text):
+    letter = found["letter"].upper()
+    behind = text[found.end("letter") :]
+    named = {option[0].upper() for option in OPTION.findall(behind)}
+    if named - {letter} or DENIAL.search(behind):
         return ""
     return letter
 
@@ -189,15 +187,16 @@ math.lenient = "math_lenient"
 
 NUMBER = re.compile(
     r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
-    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+ (?: [ ]? \\?% | [ ] (?i:
-    percent | hundred | thousand | [bm]illion | dozen | halves | thirds | tenths | squared)\b)?""",
+    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+
+    (?: [ ]? \\?% | [ ]++ (?i: percent | hundred | thousand | [bm]illion | dozen | halves | thirds
+    | tenths | squared )\b )?""",
     re.VERBOSE,
 )
 PART = re.compile(  # the number, written #, is a part of an expression
     r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])> | \w\(
     | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
     | (?:half|root|power)[ ]of ) | n't ) [ ]? \(? \# | \d:\#
-    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/] | -[ ]?[a-z]\b | [nxyz]{1,2}\b | \\(?!text|q?quad) )""",
+    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/\\] | -[ ]?[a-z]\b | [nxyz]{1,2}\b )""",
     re.VERBOSE,
 )
 
@@ -215,12 +214,13 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 def last_number(text: str) -> str:
     """Return the last number, or "" if it is a part of an expression, or taken back."""
     text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
-    text = re.sub("[−–]", "-", text)
+    text = re.sub("[−–]", "-", text.replace(r"\text{", " "))
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         return ""
     last = numbers[-1]
-    before, behind = text[: last.start()][-20:], text[last.end() :][:100]
+    before = text[: last.start()][-20:]
+    behind = text[last.end() :][:100]
     sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
     if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
         return ""
@@ -264,28 +264,24 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\\[,;: ]|\\q?quad\b|~|\s+": " ",
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
-    rf"{TEXT}\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}": r' "\1" ',
-    r'\A *"?[a-zA-Z ]{2,}"? *=(?!.*=)': "",  # Total = 5
+    rf"{TEXT}\{{([^{{}}]*)\}}": r' "\1" ',
     r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
-    r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so |about )[\s:]*": "",
+    r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so )[\s:]*": "",
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
-    r'"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
-    r", ?,": ",",
+    r'(?:, ?)?"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
     r"\\begin ?\{[pb]matrix\}": "[[",
     r"(?:\],\[)? ?\\end ?\{[pb]matrix\}": "]]",
-    r"\\frac ?([0-9]) ?([0-9{])": r"\\frac{\1}\2",  # \frac12
-    r"\\frac\{([0-9])\}([0-9])": r"\\frac{\1}{\2}",
-    r"\\sqrt ?([0-9a-zA-Z])": r"\\sqrt{\1}",
-    r"\\?sqrt ?\[(\w+)\] ?\{": r" sqrt{\1,",
-    r"\\sqrt\b": " sqrt",
+    r"\\(frac|sqrt) ?([0-9a-zA-Z])": r"\\\1{\2}",  # \frac12, \sqrt2
+    r"(\\frac ?\{[^{}]*\}) ?([0-9])": r"\1{\2}",
+    r"\\?sqrt ?\[(\w+)\]": r" root{\1}",
     r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
     r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
+    r"\\(frac|sqrt)\b": r" \1",
 }
-GROUP = r"\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-ITEM = r"((?:[^()[\]]|\((?:[^()]|\([^()]*\))*\))*)"  # without an open bracket
 
 
 def our_signs(text: str) -> str:
+    """Return a text with our signs for those of LaTeX and Unicode."""
     signs = r"\\(?:[a-zA-Z]+|.)|[^\x00-\x7f]|[$~&]"
     return re.sub(signs, lambda found: SIGNS.get(found[0], found[0]), text)
 
@@ -298,19 +294,19 @@ def in_our_signs(text: str) -> str:
         text = re.sub(pattern, ours, text)
     if not re.search(r"[(\[⟨]", text):  # 1,234 is a number, (1,234) is a pair
         text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
-    while (simpler := re.sub(rf"\\frac{GROUP}{GROUP}", r"((\1)/(\2))", text)) != text:
-        text = simpler
-    text = text.translate(str.maketrans("{}⟨⟩", "(){}"))
-    text = re.sub(rf"\({ITEM}\]", r"open_closed(\1)", text)
-    return re.sub(rf"\[{ITEM}\)", r"closed_open(\1)", text).strip()
+    if "±" in text:
+        text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
+    if re.search("frac|root", text):  # functions of two arguments
+        text = re.sub(r"\} ?\{(?!\Z)", ",", text)
+    return text.translate(str.maketrans("{}⟨⟩", "(){}")).strip()
 
 
 GREEK = "pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
-UNIT = r'(?:"[^"]*"|[^\W\d_a-zA-Z]++|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]o)\b)'
+UNIT = r'(?:"[^"0-9]*"|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]o)\b)'
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
-    | (?P<call> (?: sqrt | open_closed | closed_open | [fghFGHNPT] ) [ ]? \( )
+    | (?P<call> (?: sqrt | root | frac | [fghFGHNPT] ) [ ]? \( )
     | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
     | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
     | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
@@ -318,11 +314,12 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-NO_UNIT = re.compile(  # words and digits that change a value, and a power of a unit does not
-    r"(?<!\^)(?<!\^\()[0-9]|hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
-    r"|thousand|illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt)\b",
+NO_UNIT = re.compile(  # words that change a value
+    r"hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
+    r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|root|frac)\b",
     re.IGNORECASE,
 )
+IN_PYTHON = dict(zip("^=%[]", ["**", "==", "/100", "('[',", ",']')"]))  # [1,2) is ("[",1,2)
 
 
 def python_of(text: str) -> str:
@@ -338,26 +335,23 @@ def python_of(text: str) -> str:
         elif kind == "letter":
             piece = re.sub(r"\W", "", piece) + "_"  # lambda is a word of Python
         elif kind == "words":
-            if follows and NO_UNIT.search(piece):
-                raise ValueError(f"{piece} changes the value")
+            need(not follows or not NO_UNIT.search(piece), f"{piece} changes the value")
             words = " ".join(re.findall(r"[^\W_]+|/", piece))
             if len(words) > 3 or not follows:  # units such as ms and MHz stay
                 words = words.casefold().removesuffix("s")
             piece = "@ " * follows + repr(words)
         multiplies = follows and (kind in ("call", "letter") or piece == "(")
-        code += " * " * multiplies + {"^": "**", "=": "==", "%": "/100"}.get(piece, piece) + " "
+        code += " * " * multiplies + IN_PYTHON.get(piece, piece) + " "
         last = piece if kind == "sign" else kind
     return code
 
 
 def meaning_of(text: str) -> tuple:
     """Return an answer as nested tuples of (kind, part, ...): a list of one item or more."""
-    if "±" in text:
-        text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
-    tree = ast.parse(f"_({python_of(text)})", mode="eval").body
-    is_list = isinstance(tree, ast.Call) and tree.args and not tree.keywords
-    need(is_list, "it is empty, or its brackets do not match")
-    return ("list", *map(part_of, tree.args))
+    match ast.parse(f"_({python_of(text)})", mode="eval").body:
+        case ast.Call(ast.Name("_"), [_, *_] as items, []):
+            return ("list", *map(part_of, items))
+    raise ValueError("it is empty, or its brackets do not match")
 
 
 def part_of(node: ast.expr) -> tuple:
@@ -368,17 +362,17 @@ def part_of(node: ast.expr) -> tuple:
             return (f"unit {unit}", part_of(value))
         case ast.BinOp(left, ast.BitOr(), right):
             return ("union", part_of(left), part_of(right))
-        case ast.Tuple(items) | ast.List(items) | ast.Set(items):
+        case ast.Tuple(items) | ast.Set(items):
             return (type(node).__name__, *map(part_of, items))
-        case ast.Call(ast.Name(function), items) if function != "sqrt":
+        case ast.Call(ast.Name(function), items) if function not in ("sqrt", "root", "frac"):
             return (f"call {function}", *map(part_of, items))
-        case ast.Compare(ast.Call(ast.Name("sqrt"))):
-            raise ValueError("a root is no name, and this equation is compared as text")
-        case ast.Compare(ast.Name() | ast.Call() | ast.Tuple() as name, [ast.Eq()], [side]):
-            return (f"name {ast.unparse(name)}", part_of(side))
         case ast.Compare(left, signs, sides):
             kinds = " ".join(type(sign).__name__ for sign in signs)
-            return (kinds, part_of(left), *map(part_of, sides))
+            first, *others = map(part_of, [left, *sides])
+            is_name = isinstance(left, ast.Name) or re.match("call|Tuple|words", first[0])
+            if kinds == "Eq" and is_name:
+                return (f"name {ast.unparse(left)}", *others)
+            return (kinds, first, *others)
     return ("value", *(value_of(node, point) for point in "abc"))
 
 
@@ -394,10 +388,16 @@ def alike(left: tuple, right: tuple) -> bool:
         return False
     if kind == "value":
         return all(map(near, parts, others))
-    if kind not in ("list", "Set", "union", "Eq"):
-        return all(map(alike, parts, others))
-    for part in parts:  # in any order
-        found = next((other for other in others if alike(part, other)), None)
+    if kind in ("list", "Set", "union", "Eq"):
+        return in_any_order(parts, others, alike)
+    return all(map(alike, parts, others))
+
+
+def in_any_order(parts: Sequence, others: Sequence, same: Callable) -> bool:
+    """Return whether each part is the same as one of the others, each of them used once."""
+    others = list(others)
+    for part in parts:
+        found = next((other for other in others if same(part, other)), None)
         if found is None:
             return False
         others.remove(found)
@@ -443,16 +443,13 @@ def countdown(completion: str, answer: dict) -> bool:
     """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
     with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
         numbers, target = sorted(answer["numbers"]), answer["target"]
-    are_whole = all(type(number) is int and number >= 0 for number in numbers)
-    need(numbers and are_whole, "expected whole numbers from 0 up")
-    need(type(target) in (int, float), f"target {target!r:.80} is no number")
+        are_whole = all(type(number) is int and number >= 0 for number in numbers)
+        need(numbers and are_whole, "the numbers are whole, from 0 up")
+        need(type(target) in (int, float), f"target {target!r:.80} is no number")
 
     text = our_signs(final_answer(completion).removesuffix("."))
-    left, _, right = text.partition("=")
-    if right.strip() == str(target):  # 3*5-2 = 13
-        text = left
-    elif left.strip() == str(target):  # 13 = 3*5-2
-        text = right
+    shown = re.escape(str(target))  # 3*5-2 = 13, or 13 = 3*5-2
+    text = re.sub(rf"\A *{shown} *=|= *{shown} *\Z", "", text, count=1)
     try:
         is_right = exact_value(text) == target
     except UNREADABLE:  # 1/0, open brackets, other signs
@@ -480,9 +477,9 @@ def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | 
 
 
 CONSTANTS = {"pi_": cmath.pi, "e_": cmath.e, "i_": 1j, "infty_": cmath.inf}
-OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Add: operator.add}
-OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS[ast.Pow] = power
+OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: power}
+OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub}
+OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
@@ -501,7 +498,9 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
             return OPERATORS[type(sign)](value_of(left, point), value_of(right, point))
         case ast.Call(ast.Name("sqrt"), [radicand]):
             return power(value_of(radicand, point), Fraction(1, 2))
-        case ast.Call(ast.Name("sqrt"), [degree, radicand]):
+        case ast.Call(ast.Name("frac"), [above, below]):
+            return value_of(above, point) / value_of(below, point)
+        case ast.Call(ast.Name("root"), [degree, radicand]):
             return power(value_of(radicand, point), 1 / value_of(degree, point))
         case ast.Call(left, [right]):  # (3)(5) is a product
             return value_of(left, point) * value_of(right, point)
@@ -530,12 +529,11 @@ class Term(NamedTuple):
 
     def call(self, completion: str, row: dict) -> object:
         """Call the function with copies of the fields of the row that it takes."""
-        parameters = list(self.signature.parameters.values())
-        given_by_place = {"completion", "answer", *(each.name for each in parameters[:2])}
-        names = {each.name for each in parameters} & row.keys()
-        if any(each.kind is each.VAR_KEYWORD for each in parameters):
-            names = row.keys()
-        fields = copy.deepcopy({name: row[name] for name in names - given_by_place})
+        parameters = self.signature.parameters
+        names = row.keys() & list(parameters)[2:]
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            names = row.keys() - {"completion", "answer"}
+        fields = copy.deepcopy({name: row[name] for name in names})
         return self.function(completion, copy.deepcopy(row["answer"]), **fields)
 
 
@@ -545,8 +543,10 @@ class Reward:
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
         self.reads_steps = True  # whether rewards of steps before the outcome count
-        self.shaping = {name for name, term in terms.items() if term.weight < 0}
-        self.shaping |= {name for name in terms if getattr(terms[name].function, "shaping", False)}
+        self.shaping = set()  # terms that do not say whether an answer is right
+        for name, term in terms.items():
+            if term.weight < 0 or getattr(term.function, "shaping", False):
+                self.shaping.add(name)
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Score completions, each with its row of the data ("prompt", "answer", ...)."""
@@ -627,8 +627,7 @@ class Reward:
                     values.append(term.call(completion, row))
                 except (Exception, SystemExit) as error:  # a user's function may do anything
                     errors.append(raised(error))
-            fields = ", ".join(row)
-            need(values, f"{said}, and fields by name: {fields}; it raises {errors[:1]}")
+            need(values, f"{said}, and fields by name: {', '.join(row)}; it raises {errors[:1]}")
             with expecting(said):
                 list(map(outcome_and_steps, values))
 

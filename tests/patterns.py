@@ -21,7 +21,7 @@ CATEGORIES = {"CATEGORY_DIGIT": "70", "CATEGORY_SPACE": "  \n", "CATEGORY_WORD":
 def expressions(path: str) -> dict[tuple[int, int], re.Pattern]:
     """(line, column) -> expression, of each call `re.search("...", ...)`, `re.compile("...")`, ...
 
-    A local name inside an f-string becomes the word "name"."""
+    A local name inside an f-string becomes the word "name". Line 0 has those of REWRITES."""
     module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
     calls = ast.walk(ast.parse(Path(ROOT, path).read_text()))
     found = {}
@@ -33,7 +33,8 @@ def expressions(path: str) -> dict[tuple[int, int], re.Pattern]:
             text = eval(ast.unparse(text), local | vars(module))
             flags = sum(getattr(re, name) for name in names)
             found[node.lineno, node.col_offset] = re.compile(text, flags)
-    return found
+    rows = enumerate(getattr(module, "REWRITES", {}))
+    return found | {(0, place): re.compile(pattern) for place, pattern in rows}
 
 
 def walk(nodes):

@@ -53,9 +53,8 @@ EXTRACTED = r"""
     <think>\boxed{5}</think> \boxed{6} | <think>a</think><think>b</think>\boxed{6}
     <answer>5</answer> no, <answer>6</answer> | <answer>the answer is \boxed{6}</answer>
     \boxed{5} <answer>6</answer> | <answer>6</answer> \boxed{5} | \boxed{5} or rather \boxed{6}
-    \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{\boxed{6}} | \boxed{5 \boxed{6}
-    \boxed{ \boxed {\boxed{6}} } | \\boxed{6} | \boxed{\{6\}} => \{6\} | \boxed{6} and \boxed{5
-    \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{  6  }
+    \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{5 \boxed{6} | \\boxed{6} | \boxed{\{6\}} => \{6\}
+    \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{6} and \boxed{5
     #### 1 234 dollars => 1 234 dollars | <answer>⏎6⏎</answer> | a⏎#### 5⏎b⏎#### 6⏎c
     #### 5⏎\boxed{6} | \boxed{6}⏎#### 5 | \boxed{[0,1\}} => [0,1\} | \boxed 6 | so $\boxed 6.$
 """
@@ -65,7 +64,8 @@ NOT_EXTRACTED = r"""
     <answer>5</answer> <answer>6 | \boxed{6 | \boxed 56 | \boxed{} | <answer></answer>
     <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6} | <answer>\boxed{6</answer
     \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}}
-    \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}} | <answer>\boxed{5 or \boxed{6}}</answer>
+    \boxed{\boxed{6}} | \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}}
+    <answer>\boxed{5 or \boxed{6}}</answer>
 """
 LENIENT = r"""
     the answer is 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
@@ -81,7 +81,7 @@ NOT_LENIENT = r"""
     no number | 6 #### \boxed{} | 6 #### | so \boxed{6 | 6 <answer></answer> | −5 => 5 | - 5 => 5
     10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10 | it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
     10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4 | so 0.5% => 0.5 | 5 million => 5
-    7 tenths => 7
+    7 tenths => 7 | 5\text{ million} => 5
 """
 NUMBERS = r"""
     5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | **5** | **5** apples
@@ -165,13 +165,13 @@ EQUAL = r"""
     1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
     60\text{ mph} => 60 | the answer is 21 => 21 | \text{Total} = 21 => 21 | n = 21 => 21
     （２５） => 25 | Friday => friday | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
-    \sqrt[3]{27} => 3 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
+    \sqrt[3]{125} => 5 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
     xy => yx | x² => x \cdot x | 90^\circ => 90 | 9\pi\text{ cm}^2 => 9\pi
     (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
     (3,\infty) \cup (-\infty,3] => (-\infty,3]\cup(3,\infty) | x \in [1,2] => [1,2]
     \{1, 2\} => \{2,1\} | 1, 2, and 3 => 3,2,1 | x=1 or x=2 => 2, 1
-    1 \pm \sqrt{2} => 1-\sqrt2, 1+\sqrt2 | 2x+1 => y=1+2x | f(x) = x^2 => x^2 | x_1 => x_{1}
-    4i+3 => 3+4i | e^{i\pi} => -1 | \lambda+1 => 1+\lambda
+    1 \pm \frac1{\sqrt2} => 1-\sqrt{.5}, 1+\sqrt{.5} | 2x+1 => y=1+2x | f(x) = x^2 => x^2
+    x_1 => x_{1} | 4i+3 => 3+4i | e^{i\pi} => -1 | \lambda+1 => 1+\lambda
     \begin{pmatrix}1 & 2\\3 & 4\\ \end{pmatrix} => \begin{bmatrix}1&2\\3&4.0\end{bmatrix}
     \textbf{(A)} => A | \text{no solution} => No solution | x \ge 3 => x>=3 | 2516_8 => 2516_{8}
 """
@@ -190,7 +190,7 @@ DIFFERENT = r"""
     |x| => x | \gamma => \Gamma | \infty => -\infty | \infty - \infty => 0 | 3.14159265 => \pi
     e^{-1000} => 0 | 9^{9^9} => 9 | 7)(5 => 35 | 5)+(1 => 6 | *5 => 5 | 2**3 => 23 | 1_000 => 1000
     5j => 5 | 0x5 => 5 | 5, x => 5 | 5 if 1 else 6 => 5 | lambda: 5 => 5 | AB => BA | no => on
-    C++ => C | A or B => A | (A)(B) => A
+    C++ => C | A or B => A | (A)(B) => A | 12\frac => 12 | 7][5 => 5 | xy = 0 => x = 0
 """
 TABLES = [  # verifiers, completion around a text, gold answer without an arrow, verdict, texts
     ("math exact", "{}", "6", 1, EXTRACTED),

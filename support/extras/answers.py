@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import mpmath
 
-from rewards import final_answer, gold_answer, table, verifier
+from rewards import final_answer, gold_answer, in_any_order, table, verifier
+from support.user import need
 
 MAX_EXPRESSION = 1_000  # characters of an answer that is read. A longer one is compared as text
 MAX_BITS = 40_000  # of a numerator or denominator, so that 9^9^9 takes no time
@@ -26,10 +27,6 @@ MAX_WORK = 22_000  # of a comparison, in something like microseconds
 def math_symbolic(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer is the gold one: `same_answer`."""
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
-
-
-class Unreadable(ValueError):
-    """The text has no tree in our grammar, or no value. It is compared as text."""
 
 
 # ---------------------------------------------------------------------- reading
@@ -51,9 +48,9 @@ GREEK = """
     π pi ρ rho σ sigma τ tau φ phi ϕ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda
     Σ Sigma Φ Phi Ψ Psi Ω Omega ℓ ell ℏ hbar
 """
-SIGNS, NAMES = GREEK.split()[::2], GREEK.split()[1::2]
+SIGNS = GREEK.split()[::2]
+NAMES = GREEK.split()[1::2]
 SMALL = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ₀₁₂₃₄₅₆₇₈₉ₙ", "0123456789+-n0123456789n")
-
 
 MEANINGS = {other: f" {ours} " for other, ours in table(SYMBOLS).items()}
 MEANINGS |= {sign: f" \\{name} " for sign, name in zip(SIGNS, NAMES)}
@@ -89,30 +86,29 @@ def our_symbol(found: re.Match) -> str:
     return MEANINGS.get(found[0], found[0])
 
 
-REWRITES = (  # a pattern, and its replacement
-    (re.compile('"'), " "),
-    (re.compile(r"\bper cent\b", re.IGNORECASE), "percent"),
-    (re.compile(r"\b(?:all|any) (?:real numbers?|reals)(?! \w)", re.IGNORECASE), "ℝ"),
-    (re.compile(r"\\ (?: mathbb | Bbb ) \s* (?: R | \{ \s* R \s* \} )", re.VERBOSE), "ℝ"),
-    (re.compile(r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])"), r"\\text{\1}"),  # 5m², but no x = m²
-    (re.compile(r"\\(?:color|textcolor)\s*\{[^{}]*\}"), ""),  # \color{red}{42}
-    (re.compile(r"-\s*\\\$"), r"\\$-"),  # -$20
-    (re.compile(r"\\(?:left|right)\s*\."), ""),  # a bracket that is not shown
-    (TEXT_BOX, r'"\1"'),
-    (re.compile(r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]"), r"\\\\ "),  # \\[4pt]
-    (re.compile(r"\\end\s*\{\w+\*?\}"), r"\\end "),
-    (re.compile(r"\\!\s*"), ""),  # 32,\! 349
-    (SYMBOL, our_symbol),  # from here on all is in our symbols
-    (re.compile(r"\A\s+"), ""),
-    (re.compile(r"\s+"), " "),
-    (re.compile(r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z"), ""),  # a full stop, the end of a row
-    (re.compile(r'\A"? ?(?:the )?(?:final )?(?:answer|value)(?: is\b|:)[": ]*(?=.)', re.I), ""),
-    (re.compile(r'" ?\^ ?\{?(-?[1-3])\}?'), r'^\1"'),  # "cm"^2
-    (re.compile('" ?/ ?"'), "/"),  # "km"/"h"
-    (re.compile(r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])"), ", "),  # (1,234) is a pair
-    (re.compile(r', ?(?="? ?(?:and|or)\b)'), " "),  # 1, 2, and 3
-    (re.compile(rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})"), r"\1{\2+\3}"),  # 3\frac12, 3 1/2
-)
+REWRITES = {  # a pattern: its replacement. The order counts
+    '"': " ",
+    r"(?i)\bper cent\b": "percent",
+    r"(?i)\b(?:all|any) (?:real numbers?|reals)(?! \w)": "ℝ",
+    r"\\(?:mathbb|Bbb)\s*(?:R|\{\s*R\s*\})": "ℝ",
+    r"(?<=[0-9.)}\s])([ckm]?m)(?=[²³])": r"\\text{\1}",  # 5m², but no x = m²
+    r"\\(?:color|textcolor)\s*\{[^{}]*\}": "",  # \color{red}{42}
+    r"-\s*\\\$": r"\\$-",  # -$20
+    r"\\(?:left|right)\s*\.": "",  # a bracket that is not shown
+    TEXT_BOX: r'"\1"',
+    r"\\\\\s*\[\s*-?[0-9.]+\s*[a-z]{2}\s*\]": r"\\\\ ",  # \\[4pt]
+    r"\\end\s*\{\w+\*?\}": r"\\end ",
+    r"\\!\s*": "",  # 32,\! 349
+    SYMBOL: our_symbol,  # from here on all is in our symbols
+    r"\s+": " ",
+    r"(?<![\s\\])(?:\s|\\|(?<!\.)\.)++\Z": "",  # a full stop, the end of a row
+    r'(?i)\A"? ?(?:the )?(?:final )?(?:answer|value)(?: is\b|:)[": ]*(?=.)': "",
+    r'" ?\^ ?\{?(-?[1-3])\}?': r'^\1"',  # "cm"^2
+    '" ?/ ?"': "/",  # "km"/"h"
+    r", ?(?=(?:[^()[\]⟨⟩]|\([^()]*\))*[)\]⟩])": ", ",  # (1,234) is a pair
+    r', ?(?="? ?(?:and|or)\b)': " ",  # 1, 2, and 3
+    rf"({BEFORE_NUMBER})([0-9]+) ?({FRACTION})": r"\1{\2+\3}",  # 3\frac12, 3 1/2
+}
 RANGE_OR_TIME = re.compile(r'[0-9.,]+ ?[-:] ?[0-9.,]+ ("|[a-zA-Z]{2})')  # 10-20 years, 3:30 PM
 UNIT_WORD = re.compile(r"(?:/?[a-zA-Z]++(?:\^\{?-?[1-3]\}?)?)++|[/*]")
 UNIT_WITH_POWER = re.compile(r"(?:(?:[a-zA-Z]{2,}+|[hmsgJKN/* ])(?:\^\{?-?[1-3]\}?)?)++")
@@ -153,12 +149,10 @@ MEANINGS_OF_WORDS |= {"sqrt": ["\\sqrt"]} | dict.fromkeys(("%", "percent", "pct"
 
 def tokenise(text: str) -> list[str]:
     """Return the tokens of an answer. A word, or a text in a box, starts with `"`."""
-    for pattern, meaning in REWRITES:
-        text = pattern.sub(meaning, text)
-        if len(text) > 2 * MAX_EXPRESSION:
-            raise Unreadable("too long")
-    if RANGE_OR_TIME.match(text):
-        raise Unreadable("it has no value")
+    for pattern, meaning in REWRITES.items():
+        text = re.sub(pattern, meaning, text)
+        need(len(text) <= 2 * MAX_EXPRESSION, "too long")
+    need(not RANGE_OR_TIME.match(text), "it has no value")
     tokens = []
     for token in TOKEN.findall(text):
         word = token.strip('" ')
@@ -223,7 +217,7 @@ SAME_UNIT = table("""
 
 
 def read(text: str) -> Node:
-    """Return the tree of an answer. Raise Unreadable if our grammar has none.
+    """Return the tree of an answer. Raise ValueError if our grammar has none.
 
     It is the item of a list of one, x = (1, 2, 3) for x = 1, 2, 3 and for x = 1, x = 2, x = 3,
     and (x, y) = (3, -2) for x = 3, y = -2 in the order of the names."""
@@ -259,8 +253,7 @@ class Parser:
 
     def take(self, *expected: str) -> str:
         """Take the next token, which must be one of those expected, if any are."""
-        if expected and not self.next_is(*expected):
-            raise Unreadable(f"expected {expected}")
+        need(not expected or self.next_is(*expected), "another sign is expected")
         self.last = self.tokens.pop()
         return self.last
 
@@ -298,9 +291,8 @@ class Parser:
         if set(signs) <= TURNED.keys():  # a > b is b < a
             sides = sides[::-1]
             signs = [TURNED[sign] for sign in signs[::-1]]
-        if set(signs) <= {"<", "≤"}:
-            return Node("<", tuple(sides), tuple(signs))
-        raise Unreadable("relations of several kinds")
+        need(set(signs) <= {"<", "≤"}, "relations of several kinds")
+        return Node("<", tuple(sides), tuple(signs))
 
     def quantity(self) -> Node:
         """Read words, or an expression with a currency before it or a unit after it.
@@ -311,17 +303,16 @@ class Parser:
             if self.next_is("", *RELATIONS, *SEPARATORS, *CLOSING, "&", "\\\\"):
                 return Node("word", value=words)
             currency = SAME_UNIT.get(words.lower(), words.lower())
-            if currency not in CURRENCIES:
-                raise Unreadable("words before a value")
+            need(currency in CURRENCIES, "words before a value")
         value = self.expression()
         words = self.words().split()
-        if words and value.kind == "letter" and has_unknowns(value):
-            raise Unreadable("a unit without a number")
+        is_unknown = value.kind == "letter" and has_unknowns(value)
+        need(not words or not is_unknown, "a unit without a number")
         while words and words[0].lower().rstrip("s") in SCALES:
             scale = SCALES[words.pop(0).lower().rstrip("s")]
             value = combine("*", value, number(scale))
-        if not all(map(UNIT_WORD.fullmatch, words)) or len(words) > 3:
-            raise Unreadable("no unit")
+        are_units = all(map(UNIT_WORD.fullmatch, words))
+        need(are_units and len(words) <= 3, "no unit")
         unit = unit_of(" ".join([currency, *words]))
         return Node("quantity", (value,), unit) if unit else value
 
@@ -386,10 +377,8 @@ class Parser:
             return INFINITY
         if LETTER.fullmatch(token):
             return self.letter_or_call(re.sub("[{} ]", "", token))
-        if not re.match(r"\.?[0-9]", token) or "_" in token:  # 204_5 is of another base
-            raise Unreadable(f"{token} has no value")
-        if re.match("0[0-9]", token):  # 0,05 is neither 0 and 5 nor 0.05
-            raise Unreadable("a zero in front")
+        # 204_5 is of another base, and 0,05 is neither 0 and 5 nor 0.05
+        need(re.fullmatch(r"(?!0[0-9])\.?[0-9][^_]*", token), "it is no number")
         return number(re.sub("[, ]", "", token))
 
     def letter_or_call(self, name: str) -> Node:
@@ -557,11 +546,10 @@ def are_exact(*found) -> bool:
 
 
 def inexact(value):
-    """Return a number of mpmath. Raise Unreadable if others would be lost beside it."""
+    """Return a number of mpmath. Raise ValueError if others would be lost beside it."""
     if are_exact(value):  # mpmath's own conversion looks for a common divisor, slowly
         value = MP.mpf(value.numerator) / value.denominator
-    if value and abs(MP.mag(value)) > LARGEST_EXPONENT:
-        raise Unreadable("too large, or too small")
+    need(not value or abs(MP.mag(value)) <= LARGEST_EXPONENT, "too large, or too small")
     return value
 
 
@@ -570,11 +558,10 @@ def bits_of(value: Fraction) -> int:
 
 
 def bounded(value):
-    """Return the value, 0 as a Fraction. Raise Unreadable if computing with it would take long."""
+    """Return the value, 0 as a Fraction. Raise ValueError if computing with it would take long."""
     if not are_exact(value):
         return inexact(value) or Fraction(0)
-    if bits_of(value) > MAX_BITS:
-        raise Unreadable("too large")
+    need(bits_of(value) <= MAX_BITS, "too large")
     return value
 
 
@@ -584,7 +571,9 @@ def add(left, right):
         return bounded(left + right)
     left, right = inexact(left), inexact(right)
     total = left + right
-    return Fraction(0) if abs(total) <= NOISE * max(abs(left), abs(right)) else bounded(total)
+    if abs(total) <= NOISE * max(abs(left), abs(right)):
+        return Fraction(0)
+    return bounded(total)
 
 
 def multiply(left, right):
@@ -598,8 +587,7 @@ def power(base, exponent):
     degree = exponent.denominator if are_exact(exponent) else 0
     if degree == 1:
         size = bits_of(base) if are_exact(base) else abs(MP.mag(base)) + 1
-        if size * abs(exponent) > MAX_BITS:
-            raise Unreadable("9^9^9")
+        need(size * abs(exponent) <= MAX_BITS, "9^9^9")
         return bounded(base ** int(exponent))
     if degree % 2 and base.imag == 0 and inexact(base) < 0:
         return multiply(power(-base, exponent), Fraction((-1) ** exponent.numerator))
@@ -607,8 +595,8 @@ def power(base, exponent):
 
 
 def small_whole(value) -> int:
-    if not are_exact(value) or value.denominator > 1 or not 0 <= value < 3000:
-        raise Unreadable("no factorial, and no binomial coefficient")
+    is_whole = are_exact(value) and value.denominator == 1
+    need(is_whole and 0 <= value < 3000, "no factorial, and no binomial coefficient")
     return int(value)
 
 
@@ -657,8 +645,7 @@ class Comparison:
 
     def pay(self, work: int) -> None:
         self.work += work
-        if self.work > MAX_WORK:
-            raise Unreadable("too much work")
+        need(self.work <= MAX_WORK, "too much work")
 
     def value(self, node: Node, point: str):
         """Return the value of an expression at a point: a Fraction if exact, else of mpmath."""
@@ -681,8 +668,7 @@ class Comparison:
             return values[0]
         if node.kind == "sum":
             values.sort(key=are_exact, reverse=True)  # 10^30 + pi - 10^30 is pi
-        if node.kind not in OPERATIONS:
-            raise Unreadable(f"{node.kind} has no value")
+        need(node.kind in OPERATIONS, "it has no value")
         operation = OPERATIONS[node.kind]
         if node.kind in ("sum", "product"):
             steps = itertools.accumulate(values, operation)
@@ -738,15 +724,8 @@ class Comparison:
         has_conditions = any(item.kind in ("<", "≠") for item in left.items)
         if has_conditions and left.value != right.value and "or" in (left.value, right.value):
             return False
-        if len(left.items) != len(right.items):
-            return False
-        remaining = list(right.items)
-        for item in left.items:
-            match = next((other for other in remaining if self.same(item, other)), None)
-            if match is None:
-                return False
-            remaining.remove(match)
-        return True
+        are_as_many = len(left.items) == len(right.items)
+        return are_as_many and in_any_order(left.items, right.items, self.same)
 
 
 def units_of(node: Node) -> set[str]:
@@ -820,7 +799,7 @@ def same_meaning(given: str, gold: str) -> bool:
         compare = Comparison()
         left, right = compare.without_name(left, right), compare.without_name(right, left)
         return compare.same(as_interval(left, right), as_interval(right, left))
-    except (ArithmeticError, ValueError, TypeError, RecursionError):  # 1/0, Unreadable, 1±1±1...
+    except (ArithmeticError, ValueError, TypeError, RecursionError):  # 1/0, no grammar, 1±1±1...
         return same_text(given, gold)
 
 
