@@ -54,9 +54,7 @@ BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
 
 
 def last_box(text: str, default: str) -> str:
-    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none.
-
-    A box around another one counts, not the inner one: it may name several answers."""
+    """Return the content of the last balanced `\\boxed{}`, or `default` if there is none."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
     opened = []  # starts of open boxes, None for other braces
     content = default
@@ -65,6 +63,9 @@ def last_box(text: str, default: str) -> str:
             opened.append(brace[1] and brace.end())
         elif brace[2] and opened and (start := opened.pop()):
             content = text[start : brace.start()]
+    # a box that holds a box and anything else names several answers: such a content equals none
+    while len(content) <= MAX_TEXT and (box := re.fullmatch(r"\s*\\boxed ?\{(.*)\}\s*", content)):
+        content = box[1]
     return content
 
 
@@ -600,7 +601,11 @@ class Reward:
             if twin := getattr(term.function, "lenient", ""):
                 name, term = twin, term._replace(function=VERIFIERS[twin])
             terms[name] = term
-        return Reward(terms) if terms.keys() != self.terms.keys() else None
+        if terms.keys() == self.terms.keys():
+            return None
+        found = Reward(terms)
+        found.shaping |= self.shaping & terms.keys()  # those that became shaping during the run
+        return found
 
     def check_answer(self, answer: object) -> None:
         """Raise UserError if a verifier of ours cannot use a gold answer."""

@@ -54,6 +54,7 @@ EXTRACTED = r"""
     <answer>5</answer> no, <answer>6</answer> | <answer>the answer is \boxed{6}</answer>
     \boxed{5} <answer>6</answer> | <answer>6</answer> \boxed{5} | \boxed{5} or rather \boxed{6}
     \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{5 \boxed{6} | \\boxed{6} | \boxed{\{6\}} => \{6\}
+    \boxed{\boxed{6}} | \boxed{ \boxed {\boxed{6}} }
     \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{6} and \boxed{5
     #### 1 234 dollars => 1 234 dollars | <answer>⏎6⏎</answer> | a⏎#### 5⏎b⏎#### 6⏎c
     #### 5⏎\boxed{6} | \boxed{6}⏎#### 5 | \boxed{[0,1\}} => [0,1\} | \boxed 6 | so $\boxed 6.$
@@ -64,7 +65,7 @@ NOT_EXTRACTED = r"""
     <answer>5</answer> <answer>6 | \boxed{6 | \boxed 56 | \boxed{} | <answer></answer>
     <answer> </answer>\boxed{6} | #### | </answer>6<answer> | \fbox{6} | <answer>\boxed{6</answer
     \boxed{either \boxed{5} or \boxed{6}} | \boxed{5 \text{ not } \boxed{6}}
-    \boxed{\boxed{6}} | \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}}
+    \boxed{\boxed{6}+1} | \boxed{\boxed{5}\boxed{6}}
     <answer>\boxed{5 or \boxed{6}}</answer>
 """
 LENIENT = r"""
@@ -606,13 +607,17 @@ def test_check_accepts_functions_that_can_work(source, own):
 
 
 def test_a_reward_has_a_twin_where_a_verifier_names_one():
-    """The same sum, and the same weights. A verifier without a lenient twin stays."""
+    """The same sum, weights and shaping. A verifier without a lenient twin stays."""
     reward = rewards.parse_reward("2*math + 0.1*format")
     twin = reward.lenient_twin()
     assert list(twin.terms) == ["math_lenient", "format"] and twin.shaping == {"format"}
     texts = ["so \\boxed{6}", "so 6", "so 7"]
     assert reward.verdicts(reward.score(texts, [ROW] * 3))[1] == [1, 0, 0]
     assert twin.verdicts(twin.score(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
+    reward = rewards.parse_reward("math + f1")
+    reward.shaping.add("f1")  # as if it had returned 2
+    twin = reward.lenient_twin()
+    assert twin.verdicts(twin.score(texts, [ROW] * 3))[1] == [1, 1, 0]
     assert rewards.parse_reward("exact + format").lenient_twin() is None
 
 
