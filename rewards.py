@@ -229,7 +229,7 @@ def last_number(text: str) -> str:
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Compare two answers. 25% is 1/4, and 25 if a percentage is asked, but 0.7% is not 0.7."""
+    """Compare two answers. 25% is 1/4 and 25, as a percentage may be asked; 0.7% is not 0.7."""
     if max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold
     given, gold = in_our_signs(given), in_our_signs(gold)

@@ -2,9 +2,10 @@
 
     python rollout.py --model runs/demo/checkpoints/step-100 --prompt "7+5*3="
 
-Read `generate`, then `completion_logprobs`. Both call the model's own forward pass. `generate` uses
-its KV cache. `completion_logprobs` has two layouts: a row a sequence, or, where these save much,
-trees of sequences with equal beginnings."""
+Read `generate`, then `completion_logprobs`. `generate` calls the model's own forward pass with its
+KV cache. `completion_logprobs` calls the model's body, then its head in float32 (`logits_of`). It
+has two layouts: a row a sequence, or, where these save much, trees of sequences with equal
+beginnings. `check_scorer` compares all with the model's own forward pass."""
 
 import dataclasses
 import inspect
@@ -305,7 +306,7 @@ def free_gb(device: torch.device) -> float:
 
 def completion_logprobs(
     model,
-    completions: Rollout,
+    rollout: Rollout,
     temperature: float,
     trees: Trees | None = None,
     *,
@@ -314,12 +315,12 @@ def completion_logprobs(
     """Return log-probs of the completions, and entropies of the distributions, at a temperature.
 
     Both are (N, T), float32, 0 outside the mask, and the same bits with and without gradients.
-    trees: the layout of these completions, if not a row a sequence. A gradient of entropies costs
+    trees: the layout of the rollout, if not a row a sequence. A gradient of entropies costs
     time and memory: entropy="value" is without, and with "none" they are 0."""
-    mask = completions.completion_mask
-    hidden = hidden_states(model, completions, trees)
+    mask = rollout.completion_mask
+    hidden = hidden_states(model, rollout, trees)
     if trees is None:
-        before, targets = predicting(completions), completions.completions[mask]
+        before, targets = predicting(rollout), rollout.completions[mask]
     else:  # equal tokens after equal sequences are predicted once
         before, targets = trees.before, trees.targets
     both = token_logprobs(model, take(hidden, before), targets, temperature, entropy)
@@ -329,34 +330,34 @@ def completion_logprobs(
     return scattered(logprobs, mask), scattered(entropies, mask)
 
 
-def completion_values(critic, completions: Rollout, trees: Trees | None = None) -> Tensor:
+def completion_values(critic, rollout: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
-    hidden = hidden_states(critic, completions, trees)
-    hidden = take(hidden, predicting(completions, trees)).float()
+    hidden = hidden_states(critic, rollout, trees)
+    hidden = take(hidden, predicting(rollout, trees)).float()
     values = (hidden * critic.value[:-1]).sum(-1) + critic.value[-1]
-    return scattered(values, completions.completion_mask)
+    return scattered(values, rollout.completion_mask)
 
 
-def hidden_states(model, completions: Rollout, trees: Trees | None) -> Tensor:
+def hidden_states(model, rollout: Rollout, trees: Trees | None) -> Tensor:
     """Return the hidden states (tokens, H) of all tokens of a forward pass, padding included."""
     if trees is None:
         # no token sees the padding on its right: without a mask flash attention can run
-        ids, options = padded(completions.sequences(), model.device), {}
+        ids, options = padded(rollout.sequences(), model.device), {}
     else:
         masks = masks_of(model, trees)
         ids, options = trees.ids, {"position_ids": trees.positions, "attention_mask": masks}
     return body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
 
 
-def predicting(completions: Rollout, trees: Trees | None = None) -> Tensor:
+def predicting(rollout: Rollout, trees: Trees | None = None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
     if trees is not None:
         return trees.before[trees.index]
-    row, t = completions.completion_mask.nonzero(as_tuple=True)
+    row, t = rollout.completion_mask.nonzero(as_tuple=True)
     # `hidden_states` pads the rows to the longest
-    width = (completions.prompt_lengths + completions.lengths).max()
-    return row * width + completions.prompt_lengths[row] + t - 1
+    width = (rollout.prompt_lengths + rollout.lengths).max()
+    return row * width + rollout.prompt_lengths[row] + t - 1
 
 
 def take(states: Tensor, index: Tensor) -> Tensor:
@@ -409,7 +410,7 @@ MASK_ELEMENTS_PER_SAVED_TOKEN = 4096
 
 class MicroBatch(typing.NamedTuple):
     rows: Tensor  # (n,) on the CPU: indices into the rollout
-    completions: Rollout  # those rows of it
+    rollout: Rollout  # those rows of it
     trees: Trees | None  # None: a row a sequence
 
 
@@ -442,11 +443,11 @@ def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> M
     """Return the rows whose sequences are in the trees. Sequence i of a tree is of rows[i]."""
     numbers = sorted(number for tree in trees for number in tree.paths)
     rows = rows[numbers]
-    completions = rollout.select(rows)
-    row, t = completions.completion_mask.nonzero(as_tuple=True)
-    before = completions.prompt_lengths[row] + t - 1
-    joined = join(trees, row, before, completions.completions[row, t])
-    return MicroBatch(rows, completions, joined)
+    rollout = rollout.select(rows)
+    row, t = rollout.completion_mask.nonzero(as_tuple=True)
+    before = rollout.prompt_lengths[row] + t - 1
+    joined = join(trees, row, before, rollout.completions[row, t])
+    return MicroBatch(rows, rollout, joined)
 
 
 def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:

@@ -5,8 +5,8 @@
 
 Read `train`, the loop, then its phases, which stand below it in order. Of the three policies
 `policy` is trained and `ref_policy` is there for a KL penalty. The old policy is the policy before
-the first update of a step: its log-probs are kept as `old_logprobs`. `sampler` is the model that
-samples: the policy itself, or a copy of it.
+the first update of a step: its log-probs are kept as `old_logprobs`. `sampling_model` is the policy
+itself, or a copy of it.
 
 docs/deviations.md says where this differs from the papers."""
 
@@ -108,9 +108,13 @@ class OwnFlags:
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
 
     epochs: int = flag(1, "passes over a rollout", heading="optimiser", low=1)
-    completions_per_update: int | None = flag(None, "of an optimiser step; default 1/4", low=1)
+    completions_per_update: int | None = flag(
+        None, "of an optimiser step; default a quarter of a step's", low=1
+    )
     lr: float | None = flag(None, "default 2e-4 built in, else 1e-5; LoRA x 10", above=0)
-    lr_schedule: str = flag("constant", "after warm-up", choices=("constant", "linear", "cosine"))
+    lr_schedule: str = flag(
+        "constant", "over all steps, times the warm-up", choices=("constant", "linear", "cosine")
+    )
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
     warmup_steps: int | None = flag(None, "of the lr; default 0 built in, else 3", low=0)
     max_grad_norm: float = flag(1.0, "gradient clipping", above=0)
@@ -149,14 +153,15 @@ def train(run: "Run", output: "Output") -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    from_rewards = algorithm.kl_in == "loss" and algorithm.inputs.isdisjoint(Constants._fields)
-    skips_rows = from_rewards and not needs_all_rows(algorithm, config)
+    # a KL in the reward reads log-probs. Fields of Constants have the names of gspo.INPUTS
+    needs_constants = algorithm.kl_in == "reward" or algorithm.inputs & set(Constants._fields)
+    skips_rows = not needs_constants and not needs_all_rows(algorithm, config)
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
 
-        # 1. snapshot    sampler <- policy, where it is a copy, and ref_policy <- policy every
-        #                --ref-every steps
+        # 1. snapshot    sampling_model <- policy, where it is a copy, and ref_policy <- policy
+        #                every --ref-every steps
         refresh_models(models, config, step)
 
         # 2. sample      G completions for each of P prompts, and their rewards. Dynamic sampling
@@ -164,7 +169,7 @@ def train(run: "Run", output: "Output") -> None:
         batch = collect(run, step)
 
         # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
-        if from_rewards:
+        if not needs_constants:
             advantages, returns = compute_advantages(algorithm, config, batch)
         is_active = has_advantage(advantages, batch.mask) if skips_rows else batch.mask.any(1)
 
@@ -175,7 +180,7 @@ def train(run: "Run", output: "Output") -> None:
         constants = compute_constants(run, batch, updates)
 
         # 6. advantages  where those decide, and weights of tokens whose sampler was not pi_old
-        if not from_rewards:
+        if needs_constants:
             advantages, returns = compute_advantages(algorithm, config, batch, constants)
         if config.tis_cap:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
@@ -227,7 +232,7 @@ class Batch(typing.NamedTuple):
 class Sampled(typing.NamedTuple):
     """All groups of a step, before dynamic sampling drops some."""
 
-    dead: Tensor  # (groups,) those of equal rewards
+    dead: Tensor  # (groups,) equal rewards, without terms that are shaping, and overlong shaping
     correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
     faults: list[str]  # of verifiers
 
@@ -274,7 +279,8 @@ class Improvement(typing.NamedTuple):
 
 @dataclasses.dataclass
 class Scorer:
-    """Computes log-probs, or a critic's values, of micro-batches by one of the models."""
+    """Computes log-probs, or a critic's values, of micro-batches by one of the models. The scores
+    of verifiers are something else: `Sample.score`."""
 
     module: transformers.PreTrainedModel
     temperature: float
@@ -286,13 +292,13 @@ class Scorer:
         routed = self.routing.over(part) if self.routing else contextlib.nullcontext()
         with self.autocast(), routed:
             return rollout.completion_logprobs(
-                self.module, part.completions, self.temperature, part.trees, entropy=entropy
+                self.module, part.rollout, self.temperature, part.trees, entropy=entropy
             )
 
     def values(self, part: MicroBatch) -> Tensor:
         """Return the values (n, T) of a critic."""
         with self.autocast():
-            return rollout.completion_values(self.module, part.completions, part.trees)
+            return rollout.completion_values(self.module, part.rollout, part.trees)
 
     def autocast(self) -> torch.autocast:
         kind, enabled = self.module.device.type, self.dtype == "bfloat16"
@@ -300,10 +306,10 @@ class Scorer:
 
 
 class Models(typing.NamedTuple):
-    """A Scorer has its model as `module`. The sampler is a model."""
+    """A Scorer has its model as `module`. The sampling model is one itself."""
 
     policy: Scorer  # pi_theta
-    sampler: transformers.PreTrainedModel  # pi_theta itself, or a copy (bfloat16, LoRA, stale)
+    sampling_model: transformers.PreTrainedModel  # pi_theta, or a copy (bfloat16, LoRA, stale)
     ref_policy: Scorer | None  # with --kl-coef
     teacher: Scorer | None  # with --teacher
     critic: Scorer | None  # where advantages read its values
@@ -343,8 +349,8 @@ class Output(typing.NamedTuple):
 def refresh_models(models: Models, config: Config, step: int) -> None:
     """Refresh the sampler, where it is a copy, and pi_ref every --ref-every steps."""
     policy, steps_done = models.policy.module, step - 1
-    if models.sampler is not policy and steps_done % config.stale_steps == 0:
-        refresh(models.sampler, policy)
+    if models.sampling_model is not policy and steps_done % config.stale_steps == 0:
+        refresh(models.sampling_model, policy)
     if config.ref_every and steps_done > 0 and steps_done % config.ref_every == 0:
         refresh(models.ref_policy.module, policy)
 
@@ -361,10 +367,10 @@ def collect(run: Run, step: int) -> Batch:
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
-        sampler, seed = run.models.sampler, f"{step} {refill}"
-        rollout, scored = sample_and_score(run, sampler, problems, size, config.temperature, seed)
+        model, seed = run.models.sampling_model, f"{step} {refill}"
+        rollout, verified = sample_and_verify(run, model, problems, size, config.temperature, seed)
         refills.append(rollout)
-        samples += scored
+        samples += verified
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
         if len(kept) >= count:
@@ -384,8 +390,8 @@ def collect(run: Run, step: int) -> Batch:
     for sample, length in zip(samples, rollout.lengths.tolist()):
         shaped.append(sample.score.reward + rewards.soft_overlong_penalty(length, limit, cache))
     shaped = torch.tensor(shaped, device=config.device)
-    steps = [sample.score.steps for sample in samples]
-    token_rewards, step_ends = place_rewards(run.tokenizer, rollout, shaped, steps)
+    reasoning = [sample.score.steps for sample in samples]
+    token_rewards, step_ends = place_rewards(run.tokenizer, rollout, shaped, reasoning)
     return Batch(
         step=step,
         rollout=rollout,
@@ -398,10 +404,10 @@ def collect(run: Run, step: int) -> Batch:
     )
 
 
-def sample_and_score(
+def sample_and_verify(
     run: Run, model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[Sample]]:
-    """Sample group_size completions of each problem and score them. Equal seed texts give equal
+    """Sample group_size completions of each problem and verify them. Equal seed texts give equal
     samples. Each process takes a share of the work and gets all results."""
     config, ranks = run.config, run.ranks
     number = random.Random(f"{config.seed} {seed}").getrandbits(60)
@@ -427,7 +433,7 @@ def sample_and_score(
     with run.log.timer("score"):
         scores = run.reward.score(ranks.share(texts), ranks.share(answered))
         scores = [score for share in ranks.gather(scores) for score in share]
-    run.reward.note_shaping(scores)
+    run.reward.note_shaping(scores)  # a term outside [0, 1] leaves solved and dead from now on
     return rollout, list(map(Sample, texts, answered, scores))
 
 
@@ -442,17 +448,17 @@ def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int)
 
 
 def place_rewards(
-    tokenizer, rollout: Rollout, outcomes: Tensor, steps: list[list]
+    tokenizer, rollout: Rollout, outcomes: Tensor, reasoning: list[list]
 ) -> tuple[Tensor, Tensor]:
-    """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at a
-    completion's last token, the reward of a step, (end in characters, reward), at the token that
-    completes it."""
+    """Return rewards at tokens and the ends of steps of reasoning, (N, T) each. The outcome (N,) is
+    at a completion's last token, the reward of a step, (end in characters, reward), at the token
+    that completes it."""
     latest = rollout.latest_action
     last = latest[:, -1:]
     zeros = torch.zeros_like(rollout.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
-    for i, rewarded in enumerate(steps):
+    for i, rewarded in enumerate(reasoning):
         ids = rollout.completions[i, : rollout.lengths[i]].tolist() if rewarded else []
         for end, reward in rewarded:
             token = latest[i, data.token_that_completes(tokenizer, ids, end)]
@@ -482,7 +488,7 @@ def compute_advantages(
         kl = constants.old_logprobs - constants.ref_logprobs
         inputs["token_rewards"] = batch.token_rewards - config.kl_coef * batch.mask * kl
     if "bootstrap" in algorithm.inputs:
-        # a truncated completion is not over: the critic's last value stands for the rest
+        # a truncated completion is not over: the value before its last token stands for the rest
         last = batch.rollout.latest_action[:, -1:]
         inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
     found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
@@ -495,7 +501,7 @@ def has_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) -> Tensor:
-    """Give tokens less weight where the sampler was not pi_old: (N, T)."""
+    """Multiply advantages by min(pi_old / pi_sampler, cap) of each token: (N, T)."""
     sampled = batch.rollout.sampler_logprobs
     weights = gspo.truncated_importance_weights(old_logprobs, sampled, batch.mask, cap=cap)
     return advantages.view(len(weights), -1) * weights
@@ -527,8 +533,8 @@ def plan(run: Run, batch: Batch, is_active: Tensor) -> list[Update]:
 @torch.no_grad()
 def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constants:
     """Compute the log-probs of pi_old, pi_ref and a teacher, and the values of a critic. Before the
-    first update the policy is pi_old: it scores, not the sampler's copy, in the micro-batches of
-    the updates. So the first ratio is exactly 1."""
+    first update the policy is pi_old: it scores, not the sampling model, in the micro-batches of
+    the updates. So the first ratio is exactly 1, but with --old-logprobs sampler."""
     models = run.models
 
     def zeros_for(model: Scorer | None) -> Tensor | None:
@@ -541,7 +547,7 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
             models.policy.routing.forget()
         for part in itertools.chain.from_iterable(update.parts for update in updates):
             if run.config.old_logprobs == "sampler":
-                constants.old_logprobs[part.rows] = part.completions.sampler_logprobs
+                constants.old_logprobs[part.rows] = part.rollout.sampler_logprobs
             else:
                 constants.old_logprobs[part.rows], _ = models.policy.logprobs(part, "none")
             if models.ref_policy:
@@ -739,14 +745,14 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     """Return held-out accuracy and some answers. Accuracy is greedy, and the fraction of prompts
     that one of k samples solves. Where no verifier tells right from wrong, it is the greedy reward.
     """
-    policy, sampler, held_out = run.models.policy.module, run.models.sampler, run.held_out
-    if run.config.stale_steps > 1:  # the sampler must stay stale
-        sampler = policy
-    elif sampler is not policy:  # a copy, for bfloat16 or LoRA: the next snapshot would do this
-        refresh(sampler, policy)
+    policy, model, held_out = run.models.policy.module, run.models.sampling_model, run.held_out
+    if run.config.stale_steps > 1:  # the copy must stay stale
+        model = policy
+    elif model is not policy:  # a copy, for bfloat16 or LoRA: the next snapshot would do this
+        refresh(model, policy)
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
-    _, greedy = sample_and_score(run, sampler, held_out, 1, 0.0, "eval")
+    _, greedy = sample_and_verify(run, model, held_out, 1, 0.0, "eval")
     faults = [sample.score.fault for sample in greedy]
     begun = run.progress.step > 0
     need(begun or not all(faults), f"--reward: it failed on every completion: {faults[0]}")
@@ -766,9 +772,8 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
         _, right = lenient.verdicts(lenient.score(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
-        _, several = sample_and_score(
-            run, sampler, held_out, pass_k, run.config.temperature, "eval"
-        )
+        hot = run.config.temperature
+        _, several = sample_and_verify(run, model, held_out, pass_k, hot, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
             metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())

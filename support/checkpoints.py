@@ -79,7 +79,7 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
     if models.ref_policy:
         modules["ref_policy"] = models.ref_policy.module
     if config.stale_steps > 1:
-        modules["sampler"] = models.sampler
+        modules["sampler"] = models.sampling_model
     names = {}  # parameter -> its first name, if modules share it
     for part, module in modules.items():
         for name, parameter in module.named_parameters():

@@ -142,7 +142,7 @@ def test_flips_are_a_count_of_sets(kind):
         found = flips(model, experts)
     changed = []
     for old, new in zip(before, after, strict=True):
-        for token in rollout.predicting(part.completions, part.trees):
+        for token in rollout.predicting(part.rollout, part.trees):
             changed.append(set(old[token].tolist()) != set(new[token].tolist()))
     assert 0 < found == sum(changed) / len(changed) < 1
     assert torch.equal(scored(model, part, experts), scored(model, part))
@@ -182,7 +182,7 @@ def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
     def watched(scorer, part, entropy):
         with choices(scorer.module) as chosen:
             found = logprobs(scorer, part, entropy)
-        passes = taken.setdefault(str(part.completions.tokens.tolist()), [])
+        passes = taken.setdefault(str(part.rollout.tokens.tolist()), [])
         passes.append([layer.tolist() for layer in chosen])
         return found
 

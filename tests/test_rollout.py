@@ -429,7 +429,7 @@ def test_micro_batches_compute_no_more_tokens_than_they_may(shares, tokens, monk
     whole, _ = R.completion_logprobs(model, out, 1.0)
     passes = watched(monkeypatch, model.model, "forward")
     for part in micro_batches(out, tokens, shares):
-        logprobs, _ = R.completion_logprobs(model, part.completions, 1.0, part.trees)
+        logprobs, _ = R.completion_logprobs(model, part.rollout, 1.0, part.trees)
         torch.testing.assert_close(logprobs, whole[part.rows], atol=1e-5, rtol=0)
         rows += part.rows.tolist()
         assert (part.trees is not None) == (shares and tokens > 1)

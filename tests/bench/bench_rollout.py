@@ -117,7 +117,7 @@ def random_rollout(model, rows, longest):
 def score(model, out, tokens, shares):
     """Forward and backward of a rollout, as trees or rows."""
     for part in R.micro_batches(out, torch.arange(len(out.tokens)), tokens, shares):
-        logprobs, entropy = R.completion_logprobs(model, part.completions, 1.0, part.trees)
+        logprobs, entropy = R.completion_logprobs(model, part.rollout, 1.0, part.trees)
         (logprobs.sum() + entropy.sum()).backward()
     model.zero_grad()
 
