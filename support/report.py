@@ -116,7 +116,7 @@ CHARTS = {
     "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
     "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
     "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
-    "clip_fraction": Chart("GSPO half at first, a fifth at the end. GRPO to 2%", 0, 1, ".1%"),
+    "clip_fraction": Chart("GSPO half at first, a quarter at the end. GRPO to 2%", 0, 1, ".1%"),
     "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
     "approx_kl": Chart("nats to π_old. A rise comes before collapse"),
     "kl": Chart("nats to π_ref. Grows slowly"),
