@@ -154,7 +154,8 @@ def train(run: "Run", output: "Output") -> None:
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
     # a KL in the reward reads log-probs. Fields of Constants have the names of gspo.INPUTS
-    needs_constants = algorithm.kl_in == "reward" or algorithm.inputs & set(Constants._fields)
+    reads_constants = not algorithm.inputs.isdisjoint(Constants._fields)
+    needs_constants = reads_constants or algorithm.kl_in == "reward"
     skips_rows = not needs_constants and not needs_all_rows(algorithm, config)
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
@@ -540,8 +541,12 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
     def zeros_for(model: Scorer | None) -> Tensor | None:
         return torch.zeros_like(batch.rollout.sampler_logprobs) if model else None
 
-    scored_by = (models.policy, models.ref_policy, models.teacher, models.critic)
-    constants = Constants(*map(zeros_for, scored_by))
+    constants = Constants(
+        old_logprobs=zeros_for(models.policy),
+        ref_logprobs=zeros_for(models.ref_policy),
+        teacher_logprobs=zeros_for(models.teacher),
+        values=zeros_for(models.critic),
+    )
     with run.log.timer("constants"):
         if models.policy.routing:
             models.policy.routing.forget()
@@ -768,7 +773,8 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     metrics = {"eval_solved": float(correct.mean())}
     if lenient := run.reward.lenient_twin():
         # the same completions: a rise of eval_solved alone is format
-        texts, problems = zip(*[(sample.text, sample.problem) for sample in greedy])
+        texts = [sample.text for sample in greedy]
+        problems = [sample.problem for sample in greedy]
         _, right = lenient.verdicts(lenient.score(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
@@ -891,9 +897,9 @@ def make_models(
     # The order matters: copies without adapters, then adapters, then checkpointing of layers, then
     # a critic, a copy that has both. Nothing changes while the policy samples: in float32 on one
     # step's weights it needs no copy
-    sampler, ref_policy, teacher, critic, routing = policy, None, None, None, None
+    sampling_model, ref_policy, teacher, critic, routing = policy, None, None, None, None
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
-        sampler = frozen_copy(policy, dtype)
+        sampling_model = frozen_copy(policy, dtype)
     if config.kl_coef:
         ref_policy = scorer_of(frozen_copy(policy, dtype))
     if config.teacher:
@@ -916,7 +922,7 @@ def make_models(
     if algorithm.value_loss:
         critic = scorer_of(critic_of(policy))
     scorer = scorer_of(policy, routing=routing)
-    return Models(scorer, sampler, ref_policy, teacher, critic, share_prefixes)
+    return Models(scorer, sampling_model, ref_policy, teacher, critic, share_prefixes)
 
 
 def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:
