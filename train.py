@@ -108,13 +108,9 @@ class OwnFlags:
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
 
     epochs: int = flag(1, "passes over a rollout", heading="optimiser", low=1)
-    completions_per_update: int | None = flag(
-        None, "of an optimiser step; default a quarter of a step's", low=1
-    )
+    completions_per_update: int | None = flag(None, "default a quarter of a step's", low=1)
     lr: float | None = flag(None, "default 2e-4 built in, else 1e-5; LoRA x 10", above=0)
-    lr_schedule: str = flag(
-        "constant", "over all steps, times the warm-up", choices=("constant", "linear", "cosine")
-    )
+    lr_schedule: str = flag("constant", "over all steps", choices=("constant", "linear", "cosine"))
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
     warmup_steps: int | None = flag(None, "of the lr; default 0 built in, else 3", low=0)
     max_grad_norm: float = flag(1.0, "gradient clipping", above=0)
@@ -156,7 +152,9 @@ def train(run: "Run", output: "Output") -> None:
     # a KL in the reward reads log-probs. Fields of Constants have the names of gspo.INPUTS
     reads_constants = not algorithm.inputs.isdisjoint(Constants._fields)
     needs_constants = reads_constants or algorithm.kl_in == "reward"
-    skips_rows = not needs_constants and not needs_all_rows(algorithm, config)
+    # these terms have a gradient where the advantage is 0, too
+    has_other_terms = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
+    skips_rows = not needs_constants and not has_other_terms
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
@@ -227,12 +225,7 @@ class Batch(typing.NamedTuple):
     rewards: Tensor  # (N,) with overlong shaping
     token_rewards: Tensor  # (N, T) the same, and rewards of steps of reasoning, at their tokens
     step_ends: Tensor  # (N, T) last tokens of steps of reasoning
-    sampled: "Sampled"  # all groups, also those that dynamic sampling dropped
-
-
-class Sampled(typing.NamedTuple):
-    """All groups of a step, before dynamic sampling drops some."""
-
+    # of all groups that were sampled, also those that dynamic sampling dropped
     dead: Tensor  # (groups,) equal rewards, without terms that are shaping, and overlong shaping
     correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
     faults: list[str]  # of verifiers
@@ -401,7 +394,9 @@ def collect(run: Run, step: int) -> Batch:
         rewards=shaped,
         token_rewards=token_rewards,
         step_ends=step_ends,
-        sampled=Sampled(dead, correct, faults),
+        dead=dead,
+        correct=correct,
+        faults=faults,
     )
 
 
@@ -613,9 +608,8 @@ def accumulate_gradients(
     log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
     batch, constants = step_data.batch, step_data.constants
-    units = batch.mask  # of the loss's mean: tokens, or completions that have some
-    if algorithm.unit == "completion":
-        units = batch.mask.any(1)
+    # of the loss's mean: tokens, or completions that have some
+    units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
     # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
     # are not computed
     denom = units[update.rows].sum()
@@ -630,17 +624,8 @@ def accumulate_gradients(
         )
         old_logprobs, advantages = constants.old_logprobs[rows], step_data.advantages[rows]
         ref_logprobs = constants.ref_logprobs[rows] if models.ref_policy else None
-        loss, metrics = policy_loss(
-            algorithm,
-            config,
-            logprobs,
-            entropy,
-            old_logprobs,
-            ref_logprobs,
-            advantages,
-            mask,
-            denom,
-        )
+        logs = (logprobs, entropy, old_logprobs, ref_logprobs)
+        loss, metrics = policy_loss(algorithm, config, *logs, advantages, mask, denom)
         if models.critic:
             values, returns = models.critic.values(part), step_data.returns[rows]
             critic_loss, of_critic = algorithm.value_loss(
@@ -658,19 +643,11 @@ def accumulate_gradients(
 
 
 def policy_loss(
-    algorithm: gspo.Algorithm,
-    config: Config,
-    logprobs: Tensor,
-    entropy: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    algorithm, config, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask, denom
+):
     """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
-    entropy bonus and the KL penalty. All tensors are of its rows. denom counts completions or
-    tokens of the whole update."""
+    entropy bonus and the KL penalty. Its n rows have (n, T) each, advantages perhaps (n,). denom
+    counts completions or tokens of the whole update."""
     loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
     loss = loss - config.entropy_coef * mean_entropy
@@ -717,8 +694,7 @@ def report_step(
     taught = bool(has_advantage(step_data.advantages, batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
-    faults = batch.sampled.faults
-    for kind, sentence in health.warnings(row, config, faults, quiet_steps).items():
+    for kind, sentence in health.warnings(row, config, batch.faults, quiet_steps).items():
         run.log.warn(kind, sentence)
     if run.turns and run.turns.fault:
         run.log.warn("tool", f"the tool failed and gave no reply: {run.turns.fault}")
@@ -794,7 +770,6 @@ def start(config: Config, ranks: Ranks) -> Run:
     if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
         say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
-    check_loss(algorithm)
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = "token_rewards" in algorithm.inputs
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
@@ -852,32 +827,6 @@ def start(config: Config, ranks: Ranks) -> Run:
         progress=progress,
         log=console.Log(config.device, progress.seconds),
     )
-
-
-def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
-    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on a row with
-    log-ratios of both signs, small and large."""
-    logprobs = torch.linspace(-9, -1, 33).view(1, -1).requires_grad_()
-    old_logprobs = torch.full((1, 33), -5.0)
-    ref_logprobs = torch.full((1, 33), -0.5)
-    zero, mask, denom = torch.zeros(1), torch.ones(1, 33), torch.tensor(1)
-    tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)
-    loss, _ = policy_loss(algorithm, config, *tensors)
-    loss.backward()
-    return bool(logprobs.grad.any())
-
-
-def check_loss(algorithm: gspo.Algorithm) -> None:
-    """ValueError where the losses of micro-batches do not add up to that of the batch."""
-    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.5, -1.0]])
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    rows = (logprobs, torch.full((2, 3), -1.0), torch.tensor([1.0, -1.0]), mask)
-    denom = mask.sum() if algorithm.unit == "token" else torch.tensor(2)
-    whole, _ = algorithm.loss(*rows)
-    one, other = (algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1))
-    if not torch.allclose(whole, one + other):
-        kind = f"a mean over {algorithm.unit}s, as its default `per` says"
-        raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
 def make_models(

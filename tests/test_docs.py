@@ -310,8 +310,7 @@ def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
         rewards = torch.tensor(rewards)
         samples = [f"{name}{i}" for i in range(count)]
         tensors = (ones > 0, rewards, ones * rewards[:, None], ones > 0)
-        sampled = train.Sampled(rewards > 0, None, [])
-        return train.Batch(1, completions, samples, *tensors, sampled)
+        return train.Batch(1, completions, samples, *tensors, rewards > 0, None, [])
 
     def mixed(*made) -> list[str]:
         found = buffer.mix(batch(*made))

@@ -239,11 +239,7 @@ def watched(monkeypatch, owner, name, change=None) -> Calls:
 
 
 def spied(monkeypatch, algorithm, field, change=None) -> Calls:
-    """The calls of a function that a row of ALGOS names, but for the trainer's two tries of a loss
-    on numbers of its own."""
-    if field == "loss":
-        monkeypatch.setattr(train, "check_loss", lambda algorithm: None)
-        monkeypatch.setattr(train, "needs_all_rows", lambda _, config: config.entropy_coef > 0)
+    """The calls of a function that a row of ALGOS names."""
     row = gspo.ALGOS[algorithm]
     calls = Calls(getattr(row, field), change)
     row = dataclasses.replace(row, **{field: calls.stand_in})
