@@ -15,10 +15,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}: pip install -r requirements.txt")
+import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
@@ -115,11 +112,12 @@ class Rollout(typing.NamedTuple):
         for rollout in rollouts:
             left = widest_prompt - rollout.prompt_width
             right = widest_completion - rollout.completions.shape[1]
-            tokens = F.pad(rollout.tokens, (left, right), value=pad_id)
-            mask = F.pad(rollout.completion_mask, (0, right))
-            logprobs = F.pad(rollout.sampler_logprobs, (0, right))
-            wider = {"tokens": tokens, "completion_mask": mask, "sampler_logprobs": logprobs}
-            wide.append(rollout._replace(**wider))
+            wider = rollout._replace(
+                tokens=F.pad(rollout.tokens, (left, right), value=pad_id),
+                completion_mask=F.pad(rollout.completion_mask, (0, right)),
+                sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, right)),
+            )
+            wide.append(wider)
         return Rollout(*map(torch.cat, zip(*wide)))
 
 
@@ -151,8 +149,10 @@ def generate(
     uniforms (P, group_size, max_new_tokens), in [0, 1): equal numbers give equal tokens, up to
     rounding, whatever cache_gb (the memory for KV caches) is. Temperature 0 is greedy. stops ends
     completions at stop strings, see `StopTexts`."""
-    check_context(model, prompts, uniforms)
     _, group_size, max_new_tokens = uniforms.shape
+    width, context = max(map(len, prompts)) + max_new_tokens, context_of(model.config)
+    name = model.config.model_type
+    need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
     prompt_of = [tuple(prompt) for prompt in prompts for _ in range(group_size)]  # of each sample
     uniform_of = uniforms.flatten(0, 1).to(model.device)
     tokens = torch.full(uniform_of.shape, pad_id, device=model.device)
@@ -198,7 +198,7 @@ def generate(
             logits = next_logits(model, token[:, None], mask, cache)
     rollout = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
     finite = rollout.sampler_logprobs.isfinite().all()
-    need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
+    need(finite, f"the logits of this {name} are not finite (NaN or inf)")
     return rollout
 
 
@@ -282,13 +282,6 @@ def nbytes(layer) -> int:
         return layer.nbytes
     inside = layer if isinstance(layer, dict) else getattr(layer, "__dict__", {})
     return sum(map(nbytes, inside.values()))
-
-
-def check_context(model, prompts: list[list[int]], uniforms: Tensor) -> None:
-    """UserError for completions that might not fit into the context."""
-    width, context = max(map(len, prompts)) + uniforms.shape[2], context_of(model.config)
-    name = model.config.model_type
-    need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
 
 
 def free_gb(device: torch.device) -> float:
@@ -519,40 +512,35 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
 
 
 def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler, of which each result is checked."""
-
-    def generate(model, prompts, uniforms, **options):
-        rollout = sampler(model, prompts, uniforms, **options)
-        check_rollout(rollout, prompts, uniforms, model)
-        return rollout
-
-    return generate
-
-
-def check_rollout(rollout, prompts: list[list[int]], uniforms: Tensor, model) -> None:
-    """UserError for a result of a user's sampler from which a run would learn wrong things."""
+    """Return a user's sampler with a check of each result: UserError for one from which a run would
+    learn wrong things."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")
 
-    expect(isinstance(rollout, Rollout), f"a rollout.Rollout, found {type(rollout).__name__}")
-    _, group_size, limit = uniforms.shape
-    prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    on, vocabulary = model.device.type, model.config.get_text_config().vocab_size
-    expect({column.device.type for column in rollout} == {on}, f"all tensors on {on}")
-    expect({len(column) for column in rollout} == {len(prompts)}, f"{len(prompts)} completions")
-    lengths, mask, logprobs = rollout.lengths, rollout.completion_mask, rollout.sampler_logprobs
-    longest = min(limit, logprobs.shape[1])
-    expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
-    asked = zip(rollout.sequences(), rollout.prompt_lengths.tolist(), prompts)
-    are_asked = all(sequence[:size] == prompt for sequence, size, prompt in asked)
-    expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
-    written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
-    is_mask = mask.dtype == torch.bool and mask.shape == written.shape
-    expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
-    ids, logprobs = rollout.completions[written], logprobs[mask]
-    expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
-    expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
+    def generate(model, prompts, uniforms, **options):
+        found = sampler(model, prompts, uniforms, **options)
+        expect(isinstance(found, Rollout), f"a rollout.Rollout, found {type(found).__name__}")
+        on, count = model.device.type, uniforms[..., 0].numel()
+        expect({column.device.type for column in found} == {on}, f"all tensors on {on}")
+        expect({len(column) for column in found} == {count}, f"{count} completions")
+        lengths, mask, logprobs = found.lengths, found.completion_mask, found.sampler_logprobs
+        longest = min(uniforms.shape[2], logprobs.shape[1])
+        expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
+        prompt_of = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
+        asked = zip(found.sequences(), found.prompt_lengths.tolist(), prompt_of)
+        are_asked = all(sequence[:size] == prompt for sequence, size, prompt in asked)
+        expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
+        written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
+        is_mask = mask.dtype == torch.bool and mask.shape == written.shape
+        expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
+        ids, logprobs = found.completions[written], logprobs[mask]
+        vocabulary = model.config.get_text_config().vocab_size
+        expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
+        expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
+        return found
+
+    return generate
 
 
 def sequence_logprobs(model, sequence: list[int]) -> Tensor:
@@ -607,9 +595,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print("error:", printable(str(error)), file=sys.stderr)
         return 2
-    except torch.OutOfMemoryError:
-        print("error: out of memory; lower --samples or --max-new-tokens", file=sys.stderr)
-        return 1
     return 0
 
 

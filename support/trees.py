@@ -11,7 +11,6 @@ last tokens are predicted, not read.
     end       5  5  5  4  5
 """
 
-import bisect
 import math
 from typing import NamedTuple
 
@@ -76,29 +75,19 @@ def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree
     computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a sequence
     has more than most_tokens."""
     sequences = in_order(sequences)
-    longest = max(len(sequence.ids) for sequence in sequences)
-    widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens)
-    widths = range(multiple_of_8(longest), widest + 1, 8)
-    if not widths:
+    longest = multiple_of_8(max(len(sequence.ids) for sequence in sequences))
+    if longest > most_tokens:
         return [], 0
-    fewest = rows_needed(sequences, widths[-1])
-    # the narrower, the more rows. bisect wants numbers that rise
-    first = bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(sequences, width))
-    width = widths[first]
-    return grow(sequences, width), width
+    widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens) // 8 * 8
+    trees = grow(sequences, widest)
+    fewest, nodes = len(trees), sum(len(tree.ids) for tree in trees)
+    width = max(longest, multiple_of_8(nodes / fewest))
+    while len(trees := grow(sequences, width)) > fewest:
+        width += 8
+    return trees, width
 
 
-def rows_needed(sequences: list[Sequence], width: int) -> int:
-    """Return the number of trees that `grow` makes."""
-    rows, size = 0, width  # full: the first sequence begins a row
-    for _, ids, shared in sequences:
-        size += len(ids) - shared
-        if size > width:
-            rows, size = rows + 1, len(ids)
-    return rows
-
-
-def multiple_of_8(number: int) -> int:
+def multiple_of_8(number: float) -> int:
     return 8 * math.ceil(number / 8)
 
 

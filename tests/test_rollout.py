@@ -198,7 +198,7 @@ def test_a_scorer_that_errs_is_found_and_trees_that_err_are_not_used(monkeypatch
 
 
 def test_a_text_beyond_the_context_is_refused():
-    R.check_context(tiny(), PROMPTS, torch.zeros(4, 1, 119))
+    assert len(sampled(tiny(), max_new_tokens=119).tokens)
     with pytest.raises(UserError, match="129 tokens, prompt and completion: this qwen3 reads 128"):
         sampled(tiny(), max_new_tokens=120)
 
@@ -494,9 +494,13 @@ def test_results_of_a_users_sampler_are_checked():
     """Each of these would train, without an error, on something else than it says."""
     model, uniforms = tiny(), random_numbers(4, 3, 16)
     good = R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=2)
-    R.check_rollout(good, PROMPTS, uniforms, model)
+
+    def check(samples):
+        R.checked(lambda *_: samples)(model, PROMPTS, uniforms)
+
+    check(good)
     tool = good.completion_mask & (random_numbers(*good.completion_mask.shape) < 0.5)
-    R.check_rollout(good._replace(completion_mask=tool), PROMPTS, uniforms, model)
+    check(good._replace(completion_mask=tool))
     full = torch.ones_like(good.completion_mask)
     unknown = good.tokens.clone()
     unknown[:, 9] = 40  # the first token of completions
@@ -515,7 +519,7 @@ def test_results_of_a_users_sampler_are_checked():
     }
     for words, samples in wrong.items():
         with pytest.raises(UserError, match="--sampler: expected .*" + words):
-            R.check_rollout(samples, PROMPTS, uniforms, model)
+            check(samples)
 
 
 # ---- scoring
