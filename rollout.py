@@ -161,6 +161,7 @@ def generate(
     ended = torch.zeros(len(uniform_of), dtype=torch.bool, device=model.device)
     ends = tokens.new_tensor(eos_ids)
 
+    # `batches` measures a sample's cache by a pass over the longest prompt
     for batch in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
         # 1. read each distinct prompt once, padded on the left
         distinct = list(dict.fromkeys(prompt_of[i] for i in batch))
@@ -193,7 +194,7 @@ def generate(
             parent, token = pairs // vocabulary, pairs % vocabulary
             if not torch.equal(parent, torch.arange(len(mask), device=parent.device)):
                 cache.reorder_cache(parent)
-                mask = mask[parent]
+                mask = mask[parent]  # else each row goes on in its place
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
     rollout = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
@@ -248,17 +249,17 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))
     room = int(cache_gb * 1e9 / cache_bytes(model, longest, max_new_tokens))
     at_once = max(1, min(room, prompts_at_once * group_size))
-    pads = has_plain_kv_cache(model)
-    pads = pads and "position_ids" in inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    pads = takes_positions and has_plain_kv_cache(model)
 
     lengths = [len(prompt) for prompt in prompts for _ in range(group_size)]
     samples = range(len(lengths))
     shortest_first = sorted(samples, key=lambda i: lengths[i])
     by_length = itertools.groupby(shortest_first, key=lambda i: lengths[i])
     together = [shortest_first] if pads else [list(alike) for _, alike in by_length]
-    for samples in together:
-        for first in range(0, len(samples), at_once):
-            yield samples[first : first + at_once]
+    for alike in together:
+        for first in range(0, len(alike), at_once):
+            yield alike[first : first + at_once]
 
 
 def cache_bytes(model, prompt: list[int], max_new_tokens: int) -> float:
@@ -413,12 +414,13 @@ def micro_batches(
     """Divide rows of a rollout into parts whose forward pass has at most so many tokens, padding
     included, or one row. shares: trees may be used, and are where they save enough."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
-    parts, computed = [], 0
+    parts, computed, width = [], 0, 0
     for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):
-        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > most_tokens:
+        if not parts or (len(parts[-1]) + 1) * width > most_tokens:
             parts.append([])
+            width = lengths[row]  # of the part: the longest row comes first
         parts[-1].append(row)
-        computed += lengths[parts[-1][0]]  # padded to the first row of the part, the longest
+        computed += width
     if shares and parts:
         trees, width = grow_evenly(rollout.select(rows).sequences(), most_tokens)
         nodes = len(trees) * width
@@ -438,8 +440,8 @@ def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> M
     rows = rows[numbers]
     rollout = rollout.select(rows)
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
-    before = rollout.prompt_lengths[row] + t - 1
-    joined = join(trees, row, before, rollout.completions[row, t])
+    position = rollout.prompt_lengths[row] + t - 1  # of the token before, in its sequence
+    joined = join(trees, row, position, rollout.completions[row, t])
     return MicroBatch(rows, rollout, joined)
 
 
@@ -509,38 +511,6 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
     part = micro_batch_of_trees(rollout, torch.arange(len(sequences)), trees)
     by_trees, _ = completion_logprobs(model, rollout, 1.0, part.trees)
     return not differ(by_trees)
-
-
-def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler with a check of each result: UserError for one from which a run would
-    learn wrong things."""
-
-    def expect(holds, expected: str) -> None:
-        need(bool(holds), f"--sampler: expected {expected}")
-
-    def generate(model, prompts, uniforms, **options):
-        found = sampler(model, prompts, uniforms, **options)
-        expect(isinstance(found, Rollout), f"a rollout.Rollout, found {type(found).__name__}")
-        on, count = model.device.type, uniforms[..., 0].numel()
-        expect({column.device.type for column in found} == {on}, f"all tensors on {on}")
-        expect({len(column) for column in found} == {count}, f"{count} completions")
-        lengths, mask, logprobs = found.lengths, found.completion_mask, found.sampler_logprobs
-        longest = min(uniforms.shape[2], logprobs.shape[1])
-        expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
-        prompt_of = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
-        asked = zip(found.sequences(), found.prompt_lengths.tolist(), prompt_of)
-        are_asked = all(sequence[:size] == prompt for sequence, size, prompt in asked)
-        expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
-        written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
-        is_mask = mask.dtype == torch.bool and mask.shape == written.shape
-        expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
-        ids, logprobs = found.completions[written], logprobs[mask]
-        vocabulary = model.config.get_text_config().vocab_size
-        expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
-        expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
-        return found
-
-    return generate
 
 
 def sequence_logprobs(model, sequence: list[int]) -> Tensor:

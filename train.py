@@ -132,10 +132,10 @@ class OwnFlags:
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
 
-# A keyword-only parameter of a loss or of advantages in gspo.py is a flag at once: clip_low of
-# gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
+# Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
+# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
-NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS, gspo.NUMBERS)
+NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
@@ -149,10 +149,9 @@ def train(run: "Run", output: "Output") -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    # a KL in the reward reads log-probs. Fields of Constants have the names of gspo.INPUTS
-    reads_constants = not algorithm.inputs.isdisjoint(Constants._fields)
-    needs_constants = reads_constants or algorithm.kl_in == "reward"
-    # these terms have a gradient where the advantage is 0, too
+    # whether advantages read them; a KL in the reward reads log-probs
+    needs_constants = algorithm.kl_in == "reward" or bool(algorithm.inputs & {*Constants._fields})
+    # terms of the loss that have a gradient where the advantage is 0, too
     has_other_terms = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
     skips_rows = not needs_constants and not has_other_terms
     stop = StopSignal()
@@ -169,7 +168,7 @@ def train(run: "Run", output: "Output") -> None:
 
         # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
         if not needs_constants:
-            advantages, returns = compute_advantages(algorithm, config, batch)
+            advantages, returns = compute_advantages(run, batch)
         is_active = has_advantage(advantages, batch.mask) if skips_rows else batch.mask.any(1)
 
         # 4. plan        groups in a random order, in updates, in micro-batches
@@ -180,7 +179,7 @@ def train(run: "Run", output: "Output") -> None:
 
         # 6. advantages  where those decide, and weights of tokens whose sampler was not pi_old
         if needs_constants:
-            advantages, returns = compute_advantages(algorithm, config, batch, constants)
+            advantages, returns = compute_advantages(run, batch, constants)
         if config.tis_cap:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
@@ -223,10 +222,8 @@ class Batch(typing.NamedTuple):
     samples: list[Sample]  # as texts
     mask: Tensor  # (N, T) tokens of the loss
     rewards: Tensor  # (N,) with overlong shaping
-    token_rewards: Tensor  # (N, T) the same, and rewards of steps of reasoning, at their tokens
-    step_ends: Tensor  # (N, T) last tokens of steps of reasoning
     # of all groups that were sampled, also those that dynamic sampling dropped
-    dead: Tensor  # (groups,) equal rewards, without terms that are shaping, and overlong shaping
+    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
     correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
     faults: list[str]  # of verifiers
 
@@ -264,7 +261,7 @@ class Improvement(typing.NamedTuple):
 
     metrics: list[dict[str, float]]  # of each update with active rows
     new_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
-    first_logprobs: Tensor  # (N, T) those of the first update, before anything changed
+    first_logprobs: Tensor  # (N, T) of the first update: old_logprobs, if the trainer computes them
     bad_updates: int  # skipped, because they were not finite
 
 
@@ -321,8 +318,8 @@ class Run(typing.NamedTuple):
     problems: Iterator[dict]  # rows of data to train on, without end
     held_out: list[dict]
     generate: Callable  # of rollout.py, --sampler or `turns`
+    endings: dict  # eos_ids, pad_id and stops of generate
     turns: typing.Any  # extras.tools.Turns, with --tool, else None
-    endings: dict  # its eos_ids, pad_id and stops
     models: Models
     optimizer: torch.optim.Optimizer
     progress: checkpoints.Progress
@@ -355,15 +352,15 @@ def refresh_models(models: Models, config: Config, step: int) -> None:
 def collect(run: Run, step: int) -> Batch:
     """Sample and score the completions of a step."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
-    refills, samples = [], []
+    rollouts, samples = [], []
     if run.turns:
-        run.turns.faults.clear()  # those of an evaluation
+        run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
         model, seed = run.models.sampling_model, f"{step} {refill}"
         rollout, verified = sample_and_verify(run, model, problems, size, config.temperature, seed)
-        refills.append(rollout)
+        rollouts.append(rollout)
         samples += verified
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
@@ -374,30 +371,17 @@ def collect(run: Run, step: int) -> Batch:
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
     groups = kept[:count] or [0]
     chosen = [size * group + member for group in groups for member in range(size)]
-    rollout = Rollout.cat(refills, run.endings["pad_id"]).select(chosen)
+    rollout = Rollout.cat(rollouts, run.endings["pad_id"]).select(chosen)
     samples = [samples[i] for i in chosen]
     mask = rollout.completion_mask & bool(kept)
     if config.overlong_filter:  # the rollout's own mask stays: scoring and metrics read it
         mask = mask & ~rollout.truncated[:, None]
-    limit, cache = config.max_new_tokens, config.overlong_cache
-    shaped = []
-    for sample, length in zip(samples, rollout.lengths.tolist()):
-        shaped.append(sample.score.reward + rewards.soft_overlong_penalty(length, limit, cache))
+    shaped = [sample.score.reward for sample in samples]
+    if cache := config.overlong_cache:
+        for i, length in enumerate(rollout.lengths.tolist()):
+            shaped[i] += rewards.soft_overlong_penalty(length, config.max_new_tokens, cache)
     shaped = torch.tensor(shaped, device=config.device)
-    reasoning = [sample.score.steps for sample in samples]
-    token_rewards, step_ends = place_rewards(run.tokenizer, rollout, shaped, reasoning)
-    return Batch(
-        step=step,
-        rollout=rollout,
-        samples=samples,
-        mask=mask,
-        rewards=shaped,
-        token_rewards=token_rewards,
-        step_ends=step_ends,
-        dead=dead,
-        correct=correct,
-        faults=faults,
-    )
+    return Batch(step, rollout, samples, mask, shaped, dead, correct, faults)
 
 
 def sample_and_verify(
@@ -443,6 +427,34 @@ def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int)
     return rewarded.amax(1) == rewarded.amin(1), correct
 
 
+# ---- 3. and 6. advantages ------------------------------------------------------------------------
+
+
+def compute_advantages(
+    run: Run, batch: Batch, constants: Constants | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else None.
+    The advantages of the algorithm get those inputs that they name."""
+    algorithm, config = run.algorithm, run.config
+    # shapes: gspo.py. A new input is a line here
+    inputs = {"rewards": batch.rewards, "group_size": config.group_size, "mask": batch.mask}
+    if constants is not None:
+        inputs |= constants._asdict()
+    if "token_rewards" in algorithm.inputs:
+        reasoning = [sample.score.steps for sample in batch.samples]
+        placed = place_rewards(run.tokenizer, batch.rollout, batch.rewards, reasoning)
+        inputs["token_rewards"], inputs["step_ends"] = placed
+    if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
+        kl = constants.old_logprobs - constants.ref_logprobs
+        inputs["token_rewards"] -= config.kl_coef * batch.mask * kl
+    if "bootstrap" in algorithm.inputs:
+        # a truncated completion is not over: the value before its last token stands for the rest
+        last = batch.rollout.latest_action[:, -1:]
+        inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
+    found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
+    return found if algorithm.value_loss else (found, None)
+
+
 def place_rewards(
     tokenizer, rollout: Rollout, outcomes: Tensor, reasoning: list[list]
 ) -> tuple[Tensor, Tensor]:
@@ -454,41 +466,14 @@ def place_rewards(
     zeros = torch.zeros_like(rollout.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
-    for i, rewarded in enumerate(reasoning):
-        ids = rollout.completions[i, : rollout.lengths[i]].tolist() if rewarded else []
-        for end, reward in rewarded:
+    completions, lengths = rollout.completions.tolist(), rollout.lengths.tolist()
+    for i, steps in enumerate(reasoning):
+        ids = completions[i][: lengths[i]]
+        for end, reward in steps:
             token = latest[i, data.token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward
             step_ends[i, token] = True
     return token_rewards, step_ends
-
-
-# ---- 3. and 6. advantages ------------------------------------------------------------------------
-
-
-def compute_advantages(
-    algorithm: gspo.Algorithm, config: Config, batch: Batch, constants: Constants | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else None.
-    The advantages of the algorithm get those of `gspo.INPUTS` that they name."""
-    inputs = {
-        "rewards": batch.rewards,
-        "group_size": config.group_size,
-        "token_rewards": batch.token_rewards,
-        "step_ends": batch.step_ends,
-        "mask": batch.mask,
-    }
-    if constants is not None:
-        inputs |= constants._asdict()
-    if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
-        kl = constants.old_logprobs - constants.ref_logprobs
-        inputs["token_rewards"] = batch.token_rewards - config.kl_coef * batch.mask * kl
-    if "bootstrap" in algorithm.inputs:
-        # a truncated completion is not over: the value before its last token stands for the rest
-        last = batch.rollout.latest_action[:, -1:]
-        inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
-    found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
-    return found if algorithm.value_loss else (found, None)
 
 
 def has_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -532,16 +517,9 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
     first update the policy is pi_old: it scores, not the sampling model, in the micro-batches of
     the updates. So the first ratio is exactly 1, but with --old-logprobs sampler."""
     models = run.models
-
-    def zeros_for(model: Scorer | None) -> Tensor | None:
-        return torch.zeros_like(batch.rollout.sampler_logprobs) if model else None
-
-    constants = Constants(
-        old_logprobs=zeros_for(models.policy),
-        ref_logprobs=zeros_for(models.ref_policy),
-        teacher_logprobs=zeros_for(models.teacher),
-        values=zeros_for(models.critic),
-    )
+    scorers = (models.policy, models.ref_policy, models.teacher, models.critic)  # as in Constants
+    zeros = torch.zeros_like(batch.rollout.sampler_logprobs)
+    constants = Constants(*[zeros.clone() if scorer else None for scorer in scorers])
     with run.log.timer("constants"):
         if models.policy.routing:
             models.policy.routing.forget()
@@ -584,8 +562,8 @@ def improve(run: Run, step_data: StepData) -> Improvement:
                 need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {step}: {too_many}")
                 run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
                 continue
-            run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
-            if len(update.active_rows) > 0:
+            run.optimizer.step()
+            if len(update.active_rows) > 0:  # else AdamW moved by its momentum, and no metrics
                 progress.bad_in_a_row = 0
                 all_metrics.append(metrics)
         run.optimizer.zero_grad()  # sampling needs their memory
@@ -616,22 +594,29 @@ def accumulate_gradients(
     to_active = denom / units[update.active_rows].sum()  # metrics are means over active rows
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
+    wanted = "gradient" if config.entropy_coef > 0 else "value"
     run.optimizer.zero_grad()
     for part in update.parts:
         rows, mask = part.rows, batch.mask[part.rows]
-        logprobs, entropy = models.policy.logprobs(
-            part, entropy="gradient" if config.entropy_coef > 0 else "value"
-        )
         old_logprobs, advantages = constants.old_logprobs[rows], step_data.advantages[rows]
-        ref_logprobs = constants.ref_logprobs[rows] if models.ref_policy else None
-        logs = (logprobs, entropy, old_logprobs, ref_logprobs)
-        loss, metrics = policy_loss(algorithm, config, *logs, advantages, mask, denom)
+        logprobs, entropy = models.policy.logprobs(part, entropy=wanted)
+        loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
+        mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
+        loss = loss - config.entropy_coef * mean_entropy
+        metrics["entropy"] = mean_entropy.detach()
+        if models.ref_policy:
+            ref_logprobs = constants.ref_logprobs[rows]
+            kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
+            if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
+                loss = loss + config.kl_coef * kl
+            metrics |= of_kl
         if models.critic:
             values, returns = models.critic.values(part), step_data.returns[rows]
             critic_loss, of_critic = algorithm.value_loss(
                 values, constants.values[rows], returns, mask, denom, per=algorithm.unit
             )
-            loss, metrics = loss + critic_loss, metrics | of_critic
+            loss = loss + critic_loss
+            metrics |= of_critic
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
         totals["loss"] += float(loss.detach())
@@ -640,24 +625,6 @@ def accumulate_gradients(
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
-
-
-def policy_loss(
-    algorithm, config, logprobs, entropy, old_logprobs, ref_logprobs, advantages, mask, denom
-):
-    """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
-    entropy bonus and the KL penalty. Its n rows have (n, T) each, advantages perhaps (n,). denom
-    counts completions or tokens of the whole update."""
-    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
-    mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
-    loss = loss - config.entropy_coef * mean_entropy
-    metrics["entropy"] = mean_entropy.detach()
-    if config.kl_coef > 0:
-        kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
-        if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
-            loss = loss + config.kl_coef * kl
-        metrics |= of_kl
-    return loss, metrics
 
 
 def sum_and_clip_gradients(run: Run) -> dict[str, float]:
@@ -741,8 +708,9 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     answers = [sample.readable(run.progress.step) for sample in greedy[:SHOWN_PROMPTS]]
     for i, answer in enumerate(answers):
         answer["correct"] = None if correct is None else float(correct[i, 0])
-    asked, said = (printable(answers[0][name][-200:]) for name in ("prompt", "completion"))
-    say(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']:g}")
+    first = answers[0]
+    asked, said = printable(first["prompt"][-200:]), printable(first["completion"][-200:])
+    say(f"held out: '{asked}' -> '{said}' has reward {first['reward']:g}")
     if correct is None:
         earned = statistics.fmean(sample.score.reward for sample in greedy)
         return {"eval_reward": earned}, answers
@@ -754,8 +722,8 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
         _, right = lenient.verdicts(lenient.score(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
-        hot = run.config.temperature
-        _, several = sample_and_verify(run, model, held_out, pass_k, hot, "eval")
+        temperature = run.config.temperature
+        _, several = sample_and_verify(run, model, held_out, pass_k, temperature, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
             metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
@@ -775,8 +743,10 @@ def start(config: Config, ranks: Ranks) -> Run:
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
     generate = rollout.generate
     if config.sampler:
+        from support.extras.samplers import checked
+
         with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-            generate = rollout.checked(function_of(config.sampler))
+            generate = checked(function_of(config.sampler))
     if config.tool:
         from support.extras.tools import Turns, parse_tool
 
@@ -820,8 +790,8 @@ def start(config: Config, ranks: Ranks) -> Run:
         problems=problems,
         held_out=held_out,
         generate=generate,
-        turns=turns,
         endings=endings,
+        turns=turns,
         models=models,
         optimizer=optimizer,
         progress=progress,
@@ -854,12 +824,12 @@ def make_models(
     if config.teacher:
         teacher = scorer_of(load_model(config.teacher, config.device, dtype))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
-    again = contextlib.nullcontext  # for layers that run twice
+    rerun_context = contextlib.nullcontext  # of layers that run again in the backward pass
     if has_experts(policy.config) and config.old_logprobs == "trainer":
         from support.extras.experts import Experts, routing_now
 
         routing = Experts(config.routing_replay)
-        again = routing_now
+        rerun_context = routing_now
     if config.lora_rank:
         from support.extras.lora import add_adapters
 
@@ -867,7 +837,7 @@ def make_models(
     if config.gradient_checkpointing:
         from support.extras.checkpointing import checkpoint_layers
 
-        checkpoint_layers(policy, again)
+        checkpoint_layers(policy, rerun_context)
     if algorithm.value_loss:
         critic = scorer_of(critic_of(policy))
     scorer = scorer_of(policy, routing=routing)

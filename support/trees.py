@@ -12,6 +12,7 @@ last tokens are predicted, not read.
 """
 
 import math
+import os
 from typing import NamedTuple
 
 import torch
@@ -50,22 +51,16 @@ class Tree(NamedTuple):
     paths: dict[int, list[int]]  # number of a sequence -> its nodes
 
 
-class Sequence(NamedTuple):
-    number: int
-    ids: list[int]
-    shared: int  # tokens at the beginning that the sequence before has, too
-
-
-def in_order(sequences: list[list[int]]) -> list[Sequence]:
-    """Return the sequences sorted, so that those with equal beginnings are neighbours. Without
-    their last tokens, which are not read."""
+def in_order(sequences: list[list[int]]) -> list[tuple[int, list[int], int]]:
+    """Return (number, ids, shared) of the sequences, sorted, so that those with equal beginnings
+    are neighbours. ids lack the last token, which is not read. shared counts the tokens at the
+    beginning that the sequence before has, too."""
     sequences = [ids[:-1] for ids in sequences]
     found, before = [], []
     for number in sorted(range(len(sequences)), key=sequences.__getitem__):
         ids = sequences[number]
-        differ = (n for n, (one, other) in enumerate(zip(before, ids)) if one != other)
-        shared = next(differ, min(len(before), len(ids)))
-        found.append(Sequence(number, ids, shared))
+        shared = len(os.path.commonprefix([before, ids]))  # of two lists
+        found.append((number, ids, shared))
         before = ids
     return found
 
@@ -75,7 +70,7 @@ def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree
     computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a sequence
     has more than most_tokens."""
     sequences = in_order(sequences)
-    longest = multiple_of_8(max(len(sequence.ids) for sequence in sequences))
+    longest = multiple_of_8(max(len(ids) for _, ids, _ in sequences))
     if longest > most_tokens:
         return [], 0
     widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens) // 8 * 8
@@ -91,8 +86,8 @@ def multiple_of_8(number: float) -> int:
     return 8 * math.ceil(number / 8)
 
 
-def grow(sequences: list[Sequence], width: int) -> list[Tree]:
-    """Return the trees of sorted sequences, each of at most so many nodes, or of one sequence."""
+def grow(sequences: list[tuple[int, list[int], int]], width: int) -> list[Tree]:
+    """Return the trees of sequences `in_order`, of at most so many nodes, or of one sequence."""
     trees, path = [], []
     for number, sequence, shared in sequences:
         if not trees or len(trees[-1].ids) + len(sequence) - shared > width:
@@ -103,7 +98,8 @@ def grow(sequences: list[Sequence], width: int) -> list[Tree]:
         ids += sequence[shared:]
         positions += range(shared, len(sequence))
         end += new
-        paths[number] = path = path[:shared] + list(new)
+        path = path[:shared] + list(new)
+        paths[number] = path
         for node in path:
             end[node] = new.stop
     return trees
@@ -125,9 +121,9 @@ def join(trees: list[Tree], row_of: Tensor, position: Tensor, targets: Tensor) -
             paths[number] = [row * width + node for node in path]
     device = targets.device
     ids, positions, end = torch.tensor(rows, device=device).unbind(1)
-    in_order = [paths[number] for number in sorted(paths)]
-    nodes = torch.tensor([node for path in in_order for node in path], device=device)
-    sizes = torch.tensor([len(path) for path in in_order], device=device)
+    ordered = [paths[number] for number in sorted(paths)]
+    nodes = torch.tensor([node for path in ordered for node in path], device=device)
+    sizes = torch.tensor([len(path) for path in ordered], device=device)
     begins = sizes.cumsum(0) - sizes  # of each sequence's path in nodes
     node_before = nodes[begins[row_of] + position]
 

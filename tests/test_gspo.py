@@ -727,12 +727,11 @@ def test_a_row_tells_the_trainer_how_to_train(name):
     denom = mask.sum() if row.unit == "token" else torch.tensor(3)
     whole, _ = loss(*rows)
     parts = [loss(*[column[[i]] for column in rows], denom)[0] for i in range(3)]
-    assert float(whole) == pytest.approx(float(sum(parts)))
+    assert whole.item() == pytest.approx(sum(parts).item())
     whole.backward()
     assert row.needs_all_rows or not logprobs.grad[2].any()
     assert ("values" in row.inputs) == (row.value_loss is not None)
     assert row.kl_in == "loss" or "token_rewards" in row.inputs
-    assert row.inputs <= set(gspo.INPUTS)
 
 
 @pytest.mark.parametrize(

@@ -492,11 +492,13 @@ def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(
 
 def test_results_of_a_users_sampler_are_checked():
     """Each of these would train, without an error, on something else than it says."""
+    from support.extras.samplers import checked
+
     model, uniforms = tiny(), random_numbers(4, 3, 16)
     good = R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=2)
 
     def check(samples):
-        R.checked(lambda *_: samples)(model, PROMPTS, uniforms)
+        checked(lambda *_: samples)(model, PROMPTS, uniforms)
 
     check(good)
     tool = good.completion_mask & (random_numbers(*good.completion_mask.shape) < 0.5)
