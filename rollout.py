@@ -313,51 +313,41 @@ def completion_logprobs(
     time and memory: entropy="value" is without, and with "none" they are 0."""
     mask = rollout.completion_mask
     hidden = hidden_states(model, rollout, trees)
-    if trees is None:
-        before, targets = predicting(rollout), rollout.completions[mask]
-    else:  # equal tokens after equal sequences are predicted once
-        before, targets = trees.before, trees.targets
-    both = token_logprobs(model, take(hidden, before), targets, temperature, entropy)
-    if trees is not None:
-        both = take(both.T, trees.index).T
+    both = token_logprobs(model, hidden, rollout.completions[mask], temperature, entropy)
     logprobs, entropies = both
     return scattered(logprobs, mask), scattered(entropies, mask)
 
 
 def completion_values(critic, rollout: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
-    hidden = hidden_states(critic, rollout, trees)
-    hidden = take(hidden, predicting(rollout, trees)).float()
+    hidden = hidden_states(critic, rollout, trees).float()
     values = (hidden * critic.value[:-1]).sum(-1) + critic.value[-1]
     return scattered(values, rollout.completion_mask)
 
 
 def hidden_states(model, rollout: Rollout, trees: Trees | None) -> Tensor:
-    """Return the hidden states (tokens, H) of all tokens of a forward pass, padding included."""
+    """Return the hidden states (tokens, H) that predict the tokens of the mask, row by row."""
     if trees is None:
         # no token sees the padding on its right: without a mask flash attention can run
         ids, options = padded(rollout.sequences(), model.device), {}
     else:
         masks = masks_of(model, trees)
         ids, options = trees.ids, {"position_ids": trees.positions, "attention_mask": masks}
-    return body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
+    hidden = body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
+    # hidden[before], as an embedding: its backward pass adds in a fixed order on every device, and
+    # is many times faster than that of indexing
+    return F.embedding(predicting(rollout, trees), hidden)
 
 
-def predicting(rollout: Rollout, trees: Trees | None = None) -> Tensor:
+def predicting(rollout: Rollout, trees: Trees | None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
     if trees is not None:
-        return trees.before[trees.index]
+        return trees.before
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
     # `hidden_states` pads the rows to the longest
     width = (rollout.prompt_lengths + rollout.lengths).max()
     return row * width + rollout.prompt_lengths[row] + t - 1
-
-
-def take(states: Tensor, index: Tensor) -> Tensor:
-    """Return states[index]. As an embedding: its backward pass adds in a fixed order on every
-    device, and is many times faster than that of indexing."""
-    return F.embedding(index, states)
 
 
 def scattered(values: Tensor, mask: Tensor) -> Tensor:
@@ -441,8 +431,7 @@ def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> M
     rollout = rollout.select(rows)
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
     position = rollout.prompt_lengths[row] + t - 1  # of the token before, in its sequence
-    joined = join(trees, row, position, rollout.completions[row, t])
-    return MicroBatch(rows, rollout, joined)
+    return MicroBatch(rows, rollout, join(trees, row, position))
 
 
 def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:

@@ -7,7 +7,7 @@ last tokens are predicted, not read.
 
     node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
     token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
-    position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1, once
+    position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1
     end       5  5  5  4  5
 """
 
@@ -17,20 +17,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
 
 
 class Trees(NamedTuple):
-    """The trees of a micro-batch, R rows of U nodes. Equal tokens after equal sequences are
-    predicted once."""
+    """The trees of a micro-batch, R rows of U nodes."""
 
     ids: Tensor  # (R, U) tokens
     positions: Tensor  # (R, U) depth in the tree
     end: Tensor  # (R, U) the node of the row after the last descendant
-    before: Tensor  # (predictions,) the node that predicts, of all R * U
-    targets: Tensor  # (predictions,) the token
-    index: Tensor  # (tokens,) of the prediction, for each token that is scored
+    before: Tensor  # (tokens,) the node, of all R * U, that predicts each token that is scored
 
     def visible(self, window: int | None = None) -> Tensor:
         """Return (R, U, U) whether node i sees node j, within a sliding window of positions."""
@@ -105,10 +103,10 @@ def grow(sequences: list[tuple[int, list[int], int]], width: int) -> list[Tree]:
     return trees
 
 
-def join(trees: list[Tree], row_of: Tensor, position: Tensor, targets: Tensor) -> Trees:
-    """Return trees as tensors. targets (tokens,) are the tokens to score. The sequences of these
-    trees, sorted by their number, are rows 0, 1, ... of a micro-batch. Token i is predicted by the
-    token at position[i] of row row_of[i]."""
+def join(trees: list[Tree], row_of: Tensor, position: Tensor) -> Trees:
+    """Return trees as tensors. The sequences of these trees, sorted by their number, are rows 0, 1,
+    ... of a micro-batch. Token i, one to score, is predicted by the token at position[i] of row
+    row_of[i]."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
@@ -119,15 +117,7 @@ def join(trees: list[Tree], row_of: Tensor, position: Tensor, targets: Tensor) -
         rows.append((tree.ids + zeros, tree.positions + zeros, ends))
         for number, path in tree.paths.items():
             paths[number] = [row * width + node for node in path]
-    device = targets.device
-    ids, positions, end = torch.tensor(rows, device=device).unbind(1)
-    ordered = [paths[number] for number in sorted(paths)]
-    nodes = torch.tensor([node for path in ordered for node in path], device=device)
-    sizes = torch.tensor([len(path) for path in ordered], device=device)
-    begins = sizes.cumsum(0) - sizes  # of each sequence's path in nodes
-    node_before = nodes[begins[row_of] + position]
-
-    # pairs of a node and the token after it: each is predicted once
-    vocabulary = int(targets.max()) + 1 if len(targets) else 1
-    pairs, index = (node_before * vocabulary + targets).unique(return_inverse=True)
-    return Trees(ids, positions, end, pairs // vocabulary, pairs % vocabulary, index)
+    ids, positions, end = torch.tensor(rows, device=row_of.device).unbind(1)
+    ordered = [torch.tensor(paths[number], device=row_of.device) for number in sorted(paths)]
+    node_of = pad_sequence(ordered, batch_first=True)  # (rows, longest)
+    return Trees(ids, positions, end, before=node_of[row_of, position])

@@ -402,13 +402,6 @@ def test_trees_have_the_scores_and_gradients_of_rows(kind, forced):
             assert (by_trees - by_rows[0]).abs().mean() < 0.1, name
 
 
-def test_equal_tokens_after_equal_texts_are_predicted_once(monkeypatch):
-    """8 tokens after each of two prompts, in three completions and in two."""
-    out, calls = rollout_of(CASES["identical"]), watched(monkeypatch, R, "logits_of")
-    R.completion_logprobs(tiny(), out, 1.0, trees_of(out, 20))
-    assert [len(logits) for *_, logits in calls] == [16]
-
-
 def random_groups(groups, size, prompt, longest, seed=0):
     """Completions of random tokens: a group shares its prompt alone."""
     draw = torch.Generator().manual_seed(seed)
