@@ -10,9 +10,9 @@ This file needs support/user.py alone. Its command also needs support/data.py.""
 import argparse
 import ast
 import cmath
-import collections
 import concurrent.futures
 import copy
+import functools
 import inspect
 import operator
 import os
@@ -102,20 +102,6 @@ def exact(completion: str, answer: str | int | float) -> bool:
     return final_answer(completion).casefold() == gold_answer(answer).casefold()
 
 
-@verifier
-def f1(completion: str, answer: str | int | float) -> float:
-    """Harmonic mean of the precision and recall of words, normalised as SQuAD does."""
-    given, gold = counted_words(final_answer(completion)), counted_words(gold_answer(answer))
-    need(gold, "it has no word but articles")
-    return 2 * (given & gold).total() / (given + gold).total()
-
-
-def counted_words(text: str) -> collections.Counter:
-    """Count the words in lower case, without punctuation and articles."""
-    text = re.sub(r"[^\w\s]|_", "", text.lower())
-    return collections.Counter(re.sub(r"\b(a|an|the)\b", "", text).split())
-
-
 DENIAL = re.compile(  # words behind an answer that take it back
     r"""\A \W* (?: which \W+ )? (?: is | was | would | ca | can | could | wo | does )
       (?: n['’]t | [ ] (?:\w+[ ])?? (?: not | never | false | incorrect | wrong
@@ -187,18 +173,19 @@ def math(completion: str, answer: str | int | float) -> bool:
 math.lenient = "math_lenient"
 
 NUMBER = re.compile(
-    r"""(?: [0-9]*+ \\[dt]?frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ [ ]?/[ ]? [0-9]++
-    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Zπ²]*+
-    (?: [ ]? \\?% | [ ]++ (?i: percent | hundred | thousand | [bm]illion | dozen | halves | thirds
-    | tenths | squared )\b )?""",
+    r"""(?: - [ ]? )? (?: [0-9]*+ \\frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ (?: [ ]?/[ ]? | : ) [0-9]++
+    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Z²]*+
+    (?P<word> [ ]*+ (?: % | [a-zA-Z]{3,}+ ) )?  # 25%, 5 apples, 5 million""",
     re.VERBOSE,
 )
-PART = re.compile(  # the number, written #, is a part of an expression
-    r"""(?: [\w)\]}] [ ]? [-+/] | [\d)\]}] [ ]? [*x] | [×·÷^_<≤≥≠±√{] | [!<>]= | (?<![=-])> | \w\(
-    | \\(?!approx)[a-z]+ | \b(?: minus | negative | plus | or | not | mod | log | by | twice
-    | (?:half|root|power)[ ]of ) | n't ) [ ]? \(? \# | \d:\#
-    | \# [ ]? (?: [×·÷^_<>≤≥≠±√+*/\\] | -[ ]?[a-z]\b | [nxyz]{1,2}\b )""",
+BEFORE = re.compile(  # the beginning, a sign, or a word
+    r"""(?: \A | (?<![<>!])= | [-=]> | [→:.,;!?\n"#] | (?: 's | \b a ) [ ]
+    | (?<!\\) \b (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
+      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(? \Z""",
     re.VERBOSE,
+)
+BEHIND = re.compile(  # the number is a part of an expression
+    r"[ ]?+(?:[+*/^_<>\\{×·÷≤≥≠±√]|-[ ]?+(?![a-zA-Z]{2})|[nxyz]{1,2}\b)"
 )
 
 
@@ -214,18 +201,17 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 
 def last_number(text: str) -> str:
     """Return the last number, or "" if it is a part of an expression, or taken back."""
-    text = re.sub(r"\\[()[\],;!]|[$`]|\*\*|(?<=\d)/[a-z]{3,}", "", text[-MAX_TEXT:])
-    text = re.sub("[−–]", "-", text.replace(r"\text{", " "))
+    text = our_signs(text[-MAX_TEXT:]).replace(r"\text{", " ")
+    text = re.sub(r"\\[,;!]|\*\*|`|(?<=[0-9])/[a-z]{3,}", "", text)
     numbers = list(NUMBER.finditer(text))
     if not numbers:
         return ""
     last = numbers[-1]
-    before = text[: last.start()][-20:]
-    behind = text[last.end() :][:100]
-    sign = re.search(r"(?:[=:(≈]|\bis) ?- ?\Z|(?<![0-9)]\s)(?<!\S)-\Z|\A- ?\Z", before)
-    if PART.search(f"{'' if sign else before}#{behind}") or DENIAL.search(behind):
+    before = text[: last.start()][-40:]
+    behind = text[last.start("word") if last["word"] else last.end() :][:100]
+    if not BEFORE.search(before) or BEHIND.match(behind) or DENIAL.search(behind):
         return ""
-    return "-" * bool(sign) + last[0]
+    return last[0]
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -236,7 +222,7 @@ def same_answer(given: str, gold: str) -> bool:
     bare, bare_gold = given.removesuffix("%").strip(), gold.removesuffix("%").strip()
     is_percentage = (bare, bare_gold) != (given, gold) and re.match("-?[1-9][0-9.]*$", bare)
     try:
-        is_same = alike(meaning_of(given), meaning_of(gold))
+        is_same = in_any_order(parts_of(given), parts_of(gold), same)
     except UNREADABLE:
         blanks = r"\((\w+)\)|\"|(?<!\d) | (?!\d)"  # compared as text
         texts = [re.sub(blanks, r"\1", text) for text in (given, gold)]
@@ -307,9 +293,10 @@ UNIT = r'(?:"[^"0-9]*"|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
-    | (?P<call> (?: sqrt | root | frac | [fghFGHNPT] ) [ ]? \( )
+    | (?P<call> (?: sqrt | root | frac ) [ ]? \( )
     | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
-    | (?P<letter> (?: \\ (?:{GREEK}) (?![a-zA-Z]) | pi | [a-zA-Z] ) (?: _\(?\w\)? )? )
+    | (?P<letter> (?: [fghFGHNPT][ ]?\(\w+\) | \\ (?:{GREEK}) (?![a-zA-Z]) | pi
+        | (?! [fghFGHNPT][ ]?\( ) [a-zA-Z] ) (?: _\(?\w\)? )? )
     | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%] )
     | \S
     """,
@@ -320,7 +307,9 @@ NO_UNIT = re.compile(  # words that change a value
     r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|root|frac)\b",
     re.IGNORECASE,
 )
-IN_PYTHON = dict(zip("^=%[]", ["**", "==", "/100", "('[',", ",']')"]))  # [1,2) is ("[",1,2)
+IN_PYTHON = dict(
+    zip("^=%[]", ["**", "==", "/100", "(square,", ",square)"])
+)  # [1,2) is (square,1,2)
 
 
 def python_of(text: str) -> str:
@@ -329,7 +318,11 @@ def python_of(text: str) -> str:
     for token in TOKEN.finditer(text):
         kind, piece = token.lastgroup, token[0]
         follows = last in ("number", "letter", "words", ")", "]", "}", "%")  # a value
-        if kind is None or follows and (kind == "number" or last == "words" and piece == "("):
+        if (
+            kind is None
+            or follows
+            and (kind == "number" or last == "words" and kind in ("letter", "call"))
+        ):
             raise ValueError(f"{piece} is no mathematics")
         if kind == "number":
             piece = f"({Fraction(piece)})"
@@ -337,72 +330,62 @@ def python_of(text: str) -> str:
             piece = re.sub(r"\W", "", piece) + "_"  # lambda is a word of Python
         elif kind == "words":
             need(not follows or not NO_UNIT.search(piece), f"{piece} changes the value")
-            words = " ".join(re.findall(r"[^\W_]+|/", piece))
+            words = "_".join(re.findall(r"[^\W_]+", piece.replace("/", " per ")))
             if len(words) > 3 or not follows:  # units such as ms and MHz stay
                 words = words.casefold().removesuffix("s")
-            piece = "@ " * follows + repr(words)
+            piece = "@ " * follows + words + "_"
         multiplies = follows and (kind in ("call", "letter") or piece == "(")
         code += " * " * multiplies + IN_PYTHON.get(piece, piece) + " "
         last = piece if kind == "sign" else kind
     return code
 
 
-def meaning_of(text: str) -> tuple:
-    """Return an answer as nested tuples of (kind, part, ...): a list of one item or more."""
+def parts_of(text: str) -> list[ast.expr]:
+    """Return the items of an answer that is a list: one item or more."""
     match ast.parse(f"_({python_of(text)})", mode="eval").body:
         case ast.Call(ast.Name("_"), [_, *_] as items, []):
-            return ("list", *map(part_of, items))
+            return items
     raise ValueError("it is empty, or its brackets do not match")
 
 
-def part_of(node: ast.expr) -> tuple:
-    match node:
-        case ast.Constant(str(words)):
-            return (f"words {words}",)
-        case ast.BinOp(value, ast.MatMult(), ast.Constant(str(unit))):
-            return (f"unit {unit}", part_of(value))
-        case ast.BinOp(left, ast.BitOr(), right):
-            return ("union", part_of(left), part_of(right))
-        case ast.Tuple(items) | ast.Set(items):
-            return (type(node).__name__, *map(part_of, items))
-        case ast.Call(ast.Name(function), items) if function not in ("sqrt", "root", "frac"):
-            return (f"call {function}", *map(part_of, items))
-        case ast.Compare(left, signs, sides):
-            kinds = " ".join(type(sign).__name__ for sign in signs)
-            first, *others = map(part_of, [left, *sides])
-            is_name = isinstance(left, ast.Name) or re.match("call|Tuple|words", first[0])
-            if kinds == "Eq" and is_name:
-                return (f"name {ast.unparse(left)}", *others)
-            return (kinds, first, *others)
-    return ("value", *(value_of(node, point) for point in "abc"))
-
-
-def alike(left: tuple, right: tuple) -> bool:
+def same(given: ast.expr, gold: ast.expr) -> bool:
     """Compare two parts of answers. A name or a unit may be missing on one side."""
-    for optional in ("name ", "unit "):
-        if left[0].startswith(optional) and not right[0].startswith(optional):
-            left = left[1]
-        elif right[0].startswith(optional) and not left[0].startswith(optional):
-            right = right[1]
-    (kind, *parts), (other_kind, *others) = left, right
-    if kind != other_kind or len(parts) != len(others):
-        return False
-    if kind == "value":
-        return all(map(near, parts, others))
-    if kind in ("list", "Set", "union", "Eq"):
-        return in_any_order(parts, others, alike)
-    return all(map(alike, parts, others))
+    match given, gold:
+        case ast.Compare(left, signs, sides), ast.Compare(other, other_signs, other_sides):
+            if list(map(type, signs)) != list(map(type, other_signs)):
+                return False
+            parts, others = [left, *sides], [other, *other_sides]
+            if isinstance(signs[0], ast.Eq):
+                return in_any_order(parts, others, same)
+            return all(map(same, parts, others))
+        case (ast.Compare(name, [sign], [value]), other) | (
+            other,
+            ast.Compare(name, [sign], [value]),
+        ):
+            is_named = isinstance(name, ast.Name | ast.Tuple) and isinstance(sign, ast.Eq)
+            return is_named and same(value, other)
+        case ast.BinOp(value, ast.MatMult(), unit), ast.BinOp(other, ast.MatMult(), other_unit):
+            return same(value, other) and same(unit, other_unit)
+        case (ast.BinOp(value, ast.MatMult()), other) | (other, ast.BinOp(value, ast.MatMult())):
+            return same(value, other)
+        case ast.BinOp(left, ast.BitOr(), right), ast.BinOp(other, ast.BitOr(), other_right):
+            return in_any_order([left, right], [other, other_right], same)
+        case ast.Set(parts), ast.Set(others):
+            return in_any_order(parts, others, same)
+        case ast.Tuple(parts), ast.Tuple(others):
+            return len(parts) == len(others) and all(map(same, parts, others))
+    return all(near(value_of(given, point), value_of(gold, point)) for point in "abc")
 
 
 def in_any_order(parts: Sequence, others: Sequence, same: Callable) -> bool:
-    """Return whether each part is the same as one of the others, each of them used once."""
+    """Return whether each part is the same as one of the others, and all are used once."""
     others = list(others)
     for part in parts:
         found = next((other for other in others if same(part, other)), None)
         if found is None:
             return False
         others.remove(found)
-    return True
+    return not others
 
 
 def near(left: Fraction | complex, right: Fraction | complex) -> bool:
@@ -483,6 +466,7 @@ OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub}
 OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
+@functools.lru_cache(10_000)
 def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
     """Return the value of an expression at a point. A Fraction is exact."""
     match node:
@@ -528,14 +512,23 @@ class Term(NamedTuple):
     function: Callable
     signature: inspect.Signature
 
-    def call(self, completion: str, row: dict) -> object:
-        """Call the function with copies of the fields of the row that it takes."""
+    def call(self, completion: str, row: dict) -> tuple[float, list[tuple[int, float]]]:
+        """Return (outcome, steps before it). UserError if the function returns no reward.
+
+        The function gets copies of the fields of the row that its parameters name."""
         parameters = self.signature.parameters
         names = row.keys() & list(parameters)[2:]
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
             names = row.keys() - {"completion", "answer"}
         fields = copy.deepcopy({name: row[name] for name in names})
-        return self.function(completion, copy.deepcopy(row["answer"]), **fields)
+        value = self.function(completion, copy.deepcopy(row["answer"]), **fields)
+        with expecting(f"it returned {value!r:.80}; expected a number, or (end, number) of steps"):
+            steps = value if isinstance(value, (list, tuple)) else [(0, value)]
+            need(not any(isinstance(number, str) for _, number in steps), "a text is no number")
+            numbers = [(int(end), float(number)) for end, number in steps]
+            need(all(abs(number) <= LARGEST_REWARD for _, number in numbers), "it is too large")
+            *before, (_, outcome) = numbers
+        return outcome, before
 
 
 class Reward:
@@ -566,7 +559,7 @@ class Reward:
         terms, steps, rewarded, fault = {}, [], {}, ""
         for name, term in self.terms.items():
             try:
-                value, parts = outcome_and_steps(term.call(completion, row))
+                value, parts = term.call(completion, row)
             except (Exception, SystemExit) as error:  # a user's function may do anything
                 fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
                 value, parts = 0.0, []
@@ -577,14 +570,13 @@ class Reward:
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
         return Score(reward, terms, steps, rewarded, fault)
 
-    def note_shaping(self, scores: list[Score]) -> None:
-        """Mark each term as shaping whose value was below 0 or above 1, for the rest of the run."""
-        for score in scores:
-            self.shaping |= {name for name, value in score.terms.items() if not 0 <= value <= 1}
-
     def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
         """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
-        shaping. If all are, return (whole reward, None)."""
+        shaping. If all are, return (whole reward, None).
+
+        A term that gives a value below 0 or above 1 is shaping from then on."""
+        for score in scores:
+            self.shaping |= {name for name, value in score.terms.items() if not 0 <= value <= 1}
         counting = [name for name in self.terms if name not in self.shaping]
         earned = [sum(score.rewarded[name] for name in counting or self.terms) for score in scores]
         if not counting:
@@ -620,33 +612,18 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            named = list(term.signature.parameters)
-            said = f"--reward {name}{term.signature}: expected def f(completion, answer)"
-            is_exchanged = named[:1] == ["answer"] or named[1:2] == ["completion"]
-            need(not is_exchanged, f"{said}: the completion first")
-            is_async = inspect.iscoroutinefunction(term.function)
-            need(not is_async, f"{said}: found async def, which nothing awaits")
-            values, errors = [], []
+            fields = ", ".join(row)
+            said = f"--reward {name}{term.signature}: expected def f(completion, answer, {fields})"
+            need(list(term.signature.parameters)[:1] != ["answer"], f"{said}: the completion first")
+            errors = []
             for completion in ("", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"):
                 try:
-                    values.append(term.call(completion, row))
+                    term.call(completion, row)
+                except UserError as error:  # it returned no reward
+                    raise UserError(f"{said}: {error}") from error
                 except (Exception, SystemExit) as error:  # a user's function may do anything
                     errors.append(raised(error))
-            need(values, f"{said}, and fields by name: {', '.join(row)}; it raises {errors[:1]}")
-            with expecting(said):
-                list(map(outcome_and_steps, values))
-
-
-def outcome_and_steps(value: object) -> tuple[float, list[tuple[int, float]]]:
-    """Return (outcome, steps before it) of a verifier's value, or raise UserError."""
-    expected = f"a number up to {LARGEST_REWARD:g}, or a list of (end, number) of steps"
-    with expecting(f"it returned {value!r:.80}; expected {expected}"):
-        steps = value if isinstance(value, (list, tuple)) else [(0, value)]
-        need(not any(isinstance(number, str) for _, number in steps), "a text is no number")
-        numbers = [(int(end), float(number)) for end, number in steps]
-        need(all(abs(number) <= LARGEST_REWARD for _, number in numbers), "it is none")
-        *before, (_, outcome) = numbers
-    return outcome, before
+            need(len(errors) < 3, f"{said}: it raises {errors[:1]}")
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:
