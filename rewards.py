@@ -317,12 +317,8 @@ def python_of(text: str) -> str:
     code, last = "", ""
     for token in TOKEN.finditer(text):
         kind, piece = token.lastgroup, token[0]
-        follows = last in ("number", "letter", "words", ")", "]", "}", "%")  # a value
-        if (
-            kind is None
-            or follows
-            and (kind == "number" or last == "words" and kind in ("letter", "call"))
-        ):
+        follows = last in ("number", "letter", ")", "]", "}", "%")  # a value
+        if kind is None or follows and kind == "number":
             raise ValueError(f"{piece} is no mathematics")
         if kind == "number":
             piece = f"({Fraction(piece)})"
@@ -352,22 +348,18 @@ def same(given: ast.expr, gold: ast.expr) -> bool:
     """Compare two parts of answers. A name or a unit may be missing on one side."""
     match given, gold:
         case ast.Compare(left, signs, sides), ast.Compare(other, other_signs, other_sides):
-            if list(map(type, signs)) != list(map(type, other_signs)):
-                return False
-            parts, others = [left, *sides], [other, *other_sides]
-            if isinstance(signs[0], ast.Eq):
-                return in_any_order(parts, others, same)
-            return all(map(same, parts, others))
-        case (ast.Compare(name, [sign], [value]), other) | (
-            other,
-            ast.Compare(name, [sign], [value]),
-        ):
-            is_named = isinstance(name, ast.Name | ast.Tuple) and isinstance(sign, ast.Eq)
-            return is_named and same(value, other)
+            kinds, other_kinds = list(map(type, signs)), list(map(type, other_signs))
+            return kinds == other_kinds and all(map(same, [left, *sides], [other, *other_sides]))
+        case ast.Compare(ast.Name() | ast.Tuple(), [ast.Eq()], [value]), _:
+            return same(value, gold)
+        case _, ast.Compare():
+            return same(gold, given)
         case ast.BinOp(value, ast.MatMult(), unit), ast.BinOp(other, ast.MatMult(), other_unit):
             return same(value, other) and same(unit, other_unit)
-        case (ast.BinOp(value, ast.MatMult()), other) | (other, ast.BinOp(value, ast.MatMult())):
-            return same(value, other)
+        case ast.BinOp(value, ast.MatMult(), ast.Name()), _:
+            return same(value, gold)
+        case _, ast.BinOp(value, ast.MatMult(), ast.Name()):
+            return same(given, value)
         case ast.BinOp(left, ast.BitOr(), right), ast.BinOp(other, ast.BitOr(), other_right):
             return in_any_order([left, right], [other, other_right], same)
         case ast.Set(parts), ast.Set(others):
@@ -445,7 +437,7 @@ def exact_value(text: str) -> Fraction:
     """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
     is_plain = re.fullmatch("[-+*/() 0-9]{1,1000}", text) and "**" not in text
     need(is_plain, f"{text!r:.80} is no arithmetic")
-    text = re.sub(r"\b0+(?=[0-9])", "", text)  # Python does not parse 03
+    text = text.replace(")(", ")*(")
     return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
 
 
@@ -487,8 +479,6 @@ def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
             return value_of(above, point) / value_of(below, point)
         case ast.Call(ast.Name("root"), [degree, radicand]):
             return power(value_of(radicand, point), 1 / value_of(degree, point))
-        case ast.Call(left, [right]):  # (3)(5) is a product
-            return value_of(left, point) * value_of(right, point)
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
 
 
