@@ -100,8 +100,8 @@ def exact(completion: str, answer: str | int | float) -> bool:
 
 
 DENIAL = (  # words behind an answer that take it back
-    r"(?:\b(?:not(?!\ given|\ enough)|cannot|never\ \w+|wrong|incorrect|eliminated|ruled|is\ false)\b|n['’]t\b"
-    r"|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
+    r"(?i:\b(?:not(?!\ given|\ enough)|cannot|never\ \w+|wrong|incorrect|eliminated|ruled)\b"
+    r"|\bis\ false\b|n['’]t\b|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
 )
 MARKS = r"(?:[^\w≠¬~❌+]|_)*+"
 CHOICE = re.compile(  # a letter behind nothing but some words, and no other letter behind it
@@ -116,15 +116,10 @@ CHOICE = re.compile(  # a letter behind nothing but some words, and no other let
 @verifier
 def choice(completion: str, answer: str) -> bool:
     """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
-    gold = chosen_letter(gold_answer(answer))
+    gold = CHOICE.fullmatch(gold_answer(answer))
     need(gold, "it names no letter")
-    return chosen_letter(final_answer(completion)) == gold
-
-
-def chosen_letter(text: str) -> str:
-    """Return the letter that a text commits to, in upper case, or ""."""
-    found = CHOICE.fullmatch(text)
-    return found["letter"].upper() if found else ""
+    given = CHOICE.fullmatch(final_answer(completion))
+    return given is not None and given["letter"].upper() == gold["letter"].upper()
 
 
 def think_format(completion: str, answer: object = None) -> bool:
@@ -148,48 +143,35 @@ def math(completion: str, answer: str | int | float) -> bool:
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
 
-math.lenient = "math_lenient"
-
-NUMBER = re.compile(
-    r"""(?: - [ ]? )? (?: [0-9]*+ \\frac \{[0-9]+\} \{[0-9]+\} | (?:[0-9]++[ ])? [0-9]++ (?: [ ]?/[ ]? | : ) [0-9]++
-    | [0-9][0-9,]*+ (?:\.[0-9]+)? (?:e-?[0-9]+)? | \.[0-9]+ ) [a-zA-Z²]*+
-    (?P<word> [ ]*+ (?: % | [a-zA-Z]{3,}+ ) )?  # 25%, 5 apples, 5 million""",
+LAST_NUMBER = re.compile(  # behind a sign or a word, and no part of an expression
+    r"""(?: \A | \n | (?<![<>!])= | [-=]> | → | [:.,;!?"\#][ ] | (?<![0-9])[:.,"] | (?: 's | \b a ) [ ]
+      | (?<!\\) \b (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
+      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(?
+    (?P<number> (?P<digits> (?> (?: - [ ]? )? (?: [0-9]* \\frac \{[0-9]+\} \{[0-9]+\}
+        | (?:[0-9]+[ ])? [0-9]+ [ ]?/[ ]? [0-9]+ | [0-9][0-9,]* (?:\.[0-9]+)? (?:e-?[0-9]+)?
+        | \.[0-9]+ ) ) [a-zA-Z²]*+ (?: [ ]?% )?+ )
+      (?! [ ]?+ (?: [+*/^_<>\\{×·÷≤≥≠±√] | :[0-9] | -[ ]?+(?![a-zA-Z]{2}) | [nxyz]{1,2}\b ) )
+      (?: (?<!%) [ ]++ [a-zA-Z]{3,}+ )?+ )  # 5 million
+    [^0-9]* \Z""",
     re.VERBOSE,
-)
-BEFORE = re.compile(  # the beginning, a sign, or a word
-    r"""(?: \A | (?<![<>!])= | [-=]> | [→:.,;!?\n"#] | (?: 's | \b a ) [ ]
-    | (?<!\\) \b (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
-      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(? \Z""",
-    re.VERBOSE,
-)
-BEHIND = re.compile(  # the number is a part of an expression
-    r"[ ]?+(?:[+*/^_<>\\{×·÷≤≥≠±√]|-[ ]?+(?![a-zA-Z]{2})|[nxyz]{1,2}\b)"
 )
 
 
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
     """As `math`. If nothing is marked, the last number is the answer, if it stands alone."""
-    given, gold = final_answer(completion, marked=True), gold_answer(answer)
-    text = after_thinking(completion)
-    if not re.search(r"<answer>|\\boxed|####", text):
-        given = last_number(text)
-    return same_answer(given, gold)
-
-
-def last_number(text: str) -> str:
-    """Return the last number, or "" if it is a part of an expression, or taken back."""
+    gold, text = gold_answer(answer), after_thinking(completion)
+    if re.search(r"<answer>|\\boxed|####", text):
+        return math(completion, answer)
     text = our_signs(text[-MAX_TEXT:]).replace(r"\text{", " ")
     text = re.sub(r"\\[,;!]|\*\*|`|(?<=[0-9])/[a-z]{3,}", "", text)
-    numbers = list(NUMBER.finditer(text))
-    if not numbers:
-        return ""
-    last = numbers[-1]
-    before = text[: last.start()][-40:]
-    behind = text[last.start("word") if last["word"] else last.end() :][:100]
-    if not BEFORE.search(before) or BEHIND.match(behind) or re.search(DENIAL, behind):
-        return ""
-    return last[0]
+    found = LAST_NUMBER.search(text)
+    if not found:
+        return False
+    behind = text[found.end("digits") :]
+    if re.match(rf"\W*(?:which )?(?:is |\w+(?=n['’]t))?{DENIAL}", behind):
+        return False
+    return same_answer(found["number"], gold)
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -284,9 +266,8 @@ NO_UNIT = re.compile(  # words that change a value
     r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|frac)\b",
     re.IGNORECASE,
 )
-IN_PYTHON = dict(
-    zip("^=%[]", ["**", "==", "/100", "(square,", ",square)"])
-)  # [1,2) is (square,1,2)
+# the interval [1,2) is (square, 1, 2)
+IN_PYTHON = {"^": "**", "=": "==", "%": "/100", "[": "(square,", "]": ", square)"}
 
 
 def python_of(text: str) -> str:
@@ -551,17 +532,13 @@ class Reward:
         return earned, right
 
     def lenient_twin(self) -> "Reward | None":
-        """Return this sum with the lenient verifiers that its verifiers name, None without any."""
-        terms = {}
-        for name, term in self.terms.items():
-            if twin := getattr(term.function, "lenient", ""):
-                name, term = twin, term._replace(function=VERIFIERS[twin])
-            terms[name] = term
-        if terms.keys() == self.terms.keys():
+        """Return this sum with `math_lenient` instead of `math`. None without `math`."""
+        term = self.terms.get("math")
+        if not term or term.function is not math:
             return None
-        found = Reward(terms)
-        found.shaping |= self.shaping & terms.keys()  # those that became shaping during the run
-        return found
+        twin = Reward(self.terms | {"math": term._replace(function=math_lenient)})
+        twin.shaping = self.shaping  # some terms became shaping during the run
+        return twin
 
     def check_answer(self, answer: object) -> None:
         """Raise UserError if a verifier of ours cannot use a gold answer."""
