@@ -3,9 +3,8 @@
     python rewards.py FILE --reward math      # try a verifier on completions of known worth
 
 A completion is adversarial input. It is never evaluated, and no text takes long. A verifier is
-defined for every completion. A gold answer that it cannot use is an error before training.
-
-This file needs support/user.py alone. Its command also needs support/data.py."""
+defined for every completion. A gold answer that it cannot use is an error before training. This
+file needs support/user.py alone, its command also support/data.py."""
 
 import argparse
 import ast
@@ -36,9 +35,8 @@ def verifier(function: Callable) -> Callable:
     """Register `function(completion, answer)` for `--reward`, under its own name.
 
     For every completion it returns a number in [0, 1], or a list of (end in characters, reward) of
-    steps, the outcome last. Further parameters receive the fields of the row that they name.
-    `tokens` is the length of the completion. `need(...)` inside it refuses a gold answer, before
-    training. docs/verifiers.md lists the attributes that it may have."""
+    steps, the outcome last. Further parameters receive the fields of the row that they name, and
+    `tokens` the length. `need(...)` inside it refuses a gold answer, before training."""
     VERIFIERS[function.__name__] = function
     return function
 
@@ -56,8 +54,7 @@ BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")
 def last_box(text: str, default: str) -> str:
     """Return the content of the last balanced `\\boxed{}`, or `default` if there is none."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    opened = []  # starts of open boxes, None for other braces
-    content = default
+    opened, content = [], default  # opened: starts of open boxes, None for other braces
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             opened.append(brace[1] and brace.end())
@@ -79,8 +76,7 @@ def final_answer(completion: object, marked: bool = False) -> str:
         content, closed, _ = text.rpartition("<answer>")[2].partition("</answer>")
         found = last_box(content, content) if closed else ""
     elif "####" in text:
-        line = text.rpartition("####")[2].partition("\n")[0]
-        found = last_box(text, line)
+        found = last_box(text, text.rpartition("####")[2].partition("\n")[0])
     else:
         found = last_box(text, "" if marked else text)
     return " ".join(found.split()) if len(found) <= MAX_TEXT else ""
@@ -99,16 +95,16 @@ def exact(completion: str, answer: str | int | float) -> bool:
     return final_answer(completion).casefold() == gold_answer(answer).casefold()
 
 
-DENIAL = (  # words behind an answer that take it back
-    r"(?i:\b(?:not(?!\ given|\ enough)|cannot|never\ \w+|wrong|incorrect|eliminated|ruled)\b"
-    r"|\bis\ false\b|n['’]t\b|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
+DENIAL = (  # words behind an answer that take it back. "Not given" may be the answer
+    r"(?i:\b(?:(?:can)?not(?!\ (?:given|enough|be\ d))|never\ \w+|wrong|incorrect|eliminated|ruled"
+    r"|is\ false)\b|n['’]t\b|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
 )
+OTHER_LETTER = r"(?: (?<! \w\( ) \b [a-j]\) | (?-i: \b (?! [AI][ ](?!is\b)[a-z] ) [A-Z] \b ) )"
 MARKS = r"(?:[^\w≠¬~❌+]|_)*+"
 CHOICE = re.compile(  # a letter behind nothing but some words, and no other letter behind it
     rf"""{MARKS} (?: (?: the | final | correct | best | answer | option | choice | is
-      | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+
-    (?P<letter> [a-z] ) (?! \# ) (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] )
-      (?! .* (?: {DENIAL} | (?<! \w\( ) \b [a-j]\) | (?-i: \b (?! [AI][ ](?!is\b)[a-z] ) [A-Z] \b ) ) ) .* )""",
+      | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+ (?P<letter> [a-z] ) (?! \# )
+    (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] ) (?! .* {DENIAL} | .* {OTHER_LETTER} ) .* )""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
 
@@ -143,15 +139,17 @@ def math(completion: str, answer: str | int | float) -> bool:
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
 
-LAST_NUMBER = re.compile(  # behind a sign or a word, and no part of an expression
-    r"""(?: \A | \n | (?<![<>!])= | [-=]> | → | [:.,;!?"\#][ ] | (?<![0-9])[:.,"] | (?: 's | \b a ) [ ]
-      | (?<!\\) \b (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
-      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(?
-    (?P<number> (?P<digits> (?> (?: - [ ]? )? (?: [0-9]* \\frac \{[0-9]+\} \{[0-9]+\}
-        | (?:[0-9]+[ ])? [0-9]+ [ ]?/[ ]? [0-9]+ | [0-9][0-9,]* (?:\.[0-9]+)? (?:e-?[0-9]+)?
-        | \.[0-9]+ ) ) [a-zA-Z²]*+ (?: [ ]?% )?+ )
-      (?! [ ]?+ (?: [+*/^_<>\\{×·÷≤≥≠±√] | :[0-9] | -[ ]?+(?![a-zA-Z]{2}) | [nxyz]{1,2}\b ) )
-      (?: (?<!%) [ ]++ [a-zA-Z]{3,}+ )?+ )  # 5 million
+BEFORE = r"""(?: \A | \n | (?<![<>!])= | [-=]> | → | [:.,;!?"][ ] | (?<![0-9])[:.,"] | \#[ ]
+    | (?: 's | \b a ) [ ] | (?<!\\) \b
+      (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
+      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(?"""
+VALUE = r"""(?: - [ ]? )? (?: [0-9]* \\frac \{[0-9]+\} \{[0-9]+\}
+    | (?:[0-9]+[ ])? [0-9]+ [ ]?/[ ]? [0-9]+ | [0-9.][0-9,.]*(?<![,.]) (?:e-?[0-9]+)? )"""
+PART = r"[+*/^_<>\\{×·÷≤≥≠±√] | :[0-9] | -[ ]?+(?![a-zA-Z]{2}) | [nxyz]{1,2}\b"  # of an expression
+LAST_NUMBER = re.compile(
+    rf"""{BEFORE} (?P<number> (?>{VALUE}) [a-zA-Z²]*+ (?: [ ]?% )?+ (?! [ ]?+ (?: {PART} ) )
+      (?! \W* (?: which[ ] )? (?: is[ ](?!false) | \w+(?=n['’]t) )? {DENIAL} )
+      (?: (?<!%) [ ]++ [a-zA-Z]{{3,}}+ )?+ )  # 5 million
     [^0-9]* \Z""",
     re.VERBOSE,
 )
@@ -166,12 +164,7 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
     text = our_signs(text[-MAX_TEXT:]).replace(r"\text{", " ")
     text = re.sub(r"\\[,;!]|\*\*|`|(?<=[0-9])/[a-z]{3,}", "", text)
     found = LAST_NUMBER.search(text)
-    if not found:
-        return False
-    behind = text[found.end("digits") :]
-    if re.match(rf"\W*(?:which )?(?:is |\w+(?=n['’]t))?{DENIAL}", behind):
-        return False
-    return same_answer(found["number"], gold)
+    return found is not None and same_answer(found["number"], gold)
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -184,10 +177,8 @@ def same_answer(given: str, gold: str) -> bool:
     try:
         is_same = in_any_order(parts_of(given), parts_of(gold), same)
     except UNREADABLE:
-        blanks = r"\((\w+)\)|\"|(?<!\d) | (?!\d)"  # compared as text
-        texts = [re.sub(blanks, r"\1", text) for text in (given, gold)]
-        if "\\" not in given:  # \gamma is not \Gamma
-            texts = [text.casefold() for text in texts]
+        # compared as texts, without quotes, blanks and the brackets of a word
+        texts = [re.sub(r'"|\((\w+)\)|(?<!\d) | (?!\d)', r"\1", text) for text in (given, gold)]
         is_same = texts[0] == texts[1] != ""
     return is_same or bool(is_percentage) and same_answer(bare, bare_gold)
 
@@ -212,7 +203,6 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
     rf"{TEXT}\{{([^{{}}]*)\}}": r' "\1" ',
-    r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
     r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so )[\s:]*": "",
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
     r'(?:, ?)?"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
@@ -262,22 +252,19 @@ TOKEN = re.compile(
     re.VERBOSE,
 )
 NO_UNIT = re.compile(  # words that change a value
-    r"hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred"
-    r"|thousand|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|frac)\b",
-    re.IGNORECASE,
+    r"(?i)hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred|thousand"
+    r"|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|frac)\b"
 )
-# the interval [1,2) is (square, 1, 2)
 IN_PYTHON = {"^": "**", "=": "==", "%": "/100", "[": "(square,", "]": ", square)"}
 
 
 def python_of(text: str) -> str:
-    """Write the products and units of an answer as Python does: `(2) * x @ "cm"` for 2x cm."""
+    """Return an answer as Python: `(2) * x_ @ cm_` for 2x cm, `(square, (1), (2))` for [1,2)."""
     code, last = "", ""
     for token in TOKEN.finditer(text):
         kind, piece = token.lastgroup, token[0]
         follows = last in ("number", "letter", ")", "]", "}", "%")  # a value
-        if kind is None or follows and kind == "number":
-            raise ValueError(f"{piece} is no mathematics")
+        need(kind and not (follows and kind == "number"), f"{piece} is no mathematics")
         if kind == "number":
             piece = f"({Fraction(piece)})"
         elif kind == "letter":
@@ -285,7 +272,7 @@ def python_of(text: str) -> str:
         elif kind == "words":
             need(not follows or not NO_UNIT.search(piece), f"{piece} changes the value")
             words = "_".join(re.findall(r"[^\W_]+", piece.replace("/", " per ")))
-            if len(words) > 3 or not follows:  # units such as ms and MHz stay
+            if len(words) > 3 or words[1:] and not follows:  # units such as ms and MHz stay
                 words = words.casefold().removesuffix("s")
             piece = "@ " * follows + words + "_"
         multiplies = follows and (kind in ("call", "letter") or piece == "(")
@@ -324,7 +311,7 @@ def same(given: ast.expr, gold: ast.expr) -> bool:
             return in_any_order(parts, others, same)
         case ast.Tuple(parts), ast.Tuple(others):
             return len(parts) == len(others) and all(map(same, parts, others))
-    return all(near(value_of(given, point), value_of(gold, point)) for point in "abc")
+    return all(near(value_of(given, point), value_of(gold, point)) for point in (-1, 0, 1))
 
 
 def in_any_order(parts: Sequence, others: Sequence, same: Callable) -> bool:
@@ -363,10 +350,9 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
     written = completion.partition("#")[0].split(";")
     for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
         end += len(step) + 1
-        right = None
-        if re.fullmatch("[0-9]", value):
-            right = f"{value}{operation}={exact_value(value + operation) % 10}"
-        steps.append((end, float(step == right)))
+        is_digit = re.fullmatch("[0-9]", value) is not None
+        is_right = is_digit and step == f"{value}{operation}={exact_value(value + operation) % 10}"
+        steps.append((end, float(is_right)))
         value = step[-1:]
     return [*steps, (len(completion), float(arithmetic(completion, answer)))]
 
@@ -380,8 +366,7 @@ def countdown(completion: str, answer: dict) -> bool:
         need(are_whole and numbers and numbers[0] >= 0, "they are whole, and no number is below 0")
 
     text = our_signs(final_answer(completion).removesuffix("."))
-    shown = re.escape(str(target))  # 3*5-2 = 13, or 13 = 3*5-2
-    text = re.sub(rf"\A *{shown} *=|= *{shown} *\Z", "", text, count=1)
+    text = re.sub(rf"\A *{target} *=|= *{target} *\Z", "", text, count=1)  # 3*5-2 = 13
     try:
         is_right = exact_value(text) == target
     except UNREADABLE:  # 1/0, open brackets, other signs
@@ -391,9 +376,8 @@ def countdown(completion: str, answer: dict) -> bool:
 
 def exact_value(text: str) -> Fraction:
     """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
-    is_plain = re.fullmatch("[-+*/() 0-9]{1,1000}", text) and "**" not in text
+    is_plain = re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text)
     need(is_plain, f"{text!r:.80} is no arithmetic")
-    text = text.replace(")(", ")*(")
     return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
 
 
@@ -415,16 +399,14 @@ OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @functools.lru_cache(10_000)
-def value_of(node: ast.expr, point: str = "") -> Fraction | complex:
-    """Return the value of an expression at a point. A Fraction is exact."""
+def value_of(node: ast.expr, point: int = 0) -> Fraction | complex:
+    """Return the value of an expression. Its letters lie between point and point + 1."""
     match node:
         case ast.Constant(int(number)):
             return Fraction(number)
         case ast.Name(letter):
-            number = Fraction(random.Random(letter + point).randint(1, 10**6), 10**6 + 3)
-            if point == "a":
-                number -= 1  # below 0 there, so that sqrt(x^2) is not x
-            return CONSTANTS.get(letter, number)
+            share = random.Random(f"{letter} {point}").randint(1, 10**6)
+            return CONSTANTS.get(letter, point + Fraction(share, 10**6 + 3))
         case ast.UnaryOp(sign, operand):
             return OPERATORS[type(sign)](value_of(operand, point))
         case ast.BinOp(left, sign, right) if type(sign) in OPERATORS:
@@ -457,9 +439,7 @@ class Term(NamedTuple):
     signature: inspect.Signature
 
     def call(self, completion: str, row: dict) -> tuple[float, list[tuple[int, float]]]:
-        """Return (outcome, steps before it). UserError if the function returns no reward.
-
-        The function gets copies of the fields of the row that its parameters name."""
+        """Return (outcome, steps before it). The function gets copies of the fields it names."""
         parameters = self.signature.parameters
         names = row.keys() & list(parameters)[2:]
         if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -516,20 +496,17 @@ class Reward:
 
     def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
         """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
-        shaping. If all are, return (whole reward, None).
-
-        A term that gives a value below 0 or above 1 is shaping from then on."""
+        shaping. If all are, return (whole reward, None). A term that gives a value below 0 or above
+        1 is shaping from then on."""
         for score in scores:
             self.shaping |= {name for name, value in score.terms.items() if not 0 <= value <= 1}
-        counting = {name: self.terms[name].weight for name in self.terms.keys() - self.shaping}
+        counting = [name for name in self.terms if name not in self.shaping]
         earned = [sum(score.rewarded[name] for name in counting or self.terms) for score in scores]
         if not counting:
             return earned, None
-        right = []
-        for score in scores:
-            value = sum(weight * score.terms[name] for name, weight in counting.items())
-            right.append(value / sum(counting.values()))
-        return earned, right
+        weights = {name: self.terms[name].weight for name in counting}
+        right = [sum(weights[name] * score.terms[name] for name in counting) for score in scores]
+        return earned, [value / sum(weights.values()) for value in right]
 
     def lenient_twin(self) -> "Reward | None":
         """Return this sum with `math_lenient` instead of `math`. None without `math`."""
@@ -562,8 +539,7 @@ class Reward:
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:
-    """Read `--reward`: a sum of `[weight*]verifier`, each a name, `file.py:function`, or a reward
-    model, `judge:FOLDER_OR_NAME`, for which `device` is."""
+    """Read `--reward`, a sum of `[weight*]verifier`. `device` is for `judge:FOLDER_OR_NAME`."""
     terms = {}
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
@@ -576,17 +552,15 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             from support.extras import answers  # noqa: F401 - it registers its verifier
         elif place in ("code", "code_strict"):
             from support.extras import programs  # noqa: F401
-        names = "" if ".py:" in place else f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
-        with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):
+        known = [*VERIFIERS, *EXTRAS]
+        with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function or {known}"):
             need(name not in terms, "a name stands there twice")
             if ":" in place and not function:
                 function = function_of(place, "verifier")
             function = function or VERIFIERS.get(place)
-            hint = did_you_mean(place, [*VERIFIERS, *EXTRAS])
-            need(function, f"rewards.py has no verifier {place!r}{hint}")
+            need(function, f"rewards.py has no verifier {place!r}{did_you_mean(place, known)}")
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
-            fits = 0 < abs(terms[name].weight) <= LARGEST_REWARD
-            need(fits, f"a weight is not 0, and at most {LARGEST_REWARD:g}")
+            need(0 < abs(terms[name].weight) <= LARGEST_REWARD, "a weight is not 0 and at most 1e6")
         if hasattr(function, "prepare"):
             function.prepare()
     return Reward(terms)
@@ -613,11 +587,11 @@ def main() -> None:
 
     scores = reward.score([row["completion"] for row in rows], rows)
     mean = sum(score.reward for score in scores) / len(rows)
-    print(f"reward {mean:.4f} of {len(rows)}; the first of less than 1:")
-    poor = [n for n, score in enumerate(scores) if score.reward < 1]
-    for n in poor[:10]:
-        answer, completion = rows[n]["answer"], rows[n]["completion"]
-        print(f"row {n + 1}: {answer!r:.80} from {completion[-160:]!r} {scores[n].fault}")
+    print(f"reward {mean:.4f} of {len(rows)}; those of less than 1:")
+    for number, (row, score) in enumerate(zip(rows, scores), 1):
+        if score.reward < 1:
+            said = f"{row['answer']!r:.80} from {row['completion'][-160:]!r}"
+            print(f"row {number}: {said} {score.fault}")
 
 
 if __name__ == "__main__":

@@ -254,22 +254,6 @@ def test_countdown_is_exact(rewarded, table):
         assert VERIFY["countdown"](text, answer) == rewarded, cell
 
 
-OVERLAPS = {  # completion, gold answer -> F1
-    ("The cat sat.", "a cat sat"): 1,
-    ("", "dog"): 0,
-    ("a b", "b c"): 2 / 3,  # the article goes: P = 1/1, R = 1/2
-    ("red cat sat down", "red cat"): 2 / 3,  # P = 2/4, R = 2/2
-    ("cat cat cat", "cat"): 1 / 2,  # counted once: P = 1/3, R = 1
-    ("<answer>cat</answer> dog", "cat"): 1,
-    ("x-ray, an x_y", "xray xy"): 1,
-}
-
-
-def test_f1_is_the_harmonic_mean_of_word_overlap():
-    values = {texts: VERIFY["f1"](*texts) for texts in OVERLAPS}
-    assert values == pytest.approx(OVERLAPS)
-
-
 # ---- totality and time
 
 
@@ -365,17 +349,11 @@ def test_math_and_choice_are_fast_on_pieces_of_their_own_expressions(path):
 ROW = {"prompt": "1+5?", "answer": "6"}
 
 
-def noted(reward, scores):
-    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
-    reward.note_shaping(scores)
-    return reward.verdicts(scores)
-
-
 def scored(spec, *completions, **row):
     """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
-    return scores, *noted(reward, scores)
+    return scores, *reward.verdicts(scores)
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
@@ -446,10 +424,9 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
     first, second = reward.score(["7", "6"], [ROW, ROW])
-    assert reward.verdicts([first, second])[1] == [0.0, 1.5] and reward.shaping == set()
-    assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == set()
-    assert noted(reward, [first, second]) == ([0.0, 1.0], [0.0, 1.0])
-    assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
+    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == set()
+    assert reward.verdicts([first, second]) == ([0.0, 1.0], [0.0, 1.0])
+    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
 SUMS = [  # sum, completions, reward, rewarded, correct
@@ -606,16 +583,15 @@ def test_check_accepts_functions_that_can_work(source, own):
     assert score.reward != 0 and score.fault == ""
 
 
-def test_a_reward_has_a_twin_where_a_verifier_names_one():
-    """The same sum, weights and shaping. A verifier without a lenient twin stays."""
+def test_a_reward_has_a_lenient_twin_where_it_has_math():
+    """The same sum, weights and shaping."""
     reward = rewards.parse_reward("2*math + 0.1*format")
     twin = reward.lenient_twin()
-    assert list(twin.terms) == ["math_lenient", "format"] and twin.shaping == {"format"}
     texts = ["so \\boxed{6}", "so 6", "so 7"]
     assert reward.verdicts(reward.score(texts, [ROW] * 3))[1] == [1, 0, 0]
     assert twin.verdicts(twin.score(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
-    reward = rewards.parse_reward("math + f1")
-    reward.shaping.add("f1")  # as if it had returned 2
+    reward = rewards.parse_reward("math + exact")
+    reward.shaping.add("exact")  # as if it had returned 2
     twin = reward.lenient_twin()
     assert twin.verdicts(twin.score(texts, [ROW] * 3))[1] == [1, 1, 0]
     assert rewards.parse_reward("exact + format").lenient_twin() is None
@@ -658,7 +634,7 @@ MALFORMED = """
     {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}
 """
 UNUSABLE = {"countdown": [json.loads(cell) for cell in cells(MALFORMED)]}
-UNUSABLE |= {"choice": ["Paris"], "f1": ["the"], "math": ["<think>5", "x" * 20_000]}
+UNUSABLE |= {"choice": ["Paris"], "math": ["<think>5", "x" * 20_000]}
 UNUSABLE |= dict.fromkeys(("math_lenient", "exact", "arithmetic"), [None, "", "  ", [], {}, True])
 
 
