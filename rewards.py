@@ -25,7 +25,6 @@ from typing import NamedTuple
 from support.user import UserError, did_you_mean, expecting, function_of, need, raised
 
 MAX_TEXT = 10_000  # characters of an answer
-LARGEST_REWARD = 1e6
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
 EXTRAS = ("math_symbolic", "code", "code_strict", "judge:FOLDER")  # imported where they are named
@@ -233,7 +232,8 @@ def in_our_signs(text: str) -> str:
         text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
     if "±" in text:
         text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
-    text = re.sub(r"\} ?\{(?!\Z)", ",", text)  # \frac{1}{2} is a function of two arguments
+    if "frac" in text:  # a function of two arguments
+        text = re.sub(r"\} ?\{(?!\Z)", ",", text)
     return text.translate(str.maketrans("{}⟨⟩", "(){}")).strip()
 
 
@@ -450,7 +450,7 @@ class Term(NamedTuple):
             steps = value if isinstance(value, (list, tuple)) else [(0, value)]
             need(not any(isinstance(number, str) for _, number in steps), "a text is no number")
             numbers = [(int(end), float(number)) for end, number in steps]
-            need(all(abs(number) <= LARGEST_REWARD for _, number in numbers), "it is too large")
+            need(all(abs(number) <= 1e6 for _, number in numbers), "it is no number up to 1e6")
             *before, (_, outcome) = numbers
         return outcome, before
 
@@ -560,7 +560,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             function = function or VERIFIERS.get(place)
             need(function, f"rewards.py has no verifier {place!r}{did_you_mean(place, known)}")
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
-            need(0 < abs(terms[name].weight) <= LARGEST_REWARD, "a weight is not 0 and at most 1e6")
+            need(0 < abs(terms[name].weight) <= 1e6, "a weight is not 0 and at most 1e6")
         if hasattr(function, "prepare"):
             function.prepare()
     return Reward(terms)
