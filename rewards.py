@@ -145,7 +145,7 @@ BEFORE = r"""(?: \A | \n | (?<![<>!])= | [-=]> | → | [:.,;!?"][ ] | (?<![0-9])
 VALUE = r"""(?: (?<!\n) - [ ]? | - )? (?: [0-9]* \\frac \{[0-9]+\} \{[0-9]+\}
     | (?:[0-9]+[ ])? [0-9]+ [ ]?/[ ]? [0-9]+ | [0-9][0-9,]*(\.[0-9]+)?(e-?[0-9]+)? | \.[0-9]+ )"""
 PART = r"[+*/^_<>\\{×·÷≤≥≠±√] | :[0-9] | -[ ]?+(?![a-zA-Z]{2}) | [nxyz]{1,2}\b"  # of an expression
-LAST_NUMBER = re.compile(
+LAST_NUMBER = re.compile(  # behind a word or a sign, no part of an expression, not taken back
     rf"""{BEFORE} (?P<number> (?>{VALUE}) [a-zA-Z²]*+ (?: [ ]?% )?+ (?! [ ]?+ (?: {PART} ) )
       (?! \W* (?: which[ ] )? (?: is[ ](?!false) | \w+(?=n['’]t) )? {DENIAL} )
       (?: (?<!%) [ ]++ [a-zA-Z]{{3,}}+ )?+ )  # 5 million
