@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import train
 from forks import fork, program
-from support import data
 from support.command_line import kinds_of
 from support.flags import ELSEWHERE
 from support.user import UserError, dashed
-from tools import BASE, ROOT, character_tokenizer, copied, good, launch, refused, spied
+from tools import BASE, ROOT, copied, good, launch, refused, spied
 
 pytestmark = pytest.mark.usefixtures("place")
 FIELDS = {field.name: field for field in dataclasses.fields(train.Config)}
@@ -291,25 +289,6 @@ def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_
     words = [f"{dashed(flag)}={value}" for flag, value in values.items()]
     good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
     assert calls and all(values.items() <= keyword.items() for _, keyword, _ in calls)
-
-
-def test_the_scripts_of_published_runs_are_accepted():
-    """Their flags, the template that bash makes of them, and the points that they name."""
-    import gpu_report
-
-    scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
-    assert scripts
-    stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
-    for script in scripts:
-        assert script.read_text() in gpu_report.reference_runs()
-        output = subprocess.check_output(["bash", "-c", stub + script.read_text()]).decode()
-        _, trained, drawn = [each.split("\0")[1:-1] for each in output.split("\1")[:-1]]
-        config = train.parse_flags(trained)
-        published = f"docs/runs/published/{script.stem}.csv"
-        assert drawn == ["--report", f"runs/{config.name}", published]
-        assert (ROOT / published).exists()
-        form = data.PromptFormat(character_tokenizer(), config)
-        assert "{prompt}\n" in form.template and "\\n" not in form.template
 
 
 @pytest.mark.parametrize(
