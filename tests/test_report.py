@@ -23,7 +23,7 @@ HOSTILE = [
 HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
 FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
 FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
-FLAGS |= {"clip_low": 3e-4, "warmup_steps": 0}
+FLAGS |= {"clip_low": 3e-4}
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 
 
@@ -52,8 +52,7 @@ class Page:
 
 def step_row(step: int, **more) -> dict:
     row = {"step": step, "reward": 0.5, "solved": 0.5, "truncated": 0.0, "dead": 0.3}
-    row |= {"dead_right": 0.2, "verifier_faults": 0, "bad_updates": 0}
-    return row | {"clip_fraction": 0.3, "entropy": 0.4} | more
+    return row | {"dead_right": 0.2, "clip_fraction": 0.3, "entropy": 0.4} | more
 
 
 def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
