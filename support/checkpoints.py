@@ -33,10 +33,6 @@ def save(folder: Path, config, models, tokenizer, optimizer, progress: Progress)
     with folders.new_checkpoint(folder, progress.step) as unfinished:
         policy.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        if config.lora_rank:
-            from support.extras.lora import write_adapter
-
-            write_adapter(policy, unfinished / "adapter", config.model)
         trainer = unfinished / "trainer"
         trainer.mkdir()
         parameters, in_files = parameters_of(models, config)
