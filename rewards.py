@@ -29,7 +29,7 @@ MAX_TEXT = 10_000  # characters of an answer
 LARGEST_REWARD = 1e6
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
-EXTRAS = ("math_symbolic", "code", "code_strict", "judge:FOLDER")  # imported where they are named
+EXTRAS = ("math_symbolic", "code", "judge:FOLDER")  # imported where they are named
 
 
 def verifier(function: Callable) -> Callable:
@@ -662,7 +662,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             name, function = "judge", Judge(place.removeprefix("judge:"), device)
         elif place == "math_symbolic":
             from support.extras import answers  # noqa: F401 - it registers its verifier
-        elif place in ("code", "code_strict"):
+        elif place == "code":
             from support.extras import programs  # noqa: F401
         names = "" if ".py:" in place else f" or one of {', '.join([*VERIFIERS, *EXTRAS])}"
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function{names}"):

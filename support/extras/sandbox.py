@@ -33,13 +33,13 @@ NEEDED = ("seccomp",)  # without it a program could start others that nobody end
 
 
 def run_program(
-    source: str, given: str = "", name: str = "__main__", strict: bool = False, seconds: float = 0
+    source: str, given: str = "", name: str = "__main__", seconds: float = 0
 ) -> tuple[dict[str, bool], str | None]:
     """Return (layer -> whether it is there, output) of a program. Output is None if it failed.
 
     It fails if a signal ends it, if its exit status is not 0, at the end of its time, or without a
-    layer that is NEEDED (strict: without any layer). `given` is its input and `name` its __name__.
-    It has `seconds`, or CODE_SECONDS if 0."""
+    layer that is NEEDED. `given` is its input and `name` its __name__. It has `seconds`, or
+    CODE_SECONDS if 0."""
     import subprocess  # the child needs neither
     import tempfile
 
@@ -49,8 +49,7 @@ def run_program(
         tempfile.TemporaryFile("w+") as task,
         tempfile.TemporaryFile() as stdout,
     ):
-        needed = LAYERS if strict else NEEDED
-        settings = {"layers": LAYERS, "needed": needed, "folder": folder, "seconds": seconds}
+        settings = {"layers": LAYERS, "needed": NEEDED, "folder": folder, "seconds": seconds}
         json.dump({"source": source, "name": name, **settings}, task)
         end = task.tell()
         task.seek(0)
