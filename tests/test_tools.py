@@ -162,14 +162,12 @@ def test_a_stop_text_may_begin_in_an_earlier_turn(model):
         ("</c </c> > >", "</c>", ["</c </c>"]),
         ("c>>>c>", "c>", ["c>", "c>>>c>"]),
         ("a</c>b.", "</c>", ["a</c>b"]),  # one token holds more than the end
-        ("。a→b。→", "→", ["。a→", "。a→b。→"]),
-        ("。→é→", "→é", ["。→é"]),
         ("no such text > </b>", "</c>", []),
     ],
 )
 def test_it_is_asked_when_its_text_is_complete(text, after, expected):
     """Once each, whatever the tokens. Only after a token that may ask."""
-    tokenizer = byte_tokenizer([("Ã", "©"), (">", "b")])
+    tokenizer = byte_tokenizer([(">", "b")])
     turns = Turns(None, Tool(str, after), tokenizer)
     ids, asked = tokenizer.encode(text), []
     for count in range(1, len(ids) + 1):
@@ -242,6 +240,9 @@ def test_a_place_is_read_or_refused_in_one_sentence(tmp_path):
     ):
         sentence = refused(tmp_path / "runs", BASE, "--tool", place)
         assert words in sentence and "--tool" in sentence
+    # a task brings its tool where the model is its own
+    assert train.parse_flags(["--task", "calculator"]).tool == "calculator"
+    assert train.parse_flags(["--model", "models/tiny", "--data", "rows.jsonl"]).tool is None
 
 
 ALGORITHMS = [
@@ -268,11 +269,14 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
         forced = completions.lengths.sum() - completions.completion_mask.sum()
         assert forced > 0 and torch.equal(batch.mask, completions.completion_mask)
         row = metrics(plain.folder)[batch.step - 1]
-        assert row["tool_tokens"] == pytest.approx(float(forced / completions.lengths.sum()))
         rows = zip(completions.completion_mask.int().tolist(), completions.lengths.tolist())
         calls = [re.findall("0+", "".join(map(str, own[:length]))) for own, length in rows]
         assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls))
         assert row["tool_faults"] == 0
+
+    for text in [each["completion"] for each in metrics(plain.folder, "samples")]:
+        end = text.find("2") + 1  # the whole text is shown
+        assert end == 0 or (text[end : end + 2] == "=7"[: 16 - end]) == (end % 2 == 1)
 
     score, values = rollout.completion_logprobs, rollout.completion_values
 
@@ -289,17 +293,6 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     other = good(tmp_path / "other", flags)
     assert timeless(plain.folder) == timeless(other.folder)
     assert digests(plain.folder) == digests(other.folder)
-
-
-def test_a_run_with_experts_replays_them_around_replies_and_shows_the_whole_text(tmp_path):
-    folder = good(tmp_path, f"{WITH} --model models/moe --routing-replay --eval-every 1").folder
-    assert all(row["expert_flips"] < 0.5 and row["tool_calls"] > 0 for row in metrics(folder))
-    texts = [row["completion"] for row in metrics(folder, "samples")]
-    asked = [text for text in texts if "2" in text[:10]]
-    assert asked
-    for text in asked:
-        place = text.index("2") + 1
-        assert (text[place : place + 2] == "=7") == (place % 2 == 1)
 
 
 def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
@@ -324,12 +317,6 @@ def test_the_fault_of_another_process_is_known(model):
 def test_two_processes_with_a_tool_train_as_one(tmp_path):
     flags = f"{WITH} --algo gspo-token --reward pay.py:steps --steps 4 --lr 1e-4"
     alike(together(2, tmp_path / "several", flags), together(1, tmp_path / "one", flags))
-
-
-def test_a_task_brings_its_tool_where_the_model_is_its_own(stand):
-    assert train.parse_flags(["--task", "calculator"]).tool == "calculator"
-    assert train.parse_flags(["--task", "arithmetic"]).tool is None
-    assert train.parse_flags(["--model", "models/tiny", "--data", "rows.jsonl"]).tool is None
 
 
 @pytest.mark.slow

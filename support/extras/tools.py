@@ -81,8 +81,7 @@ class Turns:
         self.asking = []  # tokens that contain the trigger text, or start with an end of it
         for token in range(len(tokenizer)):
             text = self.read([token])
-            part = "\ufffd" in text and not tool.after.isascii()  # of a character
-            if part or tool.after in text or text.startswith(ends):
+            if tool.after in text or text.startswith(ends):
                 self.asking.append(token)
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
@@ -150,13 +149,11 @@ class Turns:
             return []
 
     def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
-        """Return replies per completion, the share of the tool's tokens, and the number of its
-        failures. `fault` has the first of them."""
+        """Return replies per completion and the number of failures. `fault` has the first."""
         failed = [fault for faults in ranks.gather(self.faults) for fault in faults]
         self.fault = failed[0] if failed else ""
         mask, lengths = samples.completion_mask, samples.lengths
         places = torch.arange(mask.shape[1], device=mask.device)
         replies = (places < lengths[:, None]) & ~mask
         begins = replies[:, 1:] & ~replies[:, :-1]  # the first token is always the policy's
-        calls, share = begins.sum() / len(mask), replies.sum() / lengths.sum()
-        return {"tool_calls": calls, "tool_tokens": share, "tool_faults": len(failed)}
+        return {"tool_calls": begins.sum() / len(mask), "tool_faults": len(failed)}
