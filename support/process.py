@@ -24,7 +24,8 @@ def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return the command of rollout.py that asks the trained model this prompt."""
+    """Return the command of rollout.py that asks the trained model this prompt, without control
+    characters."""
     *before, asked = messages_of(prompt)  # of a conversation, the last message
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
     if before and before[0]["role"] == "system":  # then --system was refused
@@ -34,18 +35,7 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
             command += [dashed(name), getattr(config, name)]
     for text in config.stop or []:
         command += ["--stop", text]
-    return " ".join(map(quoted, command))
-
-
-def quoted(word: str) -> str:
-    """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
-    if word.isprintable():
-        return shlex.quote(word)
-    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
-    for c in word:
-        if not c.isprintable() and c != "\n":
-            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
-    return f"$'{word.translate(str.maketrans(escaped))}'"
+    return "\n".join(map(printable, shlex.join(command).split("\n")))
 
 
 class StopSignal:
@@ -74,7 +64,7 @@ def fail(error: BaseException, ranks, config) -> int:
     status, sentence = explained
     named = config and config.name and status != 2
     if named and folders.checkpoints(Path(config.runs, config.name)):
-        run = f"--name {quoted(config.name)} --runs {quoted(config.runs)}"
+        run = shlex.join(["--name", config.name, "--runs", config.runs])
         sentence += f"; to continue: python train.py --resume {run}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:
