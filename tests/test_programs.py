@@ -52,7 +52,6 @@ CHOSEN = [
     '```python title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
-    "```python\n" + RIGHT + "```",
     "~~~python\n" + RIGHT + "\n~~~",
     "~~~\n" + RIGHT + "\n~~~\n",
     "As ```add``` is short:\n" + fenced(RIGHT),
@@ -83,6 +82,7 @@ NOT_CHOSEN = [
     f"<think>{fenced(RIGHT)}",
     fenced(RIGHT) + "```python\n",  # not closed
     fenced(RIGHT).replace("`", ""),
+    "```python\n" + RIGHT + "```",
     fenced(RIGHT).rpartition("```")[0],
     fenced(RIGHT.replace("add", "added")),
     fenced(SOLUTION.replace("a + b", "a - b")),

@@ -43,7 +43,7 @@ def boxed(answer):
 
 
 def fenced(source):
-    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
+    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone.\n"
 
 
 # ---- verdicts. In the tables a gold answer other than GOLD's follows an arrow

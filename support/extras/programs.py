@@ -80,7 +80,7 @@ def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
     return True
 
 
-FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*([\w+-]*)([^`~]*)")
+FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+-]*)[^`~]*")
 STATEMENT = re.compile(
     r"^[ \t]*(?:def|class|import|from|for|while|if|with|try|print|return)\b|^[ \t]*\w+ = ", re.M
 )
@@ -89,27 +89,24 @@ STATEMENT = re.compile(
 def last_program(text: str, wanted: str) -> str:
     """Return the source of the last fenced block of Python in which something `wanted` is.
 
-    Without such a block it is the last one. Blocks without a tag count only if no block has one. An
-    open block makes the result empty."""
+    Without such a block it is the last one. Blocks without a tag count only if no block has one. A
+    fence has a line of its own. An open block makes the result empty."""
     tagged, untagged = [], []
     fence, tag, lines = "", "", []
     for line in text.splitlines():
-        match = FENCE.search(line)
-        at_end = match and match.end() == len(line)
-        behind = at_end and match[2] + match[3].strip()  # a fence before a tag or text opens
-        closes = at_end and match[1].startswith(fence) and not behind
-        if fence and not closes:
-            lines.append(line)
-        elif fence:
-            lines.append(line[: match.start()])
+        stripped = line.strip()
+        opens = FENCE.fullmatch(stripped)
+        if fence and stripped.startswith(fence) and not stripped.strip(fence[0]):
             source = textwrap.dedent("\n".join(lines))
             if tag in ("python", "python3", "py", "py3"):
                 tagged.append(source)
             elif not tag and STATEMENT.search(source):  # no output of an example
                 untagged.append(source)
             fence = ""
-        elif at_end and (not match[3].strip() or line.lstrip().startswith(match[1])):
-            fence, tag, lines = match[1], match[2].lower(), []  # no ``` within a sentence
+        elif fence:
+            lines.append(line)
+        elif opens:
+            fence, tag, lines = opens[1], opens[2].lower(), []
     blocks = tagged or untagged
     if fence or not blocks:
         return ""
