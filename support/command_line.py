@@ -80,11 +80,7 @@ def check(field: dataclasses.Field, value) -> None:
     if value is None:
         return
     if isinstance(value, list):
-        texts = all(isinstance(text, str) and text for text in value)
-        need(texts, f"{name}: expected a text that is not empty")
-    if isinstance(value, str):
-        is_utf_8 = value == value.encode(errors="replace").decode()
-        need(is_utf_8, f"{name} {value!a}: expected UTF-8")
+        need(all(value), f"{name}: expected a text that is not empty")
     if isinstance(value, float):
         need(math.isfinite(value), f"{wrong}: expected a finite number")
     if rules["choices"]:

@@ -117,8 +117,6 @@ BAD_INPUT = [
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
     ("--runs file", "^error: file: "),
-    ("--runs=", "--runs: expected the name of a folder"),
-    ("--runs r\udcff", "--runs .*UTF-8"),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
 
@@ -249,8 +247,6 @@ def test_a_flag_takes_its_range_and_no_more(name):
 def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
     for words, expected in (([], ["a"]), (["--stop", "b", "--stop", "c"], ["b", "c"])):
         assert train.parse(train.Config, "", words, defaults={"stop": ["a"]}).stop == expected
-    with pytest.raises(UserError, match="--stop: expected a text"):
-        train.parse(train.Config, "", [], defaults={"stop": [1]})
 
 
 def test_help_has_every_flag_with_its_default(capsys):
