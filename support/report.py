@@ -1,4 +1,4 @@
-"""Write the page of a run: curves, a group inside an update, answers to held-out prompts, flags.
+"""Write the page of a run: curves, a group inside an update, answers to held-out prompts.
 
     python train.py --report runs/a runs/b
 
@@ -8,7 +8,7 @@ import html
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -79,11 +79,6 @@ def visible(value) -> str:
     """Return text as escaped HTML. Characters that hide or reorder text are shown by their code."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return html.escape("\n".join(map(printable, text.split("\n"))))
-
-
-def elements(name: str, pieces: Iterable[str]) -> str:
-    """Return an element around each piece of HTML."""
-    return "".join(f"<{name}>{piece}</{name}>" for piece in pieces)
 
 
 class Chart(NamedTuple):
@@ -187,7 +182,7 @@ def headline(story: Story) -> str:
         if texts:
             lines.append(f"held out {texts[0]} → {texts[-1]}")
     lines += [f"{start['date']}: {start['command']}" for start in story.starts]
-    return elements("div", map(visible, lines))
+    return "".join(f"<div>{visible(line)}</div>" for line in lines)
 
 
 def answers(story: Story) -> str:
@@ -210,18 +205,6 @@ def answers(story: Story) -> str:
     return f'<details open="">{"".join(parts)}</details>'
 
 
-def flag_table(stories: list[Story]) -> str:
-    """List the resolved flags of all runs, and mark those that differ."""
-    names = [visible(story.name) for story in stories]
-    lines = [f"<tr>{elements('th', ['flag', *names])}</tr>"]
-    for name in dict.fromkeys(name for story in stories for name in story.flags):
-        values = [visible(story.flags.get(name)) for story in stories]
-        look = "same" if len(set(values)) == 1 else "differs"
-        lines.append(f'<tr class="{look}">{elements("td", [visible(name), *values])}</tr>')
-    summary = "<summary>all flags; coloured if the runs differ</summary>"
-    return f'<details>{summary}<div class="wide"><table>{"".join(lines)}</table></div></details>'
-
-
 # completions are hostile: if one gets past visible(), the page still loads and runs nothing
 HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -240,13 +223,12 @@ def write_report(folders: list[Path], page: Path) -> list[str]:
         sentences = health(story.rows, story.flags) or ["nothing unhealthy"]
         said += [f"{story.name}: {sentence}" for sentence in sentences]
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
-        body += [headline(story), f"<ul>{elements('li', map(visible, sentences))}</ul>"]
+        body += [headline(story), *(f"<p>{visible(sentence)}</p>" for sentence in sentences)]
     figures = [chart_figure(metric, stories) for metric in CHARTS]
     body.append(f'<h2>Metrics</h2><div class="grid">{"".join(figures)}</div>')
     body += [inside_update(story) for story in stories if story.group]
     body += ["<h2>The same held-out prompts at every evaluation</h2>", *map(answers, stories)]
-    body.append(f"<h2>Flags</h2>{flag_table(stories)}</html>\n")
-    replace_text(page, "\n".join(body))
+    replace_text(page, "\n".join([*body, "</html>\n"]))
     return said
 
 
