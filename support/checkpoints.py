@@ -51,8 +51,7 @@ def newest(config) -> tuple[Path | None, Progress]:
     with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
         progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
     complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
-    page = f"for its report: python train.py --report {Path(config.runs, config.name)}"
-    need(progress.step < config.steps, f"--steps {config.steps}: {complete}; {page}")
+    need(progress.step < config.steps, f"--steps {config.steps}: {complete}")
     return saved, progress
 
 

@@ -58,7 +58,6 @@ CHOSEN = [
     "Between ``` and the like is code.\n" + fenced(RIGHT),
     # no output, no other language, nothing without a tag beside one with it
     "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
-    "```\nfrom operator import add\n```\n```\n3\n```\n",
     fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
     fenced(RIGHT) + "```\ndef add(a, b):\n    return 0\n```\n",
     # the one that defines the function, behind which an example may stand

@@ -81,9 +81,6 @@ def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
 
 
 FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+-]*)[^`~]*")
-STATEMENT = re.compile(
-    r"^[ \t]*(?:def|class|import|from|for|while|if|with|try|print|return)\b|^[ \t]*\w+ = ", re.M
-)
 
 
 def last_program(text: str, wanted: str) -> str:
@@ -100,7 +97,7 @@ def last_program(text: str, wanted: str) -> str:
             source = textwrap.dedent("\n".join(lines))
             if tag in ("python", "python3", "py", "py3"):
                 tagged.append(source)
-            elif not tag and STATEMENT.search(source):  # no output of an example
+            elif not tag:
                 untagged.append(source)
             fence = ""
         elif fence:

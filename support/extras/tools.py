@@ -37,7 +37,6 @@ def calculate(completion: str) -> str:
 
 
 TOOLS = {"calculator": Tool(calculate, after="</calc>")}
-LONGEST_REPLY = 100_000  # characters: to tokenise more takes time
 
 
 def parse_tool(place: str) -> Tool:
@@ -143,7 +142,7 @@ class Turns:
                 return []
             need(isinstance(said, str), f"it returned {said!r:.80}, which is no text")
             plain = {"add_special_tokens": False, "split_special_tokens": True}
-            return self.tokenizer.encode(said[:LONGEST_REPLY], **plain)
+            return self.tokenizer.encode(said, **plain)
         except (Exception, SystemExit) as error:  # a user's function may do anything
             self.faults.append(f"{reason(error)} on {text!r:.80}")
             return []
