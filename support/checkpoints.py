@@ -10,7 +10,7 @@ from torch import Tensor
 
 from support import folders
 from support.console import say
-from support.user import expecting, need
+from support.user import need
 
 
 @dataclasses.dataclass
@@ -48,15 +48,14 @@ def newest(config) -> tuple[Path | None, Progress]:
         say(f"resume: from {saved}" if saved else "resume: no checkpoint yet, from the start")
     if saved is None:
         return None, Progress()
-    with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
-        progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
+    progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
     complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
     need(progress.step < config.steps, f"--steps {config.steps}: {complete}")
     return saved, progress
 
 
 def restore(saved: Path, config, models, optimizer) -> None:
-    """Read the state that `save` wrote. Raise UserError if it is not that of these models."""
+    """Read the state that `save` wrote. UserError if --model is not the base of an adapter."""
     parameters, in_files = parameters_of(models, config)
     read_state(saved / "trainer/state.safetensors", parameters, in_files, optimizer)
     if config.lora_rank:
@@ -99,19 +98,16 @@ def write_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> 
 
 
 def read_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> None:
-    """Restore the state. Raise UserError if it is not that of these parameters."""
+    """Restore the state of these parameters."""
+    with safetensors.safe_open(path, "pt") as file:
+        entries = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
+        entries |= json.loads(file.metadata()["numbers"])
     saved = {name: {} for name in parameters}
-    with expecting(f"--resume: expected the state of this run in {path}"):
-        with safetensors.safe_open(path, "pt") as file:
-            entries = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
-            entries |= json.loads(file.metadata()["numbers"])
-        for entry, value in entries.items():
-            key, _, name = entry.rpartition(" ")
-            saved[name][key] = value
-        for name in sorted(parameters.keys() - in_files):
-            weights = saved[name].pop("weights")
-            need(weights.shape == parameters[name].shape, f"{name} has another shape")
-            parameters[name].data.copy_(weights)  # without the check it would broadcast
+    for entry, value in entries.items():
+        key, _, name = entry.rpartition(" ")
+        saved[name][key] = value
+    for name in sorted(parameters.keys() - in_files):
+        parameters[name].data.copy_(saved[name].pop("weights"))
     names = {parameter: name for name, parameter in parameters.items()}
     trained = [names[each] for group in optimizer.param_groups for each in group["params"]]
     state = {index: saved[name] for index, name in enumerate(trained)}

@@ -36,12 +36,11 @@ class Story(NamedTuple):
 
 def read_story(folder: Path) -> Story:
     """Read a run's folder."""
-    with expecting(f"{folder}: expected the files of a run"):
-        flags = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        starts = read_rows(folder / "starts.jsonl")
-        rows = read_rows(folder / "metrics.jsonl")
-        evaluations = read_rows(folder / "evaluations.jsonl")
-        group = read_group(folder / "samples.jsonl")
+    flags = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    starts = read_rows(folder / "starts.jsonl")
+    rows = read_rows(folder / "metrics.jsonl")
+    evaluations = read_rows(folder / "evaluations.jsonl")
+    group = read_group(folder / "samples.jsonl")
     return Story(folder.resolve().name, flags, starts, rows, evaluations, group)
 
 
