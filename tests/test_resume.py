@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import checkpoints, folders, report
+from support import folders, report
 from tools import (
     BASE,
     command_line,
@@ -399,9 +399,17 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
     assert not list(done.rglob("unfinished*"))
 
 
-def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path):
+def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path, monkeypatch):
     """A fork's second policy: its weights would be missing at --resume, much later."""
-    kept, forgotten = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([kept, forgotten], lr=0.1)
+    make_optimizer = train.make_optimizer
+
+    def with_another(config, models):
+        optimizer = make_optimizer(config, models)
+        forgotten = torch.nn.Parameter(torch.zeros(2))
+        optimizer.add_param_group({"params": [forgotten], "lr": 0.0, "initial_lr": 0.0})
+        optimizer.param_groups[-1]["norm_metric"] = "other_grad_norm"
+        return optimizer
+
+    monkeypatch.setattr(train, "make_optimizer", with_another)
     with pytest.raises(AssertionError, match="parameters_of"):
-        checkpoints.write_state(tmp_path / "state", {"policy.a": kept}, {"policy.a"}, optimizer)
+        launch(tmp_path, f"{BASE} --steps 1")
