@@ -206,26 +206,6 @@ def test_code_rewards_a_right_program():
     assert rewarded(SUMS, TEXTS) == [*SUMS]
 
 
-def test_code_has_a_writable_folder_of_bounded_size():
-    if not sandbox.run_program("")[0]["namespaces"]:
-        pytest.skip("no namespaces for unprivileged processes here")
-    source = """
-        import tempfile
-        written = 0
-        with tempfile.TemporaryFile() as file:
-            file.write(b'x')
-        try:
-            for name in range(1000):
-                with open(str(name), 'wb') as file:
-                    written += file.write(bytes(1 << 19))
-        except OSError:
-            print('full', written)"""
-    word, written = sandbox.run_program(textwrap.dedent(source))[1].split()
-    assert word == "full" and 1 << 19 <= int(written) < 32 * sandbox.CODE_BYTES
-    empty = "import os\nfor name in range(2000): os.mkdir(str(name))"  # memory, too
-    assert sandbox.run_program(empty)[1] is None
-
-
 @pytest.mark.slow
 def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     """Which is not charged for the start of the interpreter."""

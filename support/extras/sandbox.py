@@ -49,11 +49,11 @@ def run_program(
         tempfile.TemporaryFile("w+") as task,
         tempfile.TemporaryFile() as stdout,
     ):
-        settings = {"layers": LAYERS, "needed": NEEDED, "folder": folder, "seconds": seconds}
+        settings = {"layers": LAYERS, "needed": NEEDED, "seconds": seconds}
         json.dump({"source": source, "name": name, **settings}, task)
         end = task.tell()
         task.seek(0)
-        environment = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["MALLOC_ARENA_MAX"] = "1"  # else each thread sets much of the memory aside
         child = subprocess.Popen(
             [sys.executable, "-I", __file__, str(task.fileno())],
@@ -80,13 +80,10 @@ def run_program(
 # ---- the child -----------------------------------------------------------------------------------
 
 # unshare(2): its own namespaces
-CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
 CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
 CLONE_NEWUSER = 0x10000000  # users: an unprivileged process needs it for the others
 CLONE_NEWPID = 0x20000000  # processes
 CLONE_NEWNET = 0x40000000  # network
-# mount(2)
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 # prctl(2)
 PR_SET_PDEATHSIG = 1  # a signal when the parent dies. The program may not undo it
 PR_SET_SECCOMP = 22
@@ -100,7 +97,6 @@ LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
 LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version -> number of rights, in the latest 16
 READ = 0b00_0000_0000_1100  # to read files, to list folders
-WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
 # seccomp(2): programs of the classic packet filter, over a struct of the call
 SECCOMP_MODE_FILTER = 2
 CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct. An argument has 8 bytes
@@ -167,7 +163,8 @@ class Sandbox:
 
     def protect(self) -> None:
         if "namespaces" in self.layers:
-            self.own_namespaces()
+            spaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+            self.layers["namespaces"] = self.libc.unshare(spaces) == 0
         self.watch()
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         # of a trainer that runs as root, or of a namespace's owner
@@ -192,23 +189,6 @@ class Sandbox:
         program = compile(self.task["source"], "program.py", "exec")
         exec(program, {"__name__": self.task["name"]})
 
-    def own_namespaces(self) -> None:
-        user, group = os.getuid(), os.getgid()  # unknown in the new namespace
-        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
-        self.layers["namespaces"] = self.libc.unshare(flags) == 0
-        if not self.layers["namespaces"]:
-            return
-        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
-        with contextlib.suppress(OSError):  # a container may forbid it: then no file can be made
-            for name, text in maps.items():
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-        folder = self.task["folder"].encode()
-        options = f"size={16 * CODE_BYTES},nr_inodes=1000,mode=700".encode()
-        flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-        self.libc.mount(b"tmpfs", folder, b"tmpfs", flags, options)
-        os.chdir(folder)
-
     def watch(self) -> None:
         """Return in the second process only. The first ends with it, or when the time is over."""
         child_ends = {signal.SIGCHLD}
@@ -232,17 +212,14 @@ class Sandbox:
         os._exit(1)
 
     def restrict_files(self) -> None:
-        """Landlock: it may read Python's own folders, write its own folder, and nothing else."""
-        create, own_folder = LANDLOCK_CREATE_RULESET, self.task["folder"]
+        """Landlock: it may read Python's own folders, and nothing else."""
+        create = LANDLOCK_CREATE_RULESET
         version = self.libc.syscall(create, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
         every = (1 << LANDLOCK_RIGHTS.get(version, 16)) - 1
         ruleset = self.libc.syscall(create, struct.pack("Q", every), 8, 0)
-        rights = dict.fromkeys(self.readable_folders(), READ)
-        if os.path.ismount(own_folder):  # of bounded size
-            rights[own_folder] = READ | WRITE & every
-        for path in filter(os.path.isdir, rights):
+        for path in filter(os.path.isdir, self.readable_folders()):
             folder = os.open(path, os.O_PATH)
-            beneath = struct.pack("=Qi", rights[path], folder)
+            beneath = struct.pack("=Qi", READ, folder)
             self.libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, beneath, 0)
             os.close(folder)
         restricted = self.libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
