@@ -208,7 +208,6 @@ CHANGED = [  # the text of config.json, or some fields of it, words of the sente
     ("{", "config.json"),
     ("[1]", "config.json"),
     ({"lr": "fast"}, "config.json: TypeError"),
-    ({"algo": "gsop"}, "--algo"),
     ({"completions_per_update": 7}, "--completions-per-update 7"),
     ({"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
     ({}, "--model: a resumed run keeps its own, models/tiny", "--model models/moe"),
