@@ -1,5 +1,4 @@
-"""Sentences about problems and their usual remedies: of a step for the console, of a run for its
-page. docs/metrics.md has the numbers."""
+"""Sentences about problems and remedies: of a step for the console, of a run for its page."""
 
 import math
 from statistics import fmean, variance

@@ -1,5 +1,4 @@
-"""How a run ends: with its last lines, at a signal, with a sentence for a mistake, with a traceback
-for a bug."""
+"""How a run ends: last lines, signals, a sentence for a mistake, a traceback for a bug."""
 
 import os
 import shlex
@@ -24,8 +23,7 @@ def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return the command of rollout.py that asks the trained model this prompt, without control
-    characters."""
+    """Return the command that asks the trained model this prompt, without control characters."""
     *before, asked = messages_of(prompt)  # of a conversation, the last message
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
     if before and before[0]["role"] == "system":  # then --system was refused
@@ -39,8 +37,7 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
 
 
 class StopSignal:
-    """Asks the run to end after its step, with a checkpoint, at the first signal. The second ends
-    it at once."""
+    """Asks the run to end after its step, with a checkpoint. A second signal ends it at once."""
 
     def __init__(self):
         self.asked = False

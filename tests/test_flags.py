@@ -76,7 +76,6 @@ BAD_INPUT = [
     ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
     ("--ref-every 2", "--ref-every: .*--kl-coef"),
     ("--eval-data bad.jsonl", "--eval-data: .*--data"),
-    ("--overlong-cache 9", "--overlong-cache 9: .*--max-new-tokens"),
     ("--algo ppo --overlong-cache 4", "--overlong-cache: a critic"),
     ("--routing-replay", "--routing-replay: "),
     ("--algo opd", "--algo opd: needs a --teacher"),

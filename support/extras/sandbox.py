@@ -232,8 +232,7 @@ class Sandbox:
         return [*modules, "/lib", "/lib64", "/usr/lib"]
 
     def refuse_calls(self) -> None:
-        """seccomp: refuse the calls above, report newer ones as unknown, and kill the process on a
-        call of another architecture."""
+        """seccomp: refuse the calls above and newer ones. One of another architecture kills."""
         machine = os.uname().machine
         if machine not in MACHINES:
             return

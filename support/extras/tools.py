@@ -3,8 +3,8 @@
     --tool calculator                    answers <calc>12*34</calc> with =408
     --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
 
-The tool's reply is appended, and the policy continues. The tokens of the reply are no actions of
-the policy: `completion_mask` excludes them from ratios, KL, entropy and gradients."""
+The tool's reply is appended, and the policy continues. The reply's tokens are no actions of the
+policy: `completion_mask` excludes them."""
 
 import re
 from collections.abc import Callable
@@ -28,9 +28,7 @@ class Tool(NamedTuple):
 
 
 def calculate(completion: str) -> str:
-    """Return `=408` for `<calc>12*34</calc>`, or `=?` for other calls.
-
-    A call is two short numbers with + - or * between them. A completion may hold anything."""
+    """Return `=408` for `<calc>12*34</calc>`, or `=?` if it is no operation of short numbers."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
     is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
     return f"={whole_value(call)}" if is_operation else "=?"
