@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -79,7 +80,7 @@ def not_resumed(runs, flags="") -> str:
 
 
 RESUMED = {  # flags, the step in which the signal comes
-    "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl", 3),
+    "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl --stop 2; --stop #", 3),
     "ppo": ("--algo ppo --kl-coef 0.1 --ref-every 2", 3),
     "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 2),
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
@@ -192,15 +193,6 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     same_run(whole, folder)
 
 
-def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
-    """A checkpoint that lost files is skipped."""
-    folder = good(tmp_path / "one", f"{BASE} --save-every 1").folder
-    whole = shutil.copytree(folder, tmp_path / "whole")
-    shutil.rmtree(folder / "checkpoints/step-2/trainer")
-    resumed(tmp_path / "one")
-    same_run(whole, folder)
-
-
 # ---- changed files
 
 
@@ -267,7 +259,6 @@ class Counting(torch.optim.SGD):
 
 OPTIMIZERS = {
     "sgd with momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adamw": functools.partial(torch.optim.AdamW, fused=True, amsgrad=True),
     "adafactor": torch.optim.Adafactor,  # a row and a column for a matrix
     "numbers": Counting,
 }
@@ -299,8 +290,6 @@ def test_another_optimizer_continues_to_the_same_bits(kind, tmp_path, monkeypatc
 
 def mortal_run(arguments, die_at, limit):
     """Run train.main. Die at its die_at-th access to the disk, or limit the size of files."""
-    import resource  # unix only
-
     accesses = itertools.count(1)
 
     def mortal(function):
@@ -325,7 +314,6 @@ def saved_steps(folder) -> int:
     return int(found[-1].name[5:]) if found else 0
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs fork and signals")
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kills, tmp_path):
     """SIGKILL comes at random moments, half of them between two disk accesses of a checkpoint. An
@@ -379,7 +367,6 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
     assert names == {"step-3", "step-4"}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
 @pytest.mark.parametrize("limit", [100_000, 3_000])
 def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done, tmp_path):
     """A limit of file sizes replaces the full disk. First the weights do not fit, then not even the
