@@ -61,8 +61,7 @@ def newest(config) -> tuple[Path | None, Progress]:
     if saved is None:
         return None, Progress()
     progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
-    need(progress.step < config.steps, f"--steps {config.steps}: {complete}")
+    need(progress.step < config.steps, f"--steps {config.steps}: {saved} has them already")
     return saved, progress
 
 

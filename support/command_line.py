@@ -8,16 +8,13 @@ import typing
 
 from support.user import UserError, dashed, did_you_mean, need
 
-RULES = ("heading", "low", "above", "high", "choices", "needs")
-
 
 def flag(default, help: str, **rules):
     """Return a dataclass field that is a flag. A default of None means: something else decides.
 
     heading starts a section of --help. low and high are bounds that are allowed, above is one that
     is not. choices are the values. needs names a flag without which this one does nothing."""
-    metadata = dict.fromkeys(RULES) | rules | {"help": help}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=rules | {"help": help})
 
 
 def parse(kind: type, description: str, arguments: list[str], *, defaults=None, elsewhere=None):
@@ -30,7 +27,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
     fields = dataclasses.fields(kind)
     group = parser
     for field in fields:
-        if field.metadata["heading"]:
+        if field.metadata.get("heading"):
             group = parser.add_argument_group(field.metadata["heading"])
         options = {"help": field.metadata["help"], "default": argparse.SUPPRESS}
         if field.default is not None:
@@ -40,7 +37,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
             options["action"] = argparse.BooleanOptionalAction
         elif value_type == list[str]:
             options |= {"action": "append", "metavar": "STR"}
-        elif field.metadata["choices"]:
+        elif "choices" in field.metadata:
             options["choices"] = field.metadata["choices"]
         else:
             options |= {"type": value_type, "metavar": value_type.__name__.upper()}
@@ -75,9 +72,9 @@ def check(field: dataclasses.Field, value) -> None:
         return
     if isinstance(value, list):
         need(all(value), f"{name}: expected a text that is not empty")
-    if rules["low"] is not None:
+    if "low" in rules:
         need(value >= rules["low"], f"{wrong}: expected at least {rules['low']}")
-    if rules["above"] is not None:
+    if "above" in rules:
         need(value > rules["above"], f"{wrong}: expected a number above {rules['above']}")
-    if rules["high"] is not None:
+    if "high" in rules:
         need(value <= rules["high"], f"{wrong}: expected at most {rules['high']}")

@@ -105,7 +105,6 @@ CHARTS = {
     "grad_norm": Chart("before clipping. Steady"),
     "tool_calls": Chart("replies of --tool in a completion", 0, 1),
     "teacher_kl": Chart("nats to the teacher. Falls"),
-    "seconds_step": Chart("without evaluations", form=",.4g"),
 }
 
 

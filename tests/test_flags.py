@@ -218,7 +218,8 @@ def given(name: str, value):
 def test_a_flag_takes_its_range_and_no_more(name):
     """Every number has a bound. Values within it are accepted. Values beyond it, and words that are
     no number, are refused by name."""
-    kind, limits = kinds_of(FIELDS[name])[0], FIELDS[name].metadata
+    kind = kinds_of(FIELDS[name])[0]
+    limits = dict.fromkeys(("choices", "low", "above", "high")) | FIELDS[name].metadata
     right, wrong = [], []
     if limits["choices"]:
         right, wrong = [limits["choices"][0]], ["nonsense"]

@@ -65,8 +65,7 @@ def passes_calls(text: str, name: str, arguments: tuple, results: tuple) -> bool
 
 def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
     """Run each case of input and output in a process of its own."""
-    are_texts = all(isinstance(part, str) for part in inputs + outputs)
-    need(are_texts, "an input or output is no string")
+    need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is no text")
     source = last_program(text, r"\b(?:input|stdin|open)\b")
     left = sandbox.CODE_SECONDS
     for given, expected in zip(inputs, outputs):

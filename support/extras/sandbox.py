@@ -115,7 +115,7 @@ REFUSED = """
     # reaches other processes
     kill 62/129, tkill 200/130, rt_sigqueueinfo 129/138, rt_tgsigqueueinfo 297/240, ptrace 101/117
     process_vm_readv 310/270, process_vm_writev 311/271, kcmp 312/272, setpriority 141/140
-    ioprio_set 251/30, sched_setparam 142/118, sched_setscheduler 144/119
+    ioprio_set 251/30, tgkill 234/131, sched_setparam 142/118, sched_setscheduler 144/119
     sched_setaffinity 203/122, sched_setattr 314/274, migrate_pages 256/238, move_pages 279/239
     # reaches the network, or a service by a socket in the file system
     socket 41/198
@@ -135,8 +135,7 @@ REFUSED = """
     # reaches bugs of the kernel, and no honest program needs it
     bpf 321/280, perf_event_open 298/241, userfaultfd 323/282, syslog 103/116, io_setup 206/0
     # some arguments are harmless: see refuse_calls
-    clone 56/220, tgkill 234/131, prlimit64 302/261, ioctl 16/29, socketpair 53/199, fcntl 72/25
-    prctl 157/167
+    clone 56/220, prlimit64 302/261, ioctl 16/29, socketpair 53/199, fcntl 72/25, prctl 157/167
 """  # calls, and their numbers on x86_64 and aarch64
 MAX_THREADS = 256  # no limit of the kernel counts threads without forbidding them
 WATCH_SECONDS = 0.02  # between two counts
@@ -153,13 +152,12 @@ class Sandbox:
     """The child's side of `run_program`: two processes, of which `watch` keeps the first.
 
     The second gives up its rights, becomes the program, and ends with the first. In a namespace
-    it is process 1: if it ends, so do all others, and it ignores signals that it sends itself.
-    `layers` says which protections are there."""
+    it is process 1: if it ends, so do all others, and it ignores signals that it sends itself."""
 
     def __init__(self, task: dict):
         self.task = task
         self.libc = ctypes.CDLL(None)
-        self.layers = dict.fromkeys(task["layers"], False)
+        self.layers = dict.fromkeys(task["layers"], False)  # which of them are there
 
     def protect(self) -> None:
         if "namespaces" in self.layers:
@@ -238,7 +236,6 @@ class Sandbox:
             return
         harmless = {  # call -> an argument, and the test of it that one of the values must pass
             "clone": (0, HAS_BITS, [0x00010000]),  # CLONE_THREAD
-            "tgkill": (0, EQUAL, [os.getpid()]),  # abort()
             "prlimit64": (0, EQUAL, [0]),  # its own limits
             "prctl": (0, AT_LEAST, [PR_SET_PDEATHSIG + 1]),  # it dies with `watch`
             # copies of descriptors, their flags, locks of files, but no signals to processes

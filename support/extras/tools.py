@@ -48,32 +48,27 @@ def parse_tool(place: str) -> Tool:
         return Tool(function_of(where), after)
 
 
-NO_TOKEN = 2**31 - 1  # padding in which no stop text is found
-
-
 def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
     """Return the first length above start at which a completion ends with a stop text, which may
     have begun in an earlier turn."""
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
-    aligned = {"padding_side": "left", "padding_value": NO_TOKEN}
-    ends = stops(pad_sequence(beginnings, batch_first=True, **aligned)).nonzero()
+    no_token = 2**31 - 1  # in this padding no stop text is found
+    ends = stops(pad_sequence(beginnings, True, no_token, padding_side="left")).nonzero()
     return start + 1 + int(ends[0]) if len(ends) else None
 
 
 class Turns:
     """Replace rollout.generate by one with a tool.
 
-    `generate` also stops at tokens that may complete the trigger text. It is called again with the
-    replies until all completions have ended."""
+    It also stops at tokens that may complete the trigger text, and goes on with the replies."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate = generate
         self.tool = tool
         self.tokenizer = tokenizer
         self.faults: list[str] = []  # errors of the tool in this process and step
-        self.fault = ""  # the first of all processes
         ends = tuple(tool.after[start:] for start in range(len(tool.after)))
         self.asking = []  # tokens that contain the trigger text, or start with an end of it
         for token in range(len(tokenizer)):
@@ -145,7 +140,7 @@ class Turns:
             return []
 
     def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
-        """Return replies per completion and the number of failures. `fault` has the first."""
+        """Return replies per completion and the number of failures. `fault` is the first, or ""."""
         failed = [fault for faults in ranks.gather(self.faults) for fault in faults]
         self.fault = failed[0] if failed else ""
         mask, lengths = samples.completion_mask, samples.lengths
