@@ -15,9 +15,8 @@ from support.user import UserError, dashed
 def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
     """Print the last lines of a run, whose last step has this row."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
-    before = percent(progress.before)
     after = percent({name: row[name] for name in row if name.startswith("eval_")})
-    say(f"held out: {before} -> {after}, in {duration(progress.seconds)}")
+    say(f"held out: {percent(progress.before)} -> {after}, in {duration(progress.seconds)}")
     say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
     say(command_to_try(checkpoint, config, prompt))
 

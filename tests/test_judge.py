@@ -89,7 +89,7 @@ def test_it_reads_its_own_chat_template(model, folder):
     prompts = ["3+4=", [*messages, {"role": "user", "content": "5"}]]
     plain = Judge(str(folder), "cpu")
     assert plain.text(prompts[0], "7") == "3+4=7"
-    expected = "user: 3\n\nassistant: 4\n\nuser: 56"
+    expected = "user: 3\n\nassistant: 4\n\nuser: 5\n\nassistant: 6"
     assert plain.text(prompts[1], "6") == expected
 
     tokenizer = AutoTokenizer.from_pretrained(folder)

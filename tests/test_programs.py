@@ -48,12 +48,10 @@ CHOSEN = [
     # a block of Python, whatever its tag and its fence
     "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
     "```py\n" + RIGHT + "\n```",
-    "```Python\r\n" + RIGHT + "\r\n```",
     '```python title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
     "~~~python\n" + RIGHT + "\n~~~",
-    "~~~\n" + RIGHT + "\n~~~\n",
     "As ```add``` is short:\n" + fenced(RIGHT),
     "Between ``` and the like is code.\n" + fenced(RIGHT),
     # no output, no other language, nothing without a tag beside one with it
@@ -67,9 +65,6 @@ CHOSEN = [
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
     fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
     fenced(RIGHT) + fenced("add (1, 2) == 4"),
-    fenced(RIGHT) + fenced("def added(): pass"),
-    fenced("import math") + fenced("from operator import add"),
-    fenced("add = lambda a, b: a + b") + EXAMPLE,
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
     BROKEN_HELPER + fenced(RIGHT),  # earlier blocks do not run
@@ -277,25 +272,11 @@ ATTACKS = {  # each would be rewarded if the verifier trusted the child
         def add(a, b):
             return 0""",
     "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
-    "patched input": """
-        import builtins
-        builtins.input = lambda: '[]'
-        def add(a, b):
-            return 0""",
     "garbage collector": """
         import gc
         def add(a, b):
             pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
             return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
-    "open files": """
-        import os
-        def add(a, b):
-            for number in range(64):
-                try:
-                    print(os.pread(number, 10000, 0))
-                except OSError:
-                    pass
-            return 0""",
     "a thread that goes on": """
         import threading, time
         def later():

@@ -136,15 +136,10 @@ def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
-    for name, content, words in (
-        ("metrics.jsonl", '{"step": 1}\n', "KeyError"),
-        ("starts.jsonl", '{"date": "2026{"date"\n', "JSONDecodeError"),
-        ("evaluations.jsonl", '{"step": 1}\n', "KeyError: 'prompt'"),
-    ):
-        run = write_run(tmp_path / name, [step_row(1)])
-        (run / name).write_text(content)
-        with pytest.raises(UserError, match=f"^--report .*: cannot make a page .*{words}"):
-            report.main([str(run)])
+    run = write_run(tmp_path / "run", [step_row(1)])
+    (run / "evaluations.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="^--report .*: cannot make a page .*KeyError: 'prompt'"):
+        report.main([str(run)])
     with pytest.raises(UserError, match="FileNotFoundError: .*none/config.json"):
         report.main([str(run / "none")])
 

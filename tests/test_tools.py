@@ -1,7 +1,6 @@
 """A tool that answers in the middle of a completion: the model reads its reply, which is no action
 of the policy's."""
 
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 import gspo
 import rollout
 import train
-from support import tasks
 from test_ranks import alike, together
 from tools import (
     BASE,
@@ -315,14 +313,3 @@ def test_the_fault_of_another_process_is_known(model):
 def test_two_processes_with_a_tool_train_as_one(tmp_path):
     flags = f"{WITH} --algo gspo-token --reward pay.py:steps --steps 4 --lr 1e-4"
     alike(together(2, tmp_path / "several", flags), together(1, tmp_path / "one", flags))
-
-
-@pytest.mark.slow
-def test_the_tiny_policy_learns_to_use_the_calculator(tmp_path, monkeypatch):
-    """In 8 steps (in 50 it solves nearly all)."""
-    monkeypatch.setattr(tasks, "WARM_STEPS", 560)
-    flags = "--task calculator --steps 8 --name run --eval-samples 0 --eval-every 0"
-    rows = metrics(good(tmp_path, flags, small=False).folder)
-    assert rows[0]["solved"] < 0.25 and rows[0]["tool_calls"] < 0.6
-    assert rows[-1]["solved"] > 0.4 and rows[-1]["tool_calls"] > 1
-    assert all(math.isfinite(row["grad_norm"]) for row in rows)
