@@ -265,12 +265,6 @@ ATTACKS = {  # each would be rewarded if the verifier trusted the child
         atexit.register(lambda: print('[true, true]'))
         def add(a, b):
             return 0""",
-    "every small answer": """
-        import itertools
-        for pair in itertools.product(range(3), repeat=2):
-            print(list(pair))
-        def add(a, b):
-            return 0""",
     "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
     "garbage collector": """
         import gc
