@@ -27,7 +27,7 @@ from support.user import UserError, did_you_mean, expecting, function_of, need, 
 MAX_TEXT = 10_000  # characters of an answer
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
-EXTRAS = ("math_symbolic", "code", "code_strict", "judge:FOLDER")  # imported where they are named
+EXTRAS = ("math_symbolic", "code", "judge:FOLDER")  # imported where they are named
 
 
 def verifier(function: Callable) -> Callable:
@@ -550,7 +550,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             name, function = "judge", Judge(place.removeprefix("judge:"), device)
         elif place == "math_symbolic":
             from support.extras import answers  # noqa: F401 - it registers its verifier
-        elif place in ("code", "code_strict"):
+        elif place == "code":
             from support.extras import programs  # noqa: F401
         known = [*VERIFIERS, *EXTRAS]
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function or {known}"):

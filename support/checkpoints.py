@@ -10,7 +10,7 @@ from torch import Tensor
 
 from support import folders
 from support.console import say
-from support.user import expecting, need
+from support.user import need
 
 
 @dataclasses.dataclass
@@ -28,19 +28,27 @@ class Progress:
 
 
 def save(folder: Path, config, models, tokenizer, optimizer, progress: Progress) -> None:
-    """Write checkpoints/step-N in Hugging Face layout, with trainer/ for --resume."""
-    policy = models.policy.module
-    with folders.new_checkpoint(folder, progress.step) as unfinished:
-        policy.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        if config.lora_rank:
-            from support.extras.lora import write_adapter
+    """Write checkpoints/step-N in Hugging Face layout, with trainer/ for --resume.
 
-            write_adapter(policy, unfinished / "adapter", config.model)
+    The state has, by a parameter's name, all that the optimiser keeps of it, as `KEY NAME`, and
+    `weights NAME` if the policy's own files lack it. Learning rates come from the flags."""
+    parameters, in_files = parameters_of(models, config)
+    trained = {each for group in optimizer.param_groups for each in group["params"]}
+    assert trained <= set(parameters.values()), "a trained model is missing in parameters_of"
+    tensors, numbers = {}, {}
+    for name, parameter in parameters.items():
+        if name not in in_files:
+            tensors[f"weights {name}"] = parameter.data
+        for key, value in optimizer.state.get(parameter, {}).items():
+            kept = tensors if isinstance(value, Tensor) else numbers
+            kept[f"{key} {name}"] = value
+    with folders.new_checkpoint(folder, progress.step) as unfinished:
+        models.policy.module.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
         trainer = unfinished / "trainer"
         trainer.mkdir()
-        parameters, in_files = parameters_of(models, config)
-        write_state(trainer / "state.safetensors", parameters, in_files, optimizer)
+        state = trainer / "state.safetensors"
+        safetensors.torch.save_file(tensors, state, {"numbers": json.dumps(numbers)})
         folders.write_json(trainer / "progress.json", dataclasses.asdict(progress))
 
 
@@ -52,18 +60,28 @@ def newest(config) -> tuple[Path | None, Progress]:
         say(f"resume: from {saved}" if saved else "resume: no checkpoint yet, from the start")
     if saved is None:
         return None, Progress()
-    with expecting(f"--resume: expected the state of the run in {saved}/trainer/progress.json"):
-        progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
-    page = f"for its report: python train.py --report {Path(config.runs, config.name)}"
-    need(progress.step < config.steps, f"--steps {config.steps}: {complete}; {page}")
+    progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
+    need(progress.step < config.steps, f"--steps {config.steps}: {saved} has them already")
     return saved, progress
 
 
 def restore(saved: Path, config, models, optimizer) -> None:
-    """Read the state that `save` wrote. Raise UserError if it is not that of these models."""
+    """Read the state that `save` wrote. UserError if --model is not the base of an adapter."""
     parameters, in_files = parameters_of(models, config)
-    read_state(saved / "trainer/state.safetensors", parameters, in_files, optimizer)
+    with safetensors.safe_open(saved / "trainer/state.safetensors", "pt") as file:
+        entries = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
+        entries |= json.loads(file.metadata()["numbers"])
+    state = {name: {} for name in parameters}
+    for entry, value in entries.items():
+        key, _, name = entry.rpartition(" ")
+        state[name][key] = value
+    for name in sorted(parameters.keys() - in_files):
+        parameters[name].data.copy_(state[name].pop("weights"))
+    names = {parameter: name for name, parameter in parameters.items()}
+    trained = [names[each] for group in optimizer.param_groups for each in group["params"]]
+    by_index = {index: state[name] for index, name in enumerate(trained)}
+    # the optimiser moves and casts what it loads, and keeps the groups that it has
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": by_index})
     if config.lora_rank:
         from support.extras.lora import check_base
 
@@ -86,39 +104,3 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
             names.setdefault(parameter, f"{part}.{name}")
     parameters = {name: parameter for parameter, name in names.items()}
     return parameters, {f"policy.{name}" for name in modules["policy"].state_dict()}
-
-
-def write_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> None:
-    """Save by a parameter's name all that the optimiser keeps of it, as `KEY NAME`, and `weights
-    NAME` if the policy's own files lack it. Learning rates come from the flags."""
-    tensors, numbers = {}, {}
-    trained = {each for group in optimizer.param_groups for each in group["params"]}
-    assert trained <= set(parameters.values()), "a trained model is missing in parameters_of"
-    for name, parameter in parameters.items():
-        if name not in in_files:
-            tensors[f"weights {name}"] = parameter.data
-        for key, value in optimizer.state.get(parameter, {}).items():
-            kept = tensors if isinstance(value, Tensor) else numbers
-            kept[f"{key} {name}"] = value
-    safetensors.torch.save_file(tensors, path, {"numbers": json.dumps(numbers)})
-
-
-def read_state(path: Path, parameters: dict, in_files: set[str], optimizer) -> None:
-    """Restore the state. Raise UserError if it is not that of these parameters."""
-    saved = {name: {} for name in parameters}
-    with expecting(f"--resume: expected the state of this run in {path}"):
-        with safetensors.safe_open(path, "pt") as file:
-            entries = {entry: file.get_tensor(entry) for entry in file.keys()}  # noqa: SIM118
-            entries |= json.loads(file.metadata()["numbers"])
-        for entry, value in entries.items():
-            key, _, name = entry.rpartition(" ")
-            saved[name][key] = value
-        for name in sorted(parameters.keys() - in_files):
-            weights = saved[name].pop("weights")
-            need(weights.shape == parameters[name].shape, f"{name} has another shape")
-            parameters[name].data.copy_(weights)  # without the check it would broadcast
-    names = {parameter: name for name, parameter in parameters.items()}
-    trained = [names[each] for group in optimizer.param_groups for each in group["params"]]
-    state = {index: saved[name] for index, name in enumerate(trained)}
-    # the optimiser moves and casts what it loads, and keeps the groups that it has
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

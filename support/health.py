@@ -1,5 +1,4 @@
-"""Sentences about problems and their usual remedies: of a step for the console, of a run for its
-page. docs/metrics.md has the numbers."""
+"""Sentences about problems and remedies: of a step for the console, of a run for its page."""
 
 import math
 from statistics import fmean, variance
@@ -15,11 +14,6 @@ def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str
     sentences = {}
     if row["truncated"] > MANY:
         sentences["truncated"] = TRUNCATED.format(row["truncated"])
-    groups = round(row["prompts_drawn"])
-    kept = round(groups * (1 - row["dead"]))
-    if config.dynamic_sampling and kept < config.prompts_per_step:
-        few = f"{kept} of {groups} groups have different rewards"
-        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
     if faults:
         sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
     same_weights = config.dtype == "float32" and config.stale_steps == 1
@@ -34,7 +28,7 @@ def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str
     return sentences
 
 
-def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
+def health(rows: list[dict], flags: dict) -> list[str]:
     """Return sentences about the last steps, a problem and its remedy."""
     if not rows:
         return ["no step is done yet"]
@@ -42,18 +36,13 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
     names = {name for row in recent for name in row}  # a step of dead groups has fewer
     now = {name: fmean(row[name] for row in recent if name in row) for name in names}
     found = []
-    dead = now["dead"]
-    right = now.get("dead_right", 0.0)
+    dead, right = now["dead"], now.get("dead_right", 0.0)
     if right > 0.9:
         found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
     elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
         found.append(f"{dead:.0%} of groups are dead: take easier prompts or a larger --group-size")
-    if now["verifier_faults"] > 0:
-        found.append("a verifier fails, and its reward is 0: the console has the error")
     if now["truncated"] > MANY:
         found.append(TRUNCATED.format(now["truncated"]))
-    if rows[-1]["step"] < flags["warmup_steps"]:
-        found.append("the learning rate still warms up (--warmup-steps): wait")
 
     completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
@@ -65,11 +54,9 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
             found.append("nothing is clipped: the policy hardly moves. Raise --lr")
         if clipped > 0.95 * (1 - 1 / updates):  # the first update clips nothing
             found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
-    if now["bad_updates"] > 0:
-        found.append("updates were skipped because of NaN or inf: lower --lr")
     if now.get("entropy", 1.0) < 0.01 and now.get("solved", 0.0) < 0.9:
         found.append("exploration ended, the entropy is near 0: lower --lr or use --entropy-coef")
-    return found + of_reward(rows, now, flags) + of_format(rows, before)
+    return found + of_reward(rows, now, flags)
 
 
 def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
@@ -91,13 +78,3 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     change = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
     best = "below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
     return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is the usual cause: {best}"]
-
-
-def of_format(rows: list[dict], before: dict | None) -> list[str]:
-    """Say how much of a rise of eval_solved since `before`, the first evaluation, is format."""
-    strict, lenient = "eval_solved", "eval_solved_lenient"
-    gaps = [row[lenient] - row[strict] for row in [before or {}, *rows] if lenient in row]
-    if not gaps or gaps[0] - gaps[-1] <= 0.1:
-        return []
-    change = f"{lenient} - {strict} went from {gaps[0]:.0%} to {gaps[-1]:.0%}"
-    return [f"a rise of {strict} alone is format, not ability: {change}"]

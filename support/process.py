@@ -1,5 +1,4 @@
-"""How a run ends: with its last lines, at a signal, with a sentence for a mistake, with a traceback
-for a bug."""
+"""How a run ends: last lines, signals, a sentence for a mistake, a traceback for a bug."""
 
 import os
 import shlex
@@ -16,15 +15,14 @@ from support.user import UserError, dashed
 def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
     """Print the last lines of a run, whose last step has this row."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
-    before = percent(progress.before)
     after = percent({name: row[name] for name in row if name.startswith("eval_")})
-    say(f"held out: {before} -> {after}, in {duration(progress.seconds)}")
+    say(f"held out: {percent(progress.before)} -> {after}, in {duration(progress.seconds)}")
     say(f"the model is in {checkpoint}, the report in {folder}/report.html; try it:")
     say(command_to_try(checkpoint, config, prompt))
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return the command of rollout.py that asks the trained model this prompt."""
+    """Return the command that asks the trained model this prompt, without control characters."""
     *before, asked = messages_of(prompt)  # of a conversation, the last message
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
     if before and before[0]["role"] == "system":  # then --system was refused
@@ -34,23 +32,11 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
             command += [dashed(name), getattr(config, name)]
     for text in config.stop or []:
         command += ["--stop", text]
-    return " ".join(map(quoted, command))
-
-
-def quoted(word: str) -> str:
-    """Quote a word for bash or zsh, without control characters: a line break is $'\\n'."""
-    if word.isprintable():
-        return shlex.quote(word)
-    escaped = {"\\": "\\\\", "'": "\\'", "\n": "\\n"}
-    for c in word:
-        if not c.isprintable() and c != "\n":
-            escaped[c] = "".join(f"\\x{byte:02x}" for byte in c.encode(errors="replace"))
-    return f"$'{word.translate(str.maketrans(escaped))}'"
+    return "\n".join(map(printable, shlex.join(command).split("\n")))
 
 
 class StopSignal:
-    """Asks the run to end after its step, with a checkpoint, at the first signal. The second ends
-    it at once."""
+    """Asks the run to end after its step, with a checkpoint. A second signal ends it at once."""
 
     def __init__(self):
         self.asked = False
@@ -74,7 +60,7 @@ def fail(error: BaseException, ranks, config) -> int:
     status, sentence = explained
     named = config and config.name and status != 2
     if named and folders.checkpoints(Path(config.runs, config.name)):
-        run = f"--name {quoted(config.name)} --runs {quoted(config.runs)}"
+        run = shlex.join(["--name", config.name, "--runs", config.runs])
         sentence += f"; to continue: python train.py --resume {run}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:

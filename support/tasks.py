@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import tokenizers
+import torch
+import transformers
+
 from support.console import say
 from support.data import is_held_out
 from support.user import expecting
@@ -73,7 +77,6 @@ def chain_problem(rng: random.Random, operations: tuple[int, int]) -> dict:
 
 def chains(operations: tuple[int, int]) -> Task:
     """Return the task of long chains. operations: fewest and most of a chain."""
-    # answers of 40, 80, 170, 340 tokens: (6, 7), (12, 15), (24, 32), (48, 62)
     return Task(
         problem=lambda rng: chain_problem(rng, operations),
         demonstration=lambda row, rng: solve(row["prompt"], CHAINS_WRONG, rng),
@@ -193,12 +196,7 @@ WARM_LR = 3e-3
 
 
 def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
-    """Return the folder of a built-in policy with a token per character. It is made once. seed: of
-    its demonstrations and of its first weights."""
-    import tokenizers
-    import torch
-    import transformers
-
+    """Return the folder of a policy with a token per character, made once for a recipe."""
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     words = {word: i for i, word in enumerate([*special.values(), *task.alphabet])}
     config = transformers.AutoConfig.for_model(
@@ -263,9 +261,6 @@ def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dic
 
 def warm_start(config, tokenizer, shown: list[dict], seed: int):
     """Train a policy on demonstrations: it writes answers in the right form, and many are wrong."""
-    import torch
-    import transformers
-
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)

@@ -40,9 +40,6 @@ TEXTS = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}  # as ADD, for programs t
 WRONG = RIGHT.replace("a + b", "0")
 SOLUTION = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
 EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
-HELPER = fenced("def helper(a, b):\n    return total([a, b])")
-TOTAL = fenced("import math\n\ndef total(numbers):\n    return sum(numbers)")
-USES = fenced("def add(a, b):\n    return helper(a, b)")
 BROKEN_HELPER = fenced("def helper(a, b):\n    return 0\n1 / 0")
 CHOSEN = [
     # the last one
@@ -51,18 +48,14 @@ CHOSEN = [
     # a block of Python, whatever its tag and its fence
     "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
     "```py\n" + RIGHT + "\n```",
-    "```Python\r\n" + RIGHT + "\r\n```",
     '```python title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
-    "```python\n" + RIGHT + "```",
     "~~~python\n" + RIGHT + "\n~~~",
-    "~~~\n" + RIGHT + "\n~~~\n",
     "As ```add``` is short:\n" + fenced(RIGHT),
     "Between ``` and the like is code.\n" + fenced(RIGHT),
     # no output, no other language, nothing without a tag beside one with it
     "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
-    "```\nfrom operator import add\n```\n```\n3\n```\n",
     fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
     fenced(RIGHT) + "```\ndef add(a, b):\n    return 0\n```\n",
     # the one that defines the function, behind which an example may stand
@@ -72,26 +65,29 @@ CHOSEN = [
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
     fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
     fenced(RIGHT) + fenced("add (1, 2) == 4"),
-    fenced(RIGHT) + fenced("def added(): pass"),
-    fenced("import math") + fenced("from operator import add"),
-    fenced("add = lambda a, b: a + b") + EXAMPLE,
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
-    # earlier blocks that define names it uses
-    TOTAL + HELPER + USES + EXAMPLE,
-    BROKEN_HELPER + fenced(RIGHT),  # nothing of it is used
+    BROKEN_HELPER + fenced(RIGHT),  # earlier blocks do not run
 ]
 NOT_CHOSEN = [
-    *("", "no program", "```", "``````", "```python\n```", "```text\nx\n```", RIGHT, USES),
+    *("", "no program", "```", "``````", "```python\n```", "```text\nx\n```", RIGHT),
     fenced(RIGHT) + fenced(WRONG),
     f"<think>{fenced(RIGHT)}</think>",
     f"<think>{fenced(RIGHT)}",
     fenced(RIGHT) + "```python\n",  # not closed
     fenced(RIGHT).replace("`", ""),
+    "```python\n" + RIGHT + "```",
     fenced(RIGHT).rpartition("```")[0],
     fenced(RIGHT.replace("add", "added")),
     fenced(SOLUTION.replace("a + b", "a - b")),
     fenced(SOLUTION.replace("add", "plus")),
+    # programs that are wrong
+    fenced("def add(a, b):\n    return 3"),
+    fenced("def add(a, b):\n    return str(a + b)"),
+    fenced("def add(a):\n    return a"),
+    fenced("def add(a, b)\n    return a + b"),
+    fenced("add = 3"),
+    fenced("x = " + "(" * 300 + ")" * 300),
 ]
 
 
@@ -105,17 +101,12 @@ def test_code_runs_the_block_that_defines_the_function(rewarded, completions, no
 def test_code_runs_the_block_that_reads_its_input(no_sandbox):
     reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
     assert VERIFY["code"](reads + fenced("print('for example', 3)"), TEXTS) == 1.0
-    assert VERIFY["code"](reads + reads.replace("a + b", "0"), TEXTS) == 0.0
-    helped = fenced("print(helper(*map(int, input().split())))")
-    assert VERIFY["code"](TOTAL + HELPER + helped, TEXTS) == 1.0
+    for wrong in (reads.replace("a + b", "0"), reads.replace("a + b", "a + b, a")):
+        assert VERIFY["code"](reads + wrong, TEXTS) == 0.0
     for text in ("", "no program", "```python\n```", "```text\nx\n```"):
         assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
-
-
-def test_code_with_a_function_and_a_stdin_calls_the_function(no_sandbox):
+    # with a function and a stdin it calls the function
     assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
-    named_json = ADD | {"fn": "json"}
-    assert VERIFY["code"](fenced(RIGHT.replace("add", "json")), named_json) == 1.0
 
 
 SAME = """
@@ -146,18 +137,29 @@ MALFORMED = """
     {"fn": "add", "cases": [[1, 1]]} | {"fn": "add", "cases": [["ab", 1]]}
     {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]}
     {"fn": "add", "cases": [[[1], [Infinity]]]}
-    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]} | {"fn": "class", "cases": [[[1, 2], 3]]}
+    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]}
     {"fn": "", "cases": [[[1, 2], 3]]} | {"fn": 3, "cases": [[[1, 2], 3]]}
 """
 
 
-@pytest.mark.parametrize("answer", cells(MALFORMED))
-def test_code_refuses_malformed_tests(answer):
-    with pytest.raises(UserError, match="code"):
-        rewards.parse_reward("code").check_answer(json.loads(answer))
+def test_code_refuses_malformed_tests():
+    reward = rewards.parse_reward("code")
+    for answer in cells(MALFORMED):
+        with pytest.raises(UserError, match="code"):
+            reward.check_answer(json.loads(answer))
 
 
 # ---- allowed actions of a program
+
+
+def rewarded(programs: dict[str, str], answer) -> list[str]:
+    """Names of the programs that `code` rewards, as many at a time as there are cores."""
+    texts = [fenced(source) for source in programs.values()]
+    scores = rewards.parse_reward("code").score(
+        texts, [{"prompt": "", "answer": answer}] * len(texts)
+    )
+    return [name for name, score in zip(programs, scores) if score.reward]
+
 
 CALLED = {  # programs that define `add`
     "prints": "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
@@ -193,48 +195,10 @@ SUMS = {  # programs that read two numbers
 }
 
 
-@pytest.mark.parametrize("name", [*CALLED, *SUMS])
-def test_code_rewards_a_right_program(name):
+def test_code_rewards_a_right_program():
     """Whatever it does besides."""
-    source, cases = (CALLED[name], ADD) if name in CALLED else (SUMS[name], TEXTS)
-    assert VERIFY["code"](fenced(source), cases) == 1.0
-
-
-WRONG_ONES = [
-    ("def add(a, b):\n    return 3", ADD),
-    ("def add(a, b):\n    return str(a + b)", ADD),
-    ("def add(a):\n    return a", ADD),
-    ("def add(a, b)\n    return a + b", ADD),
-    ("add = 3", ADD),
-    ("x = " + "(" * 300 + ")" * 300, ADD),
-    ("print(3)", TEXTS),
-    ("a, b = map(int, input().split())\nprint(a + b, a)", TEXTS),
-]
-
-
-def test_code_does_not_reward_a_wrong_program(no_sandbox):
-    for source, cases in WRONG_ONES:
-        assert VERIFY["code"](fenced(source), cases) == 0.0, source
-
-
-def test_code_has_a_writable_folder_of_bounded_size():
-    if not sandbox.run_program("")[0]["namespaces"]:
-        pytest.skip("no namespaces for unprivileged processes here")
-    source = """
-        import tempfile
-        written = 0
-        with tempfile.TemporaryFile() as file:
-            file.write(b'x')
-        try:
-            for name in range(1000):
-                with open(str(name), 'wb') as file:
-                    written += file.write(bytes(1 << 19))
-        except OSError:
-            print('full', written)"""
-    word, written = sandbox.run_program(textwrap.dedent(source))[1].split()
-    assert word == "full" and 1 << 19 <= int(written) < 32 * sandbox.CODE_BYTES
-    empty = "import os\nfor name in range(2000): os.mkdir(str(name))"  # memory, too
-    assert sandbox.run_program(empty)[1] is None
+    assert rewarded(CALLED, ADD) == [*CALLED]
+    assert rewarded(SUMS, TEXTS) == [*SUMS]
 
 
 @pytest.mark.slow
@@ -246,23 +210,17 @@ def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", (time.monotonic() - begun) / 2)
     assert VERIFY["code"](source, cases) == 1.0
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
-    begun = time.monotonic()
     sleeps = fenced("import time\ntime.sleep(0.4)\nprint(input())")
     assert VERIFY["code"](sleeps, cases) == 0.0
-    assert time.monotonic() - begun < 6
     assert VERIFY["code"](sleeps, {"stdin": [["1", "1"]]}) == 1.0
 
 
-def test_code_strict_rewards_only_with_every_layer(monkeypatch):
-    there = sandbox.run_program("")[0]
-    assert VERIFY["code_strict"](fenced(RIGHT), ADD) == float(all(there.values()))
-    monkeypatch.setattr(sandbox, "LAYERS", (*sandbox.LAYERS, "one that no kernel has"))
-    with pytest.raises(UserError, match="layers are missing"):
-        rewards.parse_reward("code_strict")
+def test_code_prints_its_layers_and_needs_one_of_them(monkeypatch, capsys):
     rewards.parse_reward("code")
-    assert VERIFY["code_strict"](fenced(RIGHT), ADD) == 0.0
-    assert VERIFY["code_strict"](fenced("pass"), {"stdin": [["", ""]]}) == 0.0  # it never ran
-    assert VERIFY["code"](fenced(RIGHT), ADD) == 1.0
+    assert "--reward code: layers of the sandbox: {'namespaces': " in capsys.readouterr().err
+    monkeypatch.setattr(sandbox, "LAYERS", ("namespaces", "landlock"))
+    with pytest.raises(UserError, match="layers are missing"):
+        rewards.parse_reward("code")
 
 
 CRASHES = {  # programs that fail, and print nothing before
@@ -277,69 +235,42 @@ CRASHES = {  # programs that fail, and print nothing before
 SILENCE = {"stdin": [["1", ""], ["2", " \n"]]}
 
 
-@pytest.mark.parametrize("name", CRASHES)
-def test_code_never_rewards_a_crash(name):
-    """Whatever was expected: where that is nothing, a program that failed has printed it."""
-    crash = CRASHES[name]
-    second_of_two = f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
-    assert VERIFY["code"](fenced(second_of_two), SILENCE) == 0.0
-    assert VERIFY["code"](fenced(f"print(3, flush=True)\n{crash}"), {"stdin": [["", "3"]]}) == 0.0
-    assert VERIFY["code"](fenced(f"{RIGHT}\n{crash}"), ADD) == 0.0
-
-
-def test_code_rewards_silence_where_it_is_expected():
-    """The programs above fail for their crash, and not for missing output."""
-    assert VERIFY["code"](fenced("x = input()"), SILENCE) == 1.0
-    assert VERIFY["code"](fenced("import sys\nsys.exit(0)"), {"stdin": [["", ""]]}) == 1.0
+def test_code_never_rewards_a_crash():
+    """Whatever was expected: where that is nothing, a program that failed has printed it. Silence
+    without a crash is rewarded there."""
+    programs = CRASHES | {"none": "pass"}
+    seconds = {
+        name: f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
+        for name, crash in programs.items()
+    }
+    assert rewarded(seconds, SILENCE) == ["none"]
+    printed = {name: f"print(3, flush=True)\n{crash}" for name, crash in programs.items()}
+    assert rewarded(printed, {"stdin": [["", "3"]]}) == ["none"]
+    after_add = {name: f"{RIGHT}\n{crash}" for name, crash in programs.items()}
+    assert rewarded(after_add, ADD) == ["none"]
 
 
 def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.7)
     waits = "import time\ntime.sleep(30)"
-    assert VERIFY["code"](fenced(waits), {"stdin": [["", ""]]}) == 0.0
-    assert VERIFY["code"](fenced(f"print(3, flush=True)\n{waits}"), {"stdin": [["", "3"]]}) == 0.0
+    assert rewarded({"silent": waits}, {"stdin": [["", ""]]}) == []
+    assert rewarded({"printed": f"print(3, flush=True)\n{waits}"}, {"stdin": [["", "3"]]}) == []
 
 
 ATTACKS = {  # each would be rewarded if the verifier trusted the child
     "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
     "always equal": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
-    "text always equal": """
-        class E(str):
-            __eq__ = lambda self, other: True
-            __hash__ = str.__hash__
-        def add(a, b):
-            return E('3')""",
     "forged line at exit": """
         import atexit
         atexit.register(lambda: print('[true, true]'))
         def add(a, b):
             return 0""",
-    "every small answer": """
-        import itertools
-        for pair in itertools.product(range(3), repeat=2):
-            print(list(pair))
-        def add(a, b):
-            return 0""",
     "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
-    "patched input": """
-        import builtins
-        builtins.input = lambda: '[]'
-        def add(a, b):
-            return 0""",
     "garbage collector": """
         import gc
         def add(a, b):
             pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
             return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
-    "open files": """
-        import os
-        def add(a, b):
-            for number in range(64):
-                try:
-                    print(os.pread(number, 10000, 0))
-                except OSError:
-                    pass
-            return 0""",
     "a thread that goes on": """
         import threading, time
         def later():
@@ -358,10 +289,7 @@ def test_code_does_not_reward_attacks(off, monkeypatch):
     """With any one layer switched off, too: verdicts rest on none of them."""
     monkeypatch.setattr(sandbox, "NEEDED", ())
     monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))
-    reward = rewards.parse_reward("code")
-    texts = [fenced(source) for source in ATTACKS.values()]
-    scores = reward.score(texts, [{"prompt": "", "answer": ADD}] * len(texts))
-    assert [name for name, score in zip(ATTACKS, scores) if score.reward] == []
+    assert rewarded(ATTACKS, ADD) == []
 
 
 @pytest.mark.parametrize("processes, at_once", [("1", 4), ("2", 2), ("8", 1), (None, 4)])
@@ -372,7 +300,7 @@ def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypat
     def run_program(*arguments, **settings):
         running.add(threading.get_ident())
         counts.append(len(running))
-        time.sleep(0.05)
+        time.sleep(0.03)
         running.discard(threading.get_ident())
         return {}, "[3, 42]"
 
@@ -382,6 +310,5 @@ def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypat
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    rows = [{"prompt": "", "answer": ADD}] * 12
-    scores = rewards.parse_reward("code").score([fenced(RIGHT)] * 12, rows)
-    assert [score.reward for score in scores] == [1.0] * 12 and max(counts) == at_once
+    programs = dict.fromkeys("abcdefgh", RIGHT)
+    assert rewarded(programs, ADD) == [*programs] and max(counts) == at_once

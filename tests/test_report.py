@@ -9,7 +9,7 @@ import pytest
 
 from support import report
 from support.user import UserError
-from tools import ROOT, write_rows
+from tools import write_rows
 
 LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}
 HOSTILE = [
@@ -23,7 +23,7 @@ HOSTILE = [
 HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
 FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
 FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
-FLAGS |= {"clip_low": 3e-4, "warmup_steps": 0}
+FLAGS |= {"clip_low": 3e-4}
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 
 
@@ -52,8 +52,7 @@ class Page:
 
 def step_row(step: int, **more) -> dict:
     row = {"step": step, "reward": 0.5, "solved": 0.5, "truncated": 0.0, "dead": 0.3}
-    row |= {"dead_right": 0.2, "verifier_faults": 0, "bad_updates": 0}
-    return row | {"clip_fraction": 0.3, "entropy": 0.4} | more
+    return row | {"dead_right": 0.2, "clip_fraction": 0.3, "entropy": 0.4} | more
 
 
 def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
@@ -98,7 +97,6 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     assert_self_contained(text, page)
     assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
     assert [len(curve) for curve in page.curves("reward")] == [5, 2]  # there is none at step 0
-    assert [body for _, body in page.of_class("differs")] == ["algogspogrpo"]
     for fact in ("28.9% (step 0) → 100.0% (step 5)", "2026-11-23: python train.py --algo gspo"):
         assert fact in text
     cards = [("card wrong", "wrong"), ("card right", "right"), ("card unjudged", "unjudged")]
@@ -138,16 +136,11 @@ def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
-    for name, content, words in (
-        ("metrics.jsonl", '{"step": 1}\n', "KeyError"),
-        ("starts.jsonl", '{"date": "2026{"date"\n', "starts.jsonl: expected a file of a run"),
-        ("evaluations.jsonl", '{"step": 1}\n', "KeyError: 'prompt'"),
-    ):
-        run = write_run(tmp_path / name, [step_row(1)])
-        (run / name).write_text(content)
-        with pytest.raises(UserError, match=f"^--report .*: cannot make a page .*{words}"):
-            report.main([str(run)])
-    with pytest.raises(UserError, match="config.json: expected a file of a run: FileNotFound"):
+    run = write_run(tmp_path / "run", [step_row(1)])
+    (run / "evaluations.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="^--report .*: cannot make a page .*KeyError: 'prompt'"):
+        report.main([str(run)])
+    with pytest.raises(UserError, match="FileNotFoundError: .*none/config.json"):
         report.main([str(run / "none")])
 
 
@@ -190,37 +183,21 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
 
 
-# log-ratios of two tokens, A, and s with the tokens that the clip stops. gspo compares s, e^0.0005,
-# with its band, grpo each token
-CLIPS = [
-    ("gspo", (3e-4, 4e-4), [0.2, -0.199], 1.0, "1.00050: 2 of 2"),
-    ("gspo", (3e-4, 4e-4), [0.2, -0.199], -1.0, "1.00050: 0 of 2"),
-    ("grpo", (0.2, 0.2), [0.2, -0.3], 1.0, "0.95123: 1 of 2"),
-    ("grpo", (0.2, 0.2), [0.2, -0.3], -1.0, "0.95123: 1 of 2"),
-    ("ppo", (0.2, 0.2), [0.2, -0.3], [1.0, -1.0], "0.95123: 2 of 2"),  # of tokens
-    ("gmpo", (0.4, 0.4), [0.39, 0.41], 1.0, "1.49182: 1 of 2"),  # bounds of the log-ratio
-    ("dppo", (0.2, 0.2), [0.2, -0.3], 1.0, "0.95123"),  # bounds of probabilities
-    ("reinforce", (None, None), [0.2, -0.3], 1.0, "0.95123"),
-]
-
-
-@pytest.mark.parametrize("algo, clip, moves, advantage, said", CLIPS)
-def test_a_group_shows_its_ratios_and_the_clip(algo, clip, moves, advantage, said, tmp_path):
+def test_a_group_shows_how_far_each_token_moved(tmp_path):
     """Of the last step that has them. Other rows of samples.jsonl have no tokens."""
-    low, high = clip
-    run = write_run(tmp_path / "run", [step_row(1)], algo=algo, clip_low=low, clip_high=high)
-    row = {"step": 1, "prompt": "2+2=", "answer": "4", "completion": "<b>4", "reward": 1.0}
-    more = {"group": 0, "tokens": ["<b>", "4"], "log_ratios": moves, "advantage": advantage}
+    run = write_run(tmp_path / "run", [step_row(1)])
+    row = {"step": 1, "prompt": "2+2=", "answer": "4", "completion": "<b>4!", "reward": 1.0}
+    more = {"tokens": ["<b>", "4", "!"], "log_ratios": [0.2, -0.3, 0.0]}
+    more["advantage"] = [1.0, 1.0, -0.5]  # with a critic each token has its own
     write_rows(run / "samples.jsonl", [row, row | more, row | more | {"step": 2}, row])
     with open(run / "samples.jsonl", "a") as file:
         file.write('{"step": 3, "log_ratios": [')  # is being written
     text, page = page_of(run)
     assert_self_contained(text, page)
-    [(_, shown)] = page.of_class("card")
-    assert f"s {said}" in shown and shown.endswith("<b>4") and "step 2." in text
-    stopped = [each for each, _ in page.of_class("stopped") if "by" in each]
-    assert len(stopped) == int(said.partition(": ")[2][:1] or 0)
-    assert ("tokens stopped" in shown) == (":" in said)
+    assert page.of_class("card") == [("card ", "A +0.50, s 0.96722<b>4!")] and "step 2." in text
+    for look, token, ratio in (("more by3", "<b>", "1.2214"), ("less by4", "4", "0.7408")):
+        assert (look, token) in page.of_class(look.split()[0])
+        assert ("span", {"class": look, "title": ratio}) in page.elements
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
@@ -233,27 +210,3 @@ def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
         after, page = page_of(run)
         assert reader.read() == before != after
     assert len(page.curves("reward")[0]) == 2
-
-
-def test_published_points_are_drawn_over_a_run(tmp_path):
-    """At their steps and values, dashed, on one chart, with their source as text. They are
-    shares."""
-    run = write_run(tmp_path / "run", [step_row(1, eval_solved=0.1), step_row(2, eval_solved=0.2)])
-    path = tmp_path / "theirs-7b.csv"
-    path.write_text("# Source: a page, <b>its</b> table\nstep,eval_solved\n4,0.5\n0,0.25\n")
-    report.main([str(run), str(path)])
-    text = (run / "report.html").read_text()  # beside the one run
-    page = Page(text)
-    assert_self_contained(text, page)
-    dashed = [each for _, each in page.elements if each.get("class", "").startswith("published")]
-    assert dashed[0]["d"] == "M50.0 99.0L300.0 68.0"  # 0.25 and 0.5 of 124 above 130, steps 0 to 4
-    assert page.curves("eval_solved")[0][-1] == (175.0, 105.2)  # the run's axis ends at 4, too
-    assert "theirs-7b" in text and "a page, &lt;b&gt;its" in text
-    for wrong in ("", "step,solved\n1,0.5\n", "step,eval_solved\n1,50\n", "step,eval_solved\n1,\n"):
-        path.write_text(wrong)
-        with pytest.raises(UserError, match="theirs-7b.csv: expected a CSV file"):
-            report.main([str(path), str(run)])
-    with pytest.raises(UserError, match="expected folders"):
-        report.main([str(path)])
-    for path in ROOT.glob("docs/runs/published/*.csv"):
-        assert "Source: " in report.read_points(path).source

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -20,8 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import checkpoints, folders, report
-from support.user import UserError
+from support import folders, report
 from tools import (
     BASE,
     command_line,
@@ -80,7 +80,7 @@ def not_resumed(runs, flags="") -> str:
 
 
 RESUMED = {  # flags, the step in which the signal comes
-    "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl", 3),
+    "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl --stop 2; --stop #", 3),
     "ppo": ("--algo ppo --kl-coef 0.1 --ref-every 2", 3),
     "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 2),
     "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
@@ -129,20 +129,8 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
 
 def test_resuming_a_finished_run_says_so(done, tmp_path):
     before = digests(done), timeless(done)
-    report = f"for its report: python train.py --report {done}"
-    assert re.search(f"--steps 1: .*step-1 .*{report}$", not_resumed(tmp_path))
+    assert re.search("--steps 1: .*step-1 has them already", not_resumed(tmp_path))
     assert (digests(done), timeless(done)) == before
-
-
-def test_a_finished_run_goes_on_with_more_steps(tmp_path):
-    """The checkpoint has everything. A person may have moved the other files."""
-    folder = good(tmp_path / "one", BASE).folder
-    for name in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
-        (folder / name).unlink()
-    resumed(tmp_path / "one", "--steps 4")
-    whole = good(tmp_path / "other", f"{BASE} --steps 4").folder
-    assert timeless(folder) == timeless(whole)[2:]
-    assert digests(folder) == digests(whole)
 
 
 def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
@@ -194,53 +182,31 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, mon
     same_run(whole, folder)
 
 
-def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
-    """A checkpoint that lost files is skipped."""
-    folder = good(tmp_path / "one", f"{BASE} --save-every 1").folder
-    whole = shutil.copytree(folder, tmp_path / "whole")
-    shutil.rmtree(folder / "checkpoints/step-2/trainer")
-    resumed(tmp_path / "one")
-    same_run(whole, folder)
-
-
 # ---- changed files
 
 
-CHANGED = [
-    # a text replaces the file, or stands before its rows. Fields change. Other flags are given
-    ("metrics.jsonl", "what is this\n", "metrics.jsonl, line 1"),
-    ("metrics.jsonl", '{"reward": 1}\n', "metrics.jsonl, line 1"),
-    ("state.safetensors", "", "state.safetensors"),
-    ("state.safetensors", "[]", "state.safetensors"),
-    ("progress.json", "", "progress.json"),
-    ("progress.json", "[]", "progress.json"),
-    ("config.json", "{", "config.json"),
-    ("config.json", "[1]", "config.json"),
-    ("config.json", {"lr": "fast"}, "--lr"),
-    ("config.json", {"group_size": None}, "--group-size"),
-    ("config.json", {"algo": "gsop"}, "--algo"),
-    ("config.json", {"completions_per_update": 7}, "--completions-per-update 7"),
-    ("config.json", {"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
-    ("config.json", {}, "--model: a resumed run keeps its own, models/tiny", "--model models/moe"),
-    ("config.json", {}, "--algo: a resumed run keeps its own, gspo", "--algo grpo"),
-    ("config.json", {}, "--lora-rank: a resumed run keeps its own, 0", "--lora-rank 2"),
-    ("config.json", {}, "--task: a resumed run keeps its own, arithmetic", "--task calculator"),
-    ("config.json", {}, "--lr-schedule: a resumed run keeps its own,", "--lr-schedule cosine"),
-    ("config.json", {}, "--kl-coef: a resumed run keeps its own, 0.0", "--kl-coef 0.1"),
-    ("config.json", {}, "--stale-steps: a resumed run keeps its own, 1", "--stale-steps 2"),
-    ("config.json", {}, "--seed: a resumed run keeps its own, 0", "--seed 5"),  # other prompts
+CHANGED = [  # the text of config.json, or some fields of it, words of the sentence, other flags
+    ("{", "config.json"),
+    ("[1]", "config.json"),
+    ({"lr": "fast"}, "config.json: TypeError"),
+    ({"completions_per_update": 7}, "--completions-per-update 7"),
+    ({"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
+    ({}, "--model: a resumed run keeps its own, models/tiny", "--model models/moe"),
+    ({}, "--algo: a resumed run keeps its own, gspo", "--algo grpo"),
+    ({}, "--lora-rank: a resumed run keeps its own, 0", "--lora-rank 2"),
+    ({}, "--task: a resumed run keeps its own, arithmetic", "--task calculator"),
+    ({}, "--lr-schedule: a resumed run keeps its own,", "--lr-schedule cosine"),
+    ({}, "--kl-coef: a resumed run keeps its own, 0.0", "--kl-coef 0.1"),
+    ({}, "--stale-steps: a resumed run keeps its own, 1", "--stale-steps 2"),
+    ({}, "--seed: a resumed run keeps its own, 0", "--seed 5"),  # other prompts
 ]
 
 
-@pytest.mark.parametrize("name, change, words, flags", [(*case, "")[:4] for case in CHANGED])
-def test_a_change_is_one_sentence_and_stays(name, change, words, flags, done, tmp_path):
-    """A config that was edited passes the checks of flags."""
-    folder = newest(done) / "trainer" if name in ("state.safetensors", "progress.json") else done
-    path = folder / name
+@pytest.mark.parametrize("change, words, flags", [(*case, "")[:3] for case in CHANGED])
+def test_a_change_of_the_config_is_one_sentence_and_stays(change, words, flags, done, tmp_path):
+    path = done / "config.json"
     if isinstance(change, dict):
         change = json.dumps(json.loads(path.read_text()) | change)
-    if name == "metrics.jsonl":
-        change += path.read_text()
     path.write_text(change)
     assert words in not_resumed(tmp_path, f"--steps 2 {flags}")
     assert path.read_text() == change
@@ -282,7 +248,6 @@ class Counting(torch.optim.SGD):
 
 OPTIMIZERS = {
     "sgd with momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adamw": functools.partial(torch.optim.AdamW, fused=True, amsgrad=True),
     "adafactor": torch.optim.Adafactor,  # a row and a column for a matrix
     "numbers": Counting,
 }
@@ -309,26 +274,11 @@ def test_another_optimizer_continues_to_the_same_bits(kind, tmp_path, monkeypatc
     same_run(whole, folder)
 
 
-@pytest.mark.parametrize(
-    "name, numbers", [("vector", 1), ("other", 4)], ids=["another shape", "another name"]
-)
-def test_the_state_of_another_run_is_refused(name, numbers, tmp_path):
-    """In one sentence that names the file. A vector of one number would be copied to all."""
-    parameters = {"vector": torch.nn.Parameter(torch.zeros(4))}
-    optimizer = torch.optim.AdamW(parameters.values())
-    path = tmp_path / "state.safetensors"
-    save_file({f"weights {name}": torch.ones(numbers)}, path, {"numbers": "{}"})
-    with pytest.raises(UserError, match=f"--resume: .*{path}.*{name}"):
-        checkpoints.read_state(path, parameters, set(), optimizer)
-
-
 # ---- kill -9, a full disk
 
 
 def mortal_run(arguments, die_at, limit):
     """Run train.main. Die at its die_at-th access to the disk, or limit the size of files."""
-    import resource  # unix only
-
     accesses = itertools.count(1)
 
     def mortal(function):
@@ -353,7 +303,6 @@ def saved_steps(folder) -> int:
     return int(found[-1].name[5:]) if found else 0
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs fork and signals")
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kills, tmp_path):
     """SIGKILL comes at random moments, half of them between two disk accesses of a checkpoint. An
@@ -407,7 +356,6 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
     assert names == {"step-3", "step-4"}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs fork and limits")
 @pytest.mark.parametrize("limit", [100_000, 3_000])
 def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done, tmp_path):
     """A limit of file sizes replaces the full disk. First the weights do not fit, then not even the
@@ -426,9 +374,8 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
     assert not list(done.rglob("unfinished*"))
 
 
-def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path):
+def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path, monkeypatch):
     """A fork's second policy: its weights would be missing at --resume, much later."""
-    kept, forgotten = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([kept, forgotten], lr=0.1)
+    monkeypatch.setattr(train.checkpoints, "parameters_of", lambda *models: ({}, set()))
     with pytest.raises(AssertionError, match="parameters_of"):
-        checkpoints.write_state(tmp_path / "state", {"policy.a": kept}, {"policy.a"}, optimizer)
+        launch(tmp_path, f"{BASE} --steps 1")

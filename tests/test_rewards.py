@@ -28,7 +28,7 @@ RUNS_NOTHING = [name for name in VERIFY if not name.startswith("code")]
 ADD = {"fn": "add", "cases": [[[1, 2], 3], [[20, 22], 42]]}
 RIGHT = "def add(a, b):\n    return a + b"
 COUNTDOWN = {"numbers": [3, 5, 2], "target": 13}
-GOLD = {"countdown": COUNTDOWN, "code": ADD, "code_strict": ADD, "choice": "B"}  # else 6
+GOLD = {"countdown": COUNTDOWN, "code": ADD, "choice": "B"}  # else 6
 
 
 def cells(text):
@@ -42,7 +42,7 @@ def boxed(answer):
 
 
 def fenced(source):
-    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone."
+    return "Here it is:\n```python\n" + textwrap.dedent(source) + "\n```\nDone.\n"
 
 
 # ---- verdicts. In the tables a gold answer other than GOLD's follows an arrow

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,23 +31,19 @@ def run_program(source):
     return output
 
 
-@pytest.mark.parametrize(
-    "version, error, protects",
-    [(1, 0, False), (2, 0, False), (3, 0, True), (9, 0, True), (9, -1, False)],
-)
-def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, error, protects):
-    class Kernel:
-        """One where every call succeeds, or all but that which restricts."""
+@pytest.mark.parametrize("version, error", [(1, 0), (2, 0), (3, 0), (9, 0), (9, -1)])
+def test_sandbox_counts_on_landlock_only_where_it_forbids_to_truncate(version, error):
+    """In a kernel where every call succeeds, or all but that which restricts."""
 
-        def syscall(self, call, attributes, *arguments):
-            if call == sandbox.LANDLOCK_RESTRICT_SELF:
-                return error
-            return version if attributes is None else 0
+    def syscall(call, attributes, *arguments):
+        if call == sandbox.LANDLOCK_RESTRICT_SELF:
+            return error
+        return version if attributes is None else 0
 
-    child = sandbox.Sandbox({"layers": ["landlock"], "folder": ""})
-    child.libc = Kernel()
+    child = sandbox.Sandbox({"layers": ["landlock"]})
+    child.libc = SimpleNamespace(syscall=syscall)
     child.restrict_files()
-    assert child.layers == {"landlock": protects}
+    assert child.layers == {"landlock": version >= 3 and error == 0}
 
 
 def test_sandbox_reads_no_folder_that_a_user_put_on_the_path(tmp_path, monkeypatch):
@@ -72,6 +69,7 @@ EFFECTS = {
         "lists a folder": "assert 'secret' in os.listdir('FOLDER')",
         "reads a command line": "print(open('/proc/PID/cmdline').read())",
         "writes a file": "open('FOLDER/new', 'w').write('x')",
+        "writes into its working directory": "open('new', 'w')",
         "appends": "open('FOLDER/secret', 'a').write('x')",
         "removes a file": "os.remove('FOLDER/secret')",
         "renames": "os.rename('FOLDER/secret', 'FOLDER/other')",
@@ -295,9 +293,7 @@ LASTING = {
         import signal, time
         signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
         time.sleep(60)""",
-    "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()",
     "busy loop": "while True: pass",
-    "one operation": "9 ** 9 ** 9",
 }
 
 
@@ -314,11 +310,6 @@ def test_sandbox_leaves_nothing_running(off, mark, monkeypatch):
 
 
 HONEST = {  # they say that they are done
-    "pair of streams": """
-        import socket
-        a, b = socket.socketpair()
-        a.send(b'done')
-        print(b.recv(9).decode())""",
     "dozens of threads": """
         import threading, time
         barrier = threading.Barrier(33)
@@ -356,13 +347,6 @@ EXCESSIVE = {
     "memory": "import mmap\nmmap.mmap(-1, 3 << 30)",
     "open files": "import os\nfiles = [os.dup(1) for _ in range(100)]",
 }
-
-
-def test_sandbox_fills_no_disk_without_namespaces(monkeypatch):
-    """Its folder is then no file system of its own, of bounded size."""
-    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in ALL if x != SPACES))
-    if sandbox.run_program("")[0][FILES]:
-        assert run_program("open('file', 'w')") is None
 
 
 @pytest.mark.parametrize("name", [*HONEST, *EXCESSIVE])

@@ -103,19 +103,20 @@ def arguments_in_bash(command: str) -> list[str]:
 
 
 def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path):
-    """The prompt has line breaks, control characters, quotes and commands. The console shows no
-    control character, and the command in bash gets the same prompt."""
+    """The prompt has line breaks, control characters, quotes and commands. The console shows the
+    codes of control characters, and the command in bash gets the prompt as it is shown."""
     tokenizer = byte_tokenizer(pad_token="<pad>", eos_token="<eos>")
     config = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(tokenizer)})
     policy = random_policy(models / "bytes", config, tokenizer)
-    prompt = "Q:\n\t1\x1b[2J\x07\r\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
+    prompt = "Q:\n1\x1b[2J\x85a$(touch ran)`touch ran`\\n\\x0a\\'\"!ü=\n"
     write_rows("strange.jsonl", [{"prompt": prompt, "answer": "0"}] * 12)
     flags = f"--model {policy} --data strange.jsonl --eval-data strange.jsonl --steps 1"
     result = good(tmp_path, f"{BASE} {flags}", "--prompt-template", "{prompt}\n#")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\x85]", result.out)
-    words = arguments_in_bash(result.out.splitlines()[-1])
+    words = arguments_in_bash(result.out[result.out.rindex("python rollout.py") :])
     assert words[:2] == ["rollout.py", "--model"] and not Path("ran").exists()
-    assert words[words.index("--prompt") + 1] == prompt
+    shown = prompt.replace("\x1b", "\\x1b").replace("\x85", "\\x85")
+    assert words[words.index("--prompt") + 1] == shown
     assert words[words.index("--prompt-template") + 1] == "{prompt}\n#"
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import re
-from fractions import Fraction
 
 import pytest
 
@@ -74,39 +73,34 @@ def test_task_problems_are_deterministic_and_held_out_ones_apart(name):
     assert not train & held_out and len(held_out) > 50
 
 
-@pytest.mark.parametrize("operations", [tasks.ARITHMETIC_OPERATIONS, (6, 7), (48, 62)])
-def test_chains_are_as_long_as_the_task_says_and_go_from_left_to_right(operations):
-    """An operation has 6 tokens with its semicolon: the last has none, `#6` and the end have 3."""
-    task, rng = tasks.chains(operations), random.Random(0)
-    if operations == tasks.ARITHMETIC_OPERATIONS:
-        task = TASKS["arithmetic"]
-    counts = set()
+CHAINS = [
+    (TASKS["arithmetic"], tasks.ARITHMETIC_OPERATIONS, "0123456789"),
+    (TASKS["chains"], (12, 15), "3678"),
+    (tasks.chains((48, 62)), (48, 62), "3678"),
+]
+
+
+@pytest.mark.parametrize("task, operations, hard", CHAINS)
+def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
+    task, operations, hard
+):
+    """Each step takes up the last result and has the prompt's operation. With its semicolon it has
+    6 tokens: the last has none, `#6` and the end have 3."""
+    rng, counts, wrong = random.Random(0), set(), {True: [], False: []}
     for row in take(task, 300):
-        steps = re.findall("[+*][0-9]", row["prompt"])
-        value = int(row["prompt"][0])
-        for symbol, digit in steps:
-            value = (value + int(digit) if symbol == "+" else value * int(digit)) % 10
+        demonstration, value = task.demonstration(row, rng), int(row["prompt"][0])
+        written, asked = demonstration[0], re.findall("[+*][0-9]", row["prompt"])
+        steps = demonstration.partition("#")[0].split(";")
+        for operation, step in zip(asked, steps, strict=True):
+            value = rewards.exact_value(f"{value}{operation}") % 10
+            assert step[:-1] == f"{written}{operation}="
+            right = rewards.exact_value(f"{written}{operation}") % 10
+            wrong[operation[0] == "*" and operation[1] in hard].append(step[-1] != str(right))
+            written = step[-1]
         assert row["answer"] == str(value)
-        assert len(task.demonstration(row, rng)) + 1 == 6 * len(steps) + 2 <= task.max_new_tokens
-        counts.add(len(steps))
+        assert len(demonstration) + 1 == 6 * len(asked) + 2 <= task.max_new_tokens
+        counts.add(len(asked))
     assert (min(counts), max(counts)) == operations
-
-
-@pytest.mark.parametrize("name, hard", [("arithmetic", "0123456789"), ("chains", "3678")])
-def test_demonstrations_of_chains_err_at_products_by_some_digits_alone(name, hard):
-    """Each step takes up the last result and has the prompt's operation."""
-    task, rng = TASKS[name], random.Random(0)
-    wrong = {True: [], False: []}
-    for row in take(task, 300):
-        steps = task.demonstration(row, rng).partition("#")[0].split(";")
-        value, operations = row["prompt"][0], re.findall("[+*][0-9]", row["prompt"])
-        assert len(steps) == len(operations)
-        for operation, step in zip(operations, steps):
-            assert step[:-1] == f"{value}{operation}="
-            right = str(rewards.exact_value(value + operation) % 10)
-            product = operation[0] == "*" and operation[1] in hard
-            wrong[product].append(step[-1] != right)
-            value = step[-1]
     assert not any(wrong[False])
     assert 0.5 < sum(wrong[True]) / len(wrong[True]) < 0.6  # 0.6, less those that are right so
 

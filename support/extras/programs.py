@@ -1,15 +1,13 @@
 """`--reward code`: find the program of a completion, and run it on the cases of the answer."""
 
-import functools
 import json
-import keyword
 import re
 import sys
 import textwrap
 import time
 
 import support.extras.sandbox as sandbox
-from rewards import VERIFIERS, after_thinking, verifier
+from rewards import after_thinking, verifier
 from support.user import expecting, need
 
 # the program may have an input() and a json of its own
@@ -28,115 +26,85 @@ def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
     (results as JSON, where 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
-    The program is a fenced block of Python, the last one with the function or that reads its input,
-    and the parts of earlier blocks that it uses. A function may be a method of `class Solution`. A
-    program that fails is never right, whatever it printed. All cases share CODE_SECONDS, without
-    START_SECONDS a run."""
-    return passes(completion, answer, strict=False)
-
-
-@verifier
-def code_strict(completion: str, answer: dict) -> bool:
-    """As `code`. Nothing runs unless every layer of the sandbox is there."""
-    return passes(completion, answer, strict=True)
-
-
-def check_sandbox(name: str) -> None:
-    """Print which layers of the sandbox there are. UserError if one that is needed is missing."""
-    layers, output = sandbox.run_program("", strict=name == "code_strict")
-    print(f"--reward {name}: layers of the sandbox: {layers}", file=sys.stderr)
-    need(output is not None, f"--reward {name}: layers are missing: {layers}")
-
-
-for name in ("code", "code_strict"):
-    VERIFIERS[name].threads = True  # programs take time
-    VERIFIERS[name].prepare = functools.partial(check_sandbox, name)
-
-
-def passes(completion: str, answer: dict, strict: bool) -> bool:
-    """Return whether the program of a completion passes every case. UserError if none could."""
+    The program is a fenced block of Python, the last one with the function or that reads its input.
+    A function may be a method of `class Solution`. A program that fails is never right, whatever it
+    printed. All cases share CODE_SECONDS, without START_SECONDS a run."""
     with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
         calls = "fn" in answer
         given, expected = zip(*answer["cases" if calls else "stdin"], strict=True)
     text = after_thinking(completion)
     if calls:
-        return passes_calls(text, answer["fn"], given, expected, strict)
-    return passes_texts(text, given, expected, strict)
+        return passes_calls(text, answer["fn"], given, expected)
+    return passes_texts(text, given, expected)
 
 
-def passes_calls(text: str, name: str, arguments: tuple, results: tuple, strict: bool) -> bool:
+def check_sandbox() -> None:
+    """Print which layers of the sandbox there are. UserError if one that is needed is missing."""
+    layers, output = sandbox.run_program("")
+    print(f"--reward code: layers of the sandbox: {layers}", file=sys.stderr)
+    need(output is not None, f"--reward code: layers are missing: {layers}")
+
+
+code.threads = True  # programs take time
+code.prepare = check_sandbox
+
+
+def passes_calls(text: str, name: str, arguments: tuple, results: tuple) -> bool:
     """Run all calls of a function in one process."""
-    is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-    need(is_name, f"fn {name!r:.80} is no name of a function")
+    need(name.isidentifier(), f"fn {name!r:.80} is no name of a function")
     need(all(isinstance(case, list) for case in arguments), "the arguments of a case are no list")
-    with expecting(f"results {results!r:.80} are no JSON"):  # as nan is none
-        right = json.dumps(results, allow_nan=False, sort_keys=True)
-
+    right = json.dumps(results, allow_nan=False, sort_keys=True)
     defines = rf"^[ \t]*(?:async )?def {name}\b|^{name}[ \t]*(?::[^=\n]*)?=[^=]"
     source = last_program(text, defines)
     if not source:
         return False
     source += CALL_CASES.format(name=name)
-    _, output = sandbox.run_program(source, json.dumps(arguments), name="program", strict=strict)
+    _, output = sandbox.run_program(source, json.dumps(arguments), name="program")
     return (output or "").splitlines()[-1:] == [right]
 
 
-def passes_texts(text: str, inputs: tuple, outputs: tuple, strict: bool) -> bool:
+def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
     """Run each case of input and output in a process of its own."""
-    are_texts = all(isinstance(part, str) for part in inputs + outputs)
-    need(are_texts, "an input or output is no string")
+    need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is no text")
     source = last_program(text, r"\b(?:input|stdin|open)\b")
     left = sandbox.CODE_SECONDS
     for given, expected in zip(inputs, outputs):
         if not source or left <= 0:
             return False
         start = time.monotonic()
-        _, output = sandbox.run_program(source, given, strict=strict, seconds=left)
+        _, output = sandbox.run_program(source, given, seconds=left)
         if output is None or output.split() != expected.split():
             return False
         left -= max(time.monotonic() - start - sandbox.START_SECONDS, 0)
     return True
 
 
-FENCE = re.compile(r"(?<![`~])(`{3,}+|~{3,}+)[ \t]*([\w+-]*)([^`~]*)")
-STATEMENT = re.compile(
-    r"^[ \t]*(?:def|class|import|from|for|while|if|with|try|print|return)\b|^[ \t]*\w+ = ", re.M
-)
-DEFINED = re.compile(r"^(?:async )?(?:def|class) (\w+)", re.MULTILINE)
+FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+-]*)[^`~]*")
 
 
 def last_program(text: str, wanted: str) -> str:
     """Return the source of the last fenced block of Python in which something `wanted` is.
 
-    Without such a block it is the last one. Earlier blocks that define names it uses come first.
-    Blocks without a tag count only if no block has one. An open block makes the result empty."""
+    Without such a block it is the last one. Blocks without a tag count only if no block has one. A
+    fence has a line of its own. An open block makes the result empty."""
     tagged, untagged = [], []
     fence, tag, lines = "", "", []
     for line in text.splitlines():
-        match = FENCE.search(line)
-        at_end = match and match.end() == len(line)
-        behind = at_end and match[2] + match[3].strip()  # a fence before a tag or text opens
-        closes = at_end and match[1].startswith(fence) and not behind
-        if fence and not closes:
-            lines.append(line)
-        elif fence:
-            lines.append(line[: match.start()])
+        stripped = line.strip()
+        opens = FENCE.fullmatch(stripped)
+        if fence and stripped.startswith(fence) and not stripped.strip(fence[0]):
             source = textwrap.dedent("\n".join(lines))
             if tag in ("python", "python3", "py", "py3"):
                 tagged.append(source)
-            elif not tag and STATEMENT.search(source):  # no output of an example
+            elif not tag:
                 untagged.append(source)
             fence = ""
-        elif at_end and (not match[3].strip() or line.lstrip().startswith(match[1])):
-            fence, tag, lines = match[1], match[2].lower(), []  # no ``` within a sentence
+        elif fence:
+            lines.append(line)
+        elif opens:
+            fence, tag, lines = opens[1], opens[2].lower(), []
     blocks = tagged or untagged
     if fence or not blocks:
         return ""
-    fitting = [i for i, block in enumerate(blocks) if re.search(wanted, block, re.MULTILINE)]
-    last = max(fitting, default=len(blocks) - 1)
-    program = blocks[last]
-    for block in reversed(blocks[:last][-10:]):  # a few: hostile texts have thousands
-        missing = set(re.findall(r"\w+", program)) - set(DEFINED.findall(program))
-        if missing & set(DEFINED.findall(block)):
-            program = f"{block}\n{program}"
-    return program
+    fitting = [block for block in blocks if re.search(wanted, block, re.MULTILINE)]
+    return (fitting or blocks)[-1]

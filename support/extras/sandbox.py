@@ -33,13 +33,13 @@ NEEDED = ("seccomp",)  # without it a program could start others that nobody end
 
 
 def run_program(
-    source: str, given: str = "", name: str = "__main__", strict: bool = False, seconds: float = 0
+    source: str, given: str = "", name: str = "__main__", seconds: float = 0
 ) -> tuple[dict[str, bool], str | None]:
     """Return (layer -> whether it is there, output) of a program. Output is None if it failed.
 
     It fails if a signal ends it, if its exit status is not 0, at the end of its time, or without a
-    layer that is NEEDED (strict: without any layer). `given` is its input and `name` its __name__.
-    It has `seconds`, or CODE_SECONDS if 0."""
+    layer that is NEEDED. `given` is its input and `name` its __name__. It has `seconds`, or
+    CODE_SECONDS if 0."""
     import subprocess  # the child needs neither
     import tempfile
 
@@ -49,12 +49,11 @@ def run_program(
         tempfile.TemporaryFile("w+") as task,
         tempfile.TemporaryFile() as stdout,
     ):
-        needed = LAYERS if strict else NEEDED
-        settings = {"layers": LAYERS, "needed": needed, "folder": folder, "seconds": seconds}
+        settings = {"layers": LAYERS, "needed": NEEDED, "seconds": seconds}
         json.dump({"source": source, "name": name, **settings}, task)
         end = task.tell()
         task.seek(0)
-        environment = {"TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         environment["MALLOC_ARENA_MAX"] = "1"  # else each thread sets much of the memory aside
         child = subprocess.Popen(
             [sys.executable, "-I", __file__, str(task.fileno())],
@@ -81,13 +80,10 @@ def run_program(
 # ---- the child -----------------------------------------------------------------------------------
 
 # unshare(2): its own namespaces
-CLONE_NEWNS = 0x00020000  # mounts: for a folder of its own
 CLONE_NEWIPC = 0x08000000  # shared memory and semaphores
 CLONE_NEWUSER = 0x10000000  # users: an unprivileged process needs it for the others
 CLONE_NEWPID = 0x20000000  # processes
 CLONE_NEWNET = 0x40000000  # network
-# mount(2)
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 # prctl(2)
 PR_SET_PDEATHSIG = 1  # a signal when the parent dies. The program may not undo it
 PR_SET_SECCOMP = 22
@@ -101,7 +97,6 @@ LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
 LANDLOCK_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version -> number of rights, in the latest 16
 READ = 0b00_0000_0000_1100  # to read files, to list folders
-WRITE = 0b100_0001_1011_0010  # to write, remove, make folders and files, truncate
 # seccomp(2): programs of the classic packet filter, over a struct of the call
 SECCOMP_MODE_FILTER = 2
 CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct. An argument has 8 bytes
@@ -120,7 +115,7 @@ REFUSED = """
     # reaches other processes
     kill 62/129, tkill 200/130, rt_sigqueueinfo 129/138, rt_tgsigqueueinfo 297/240, ptrace 101/117
     process_vm_readv 310/270, process_vm_writev 311/271, kcmp 312/272, setpriority 141/140
-    ioprio_set 251/30, sched_setparam 142/118, sched_setscheduler 144/119
+    ioprio_set 251/30, tgkill 234/131, sched_setparam 142/118, sched_setscheduler 144/119
     sched_setaffinity 203/122, sched_setattr 314/274, migrate_pages 256/238, move_pages 279/239
     # reaches the network, or a service by a socket in the file system
     socket 41/198
@@ -140,8 +135,7 @@ REFUSED = """
     # reaches bugs of the kernel, and no honest program needs it
     bpf 321/280, perf_event_open 298/241, userfaultfd 323/282, syslog 103/116, io_setup 206/0
     # some arguments are harmless: see refuse_calls
-    clone 56/220, tgkill 234/131, prlimit64 302/261, ioctl 16/29, socketpair 53/199, fcntl 72/25
-    prctl 157/167
+    clone 56/220, prlimit64 302/261, ioctl 16/29, socketpair 53/199, fcntl 72/25, prctl 157/167
 """  # calls, and their numbers on x86_64 and aarch64
 MAX_THREADS = 256  # no limit of the kernel counts threads without forbidding them
 WATCH_SECONDS = 0.02  # between two counts
@@ -158,17 +152,17 @@ class Sandbox:
     """The child's side of `run_program`: two processes, of which `watch` keeps the first.
 
     The second gives up its rights, becomes the program, and ends with the first. In a namespace
-    it is process 1: if it ends, so do all others, and it ignores signals that it sends itself.
-    `layers` says which protections are there."""
+    it is process 1: if it ends, so do all others, and it ignores signals that it sends itself."""
 
     def __init__(self, task: dict):
         self.task = task
         self.libc = ctypes.CDLL(None)
-        self.layers = dict.fromkeys(task["layers"], False)
+        self.layers = dict.fromkeys(task["layers"], False)  # which of them are there
 
     def protect(self) -> None:
         if "namespaces" in self.layers:
-            self.own_namespaces()
+            spaces = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+            self.layers["namespaces"] = self.libc.unshare(spaces) == 0
         self.watch()
         self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         # of a trainer that runs as root, or of a namespace's owner
@@ -193,23 +187,6 @@ class Sandbox:
         program = compile(self.task["source"], "program.py", "exec")
         exec(program, {"__name__": self.task["name"]})
 
-    def own_namespaces(self) -> None:
-        user, group = os.getuid(), os.getgid()  # unknown in the new namespace
-        flags = CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS
-        self.layers["namespaces"] = self.libc.unshare(flags) == 0
-        if not self.layers["namespaces"]:
-            return
-        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
-        with contextlib.suppress(OSError):  # a container may forbid it: then no file can be made
-            for name, text in maps.items():
-                with open(f"/proc/self/{name}", "w") as file:
-                    file.write(text)
-        folder = self.task["folder"].encode()
-        options = f"size={16 * CODE_BYTES},nr_inodes=1000,mode=700".encode()
-        flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
-        self.libc.mount(b"tmpfs", folder, b"tmpfs", flags, options)
-        os.chdir(folder)
-
     def watch(self) -> None:
         """Return in the second process only. The first ends with it, or when the time is over."""
         child_ends = {signal.SIGCHLD}
@@ -233,17 +210,14 @@ class Sandbox:
         os._exit(1)
 
     def restrict_files(self) -> None:
-        """Landlock: it may read Python's own folders, write its own folder, and nothing else."""
-        create, own_folder = LANDLOCK_CREATE_RULESET, self.task["folder"]
+        """Landlock: it may read Python's own folders, and nothing else."""
+        create = LANDLOCK_CREATE_RULESET
         version = self.libc.syscall(create, None, 0, LANDLOCK_CREATE_RULESET_VERSION)
         every = (1 << LANDLOCK_RIGHTS.get(version, 16)) - 1
         ruleset = self.libc.syscall(create, struct.pack("Q", every), 8, 0)
-        rights = dict.fromkeys(self.readable_folders(), READ)
-        if os.path.ismount(own_folder):  # of bounded size
-            rights[own_folder] = READ | WRITE & every
-        for path in filter(os.path.isdir, rights):
+        for path in filter(os.path.isdir, self.readable_folders()):
             folder = os.open(path, os.O_PATH)
-            beneath = struct.pack("=Qi", rights[path], folder)
+            beneath = struct.pack("=Qi", READ, folder)
             self.libc.syscall(LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, beneath, 0)
             os.close(folder)
         restricted = self.libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
@@ -256,14 +230,12 @@ class Sandbox:
         return [*modules, "/lib", "/lib64", "/usr/lib"]
 
     def refuse_calls(self) -> None:
-        """seccomp: refuse the calls above, report newer ones as unknown, and kill the process on a
-        call of another architecture."""
+        """seccomp: refuse the calls above and newer ones. One of another architecture kills."""
         machine = os.uname().machine
         if machine not in MACHINES:
             return
         harmless = {  # call -> an argument, and the test of it that one of the values must pass
             "clone": (0, HAS_BITS, [0x00010000]),  # CLONE_THREAD
-            "tgkill": (0, EQUAL, [os.getpid()]),  # abort()
             "prlimit64": (0, EQUAL, [0]),  # its own limits
             "prctl": (0, AT_LEAST, [PR_SET_PDEATHSIG + 1]),  # it dies with `watch`
             # copies of descriptors, their flags, locks of files, but no signals to processes

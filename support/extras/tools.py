@@ -3,8 +3,8 @@
     --tool calculator                    answers <calc>12*34</calc> with =408
     --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
 
-The tool's reply is appended, and the policy continues. The tokens of the reply are no actions of
-the policy: `completion_mask` excludes them from ratios, KL, entropy and gradients."""
+The tool's reply is appended, and the policy continues. The reply's tokens are no actions of the
+policy: `completion_mask` excludes them."""
 
 import re
 from collections.abc import Callable
@@ -28,16 +28,13 @@ class Tool(NamedTuple):
 
 
 def calculate(completion: str) -> str:
-    """Return `=408` for `<calc>12*34</calc>`, or `=?` for other calls.
-
-    A call is two short numbers with + - or * between them. A completion may hold anything."""
+    """Return `=408` for `<calc>12*34</calc>`, or `=?` if it is no operation of short numbers."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
     is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
     return f"={whole_value(call)}" if is_operation else "=?"
 
 
 TOOLS = {"calculator": Tool(calculate, after="</calc>")}
-LONGEST_REPLY = 100_000  # characters: to tokenise more takes time
 
 
 def parse_tool(place: str) -> Tool:
@@ -47,11 +44,8 @@ def parse_tool(place: str) -> Tool:
     where, _, after = place.partition("@")
     expected = f"expected file.py:function@TEXT, called after TEXT, or one of {', '.join(TOOLS)}"
     with expecting(f"--tool {place}: {expected}"):
-        need(":" in where and after, "it is neither")
+        need(after, "it is neither")
         return Tool(function_of(where), after)
-
-
-NO_TOKEN = 2**31 - 1  # padding in which no stop text is found
 
 
 def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
@@ -60,29 +54,26 @@ def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
-    aligned = {"padding_side": "left", "padding_value": NO_TOKEN}
-    ends = stops(pad_sequence(beginnings, batch_first=True, **aligned)).nonzero()
+    no_token = 2**31 - 1  # in this padding no stop text is found
+    ends = stops(pad_sequence(beginnings, True, no_token, padding_side="left")).nonzero()
     return start + 1 + int(ends[0]) if len(ends) else None
 
 
 class Turns:
     """Replace rollout.generate by one with a tool.
 
-    `generate` also stops at tokens that may complete the trigger text. It is called again with the
-    replies until all completions have ended."""
+    It also stops at tokens that may complete the trigger text, and goes on with the replies."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate = generate
         self.tool = tool
         self.tokenizer = tokenizer
         self.faults: list[str] = []  # errors of the tool in this process and step
-        self.fault = ""  # the first of all processes
         ends = tuple(tool.after[start:] for start in range(len(tool.after)))
         self.asking = []  # tokens that contain the trigger text, or start with an end of it
         for token in range(len(tokenizer)):
             text = self.read([token])
-            part = "\ufffd" in text and not tool.after.isascii()  # of a character
-            if part or tool.after in text or text.startswith(ends):
+            if tool.after in text or text.startswith(ends):
                 self.asking.append(token)
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
@@ -142,21 +133,18 @@ class Turns:
             said = self.tool.function(text)
             if said is None:
                 return []
-            need(isinstance(said, str), f"it returned {said!r:.80}, which is no text")
             plain = {"add_special_tokens": False, "split_special_tokens": True}
-            return self.tokenizer.encode(said[:LONGEST_REPLY], **plain)
+            return self.tokenizer.encode(said, **plain)
         except (Exception, SystemExit) as error:  # a user's function may do anything
             self.faults.append(f"{reason(error)} on {text!r:.80}")
             return []
 
     def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
-        """Return replies per completion, the share of the tool's tokens, and the number of its
-        failures. `fault` has the first of them."""
+        """Return replies per completion and the number of failures. `fault` is the first, or ""."""
         failed = [fault for faults in ranks.gather(self.faults) for fault in faults]
         self.fault = failed[0] if failed else ""
         mask, lengths = samples.completion_mask, samples.lengths
         places = torch.arange(mask.shape[1], device=mask.device)
         replies = (places < lengths[:, None]) & ~mask
         begins = replies[:, 1:] & ~replies[:, :-1]  # the first token is always the policy's
-        calls, share = begins.sum() / len(mask), replies.sum() / lengths.sum()
-        return {"tool_calls": calls, "tool_tokens": share, "tool_faults": len(failed)}
+        return {"tool_calls": begins.sum() / len(mask), "tool_faults": len(failed)}
