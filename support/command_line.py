@@ -4,6 +4,8 @@ A wrong value is one sentence that names the flag, before anything else loads.""
 
 import argparse
 import dataclasses
+import math
+import re
 import typing
 
 from support.user import UserError, dashed, did_you_mean, need
@@ -24,6 +26,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
     parser = argparse.ArgumentParser(
         description=description, formatter_class=form, allow_abbrev=False, exit_on_error=False
     )
+    parser._negative_number_matcher = re.compile("-[0-9.]")  # --reward -1*math is a value
     fields = dataclasses.fields(kind)
     group = parser
     for field in fields:
@@ -38,7 +41,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
         elif value_type == list[str]:
             options |= {"action": "append", "metavar": "STR"}
         elif "choices" in field.metadata:
-            options["choices"] = field.metadata["choices"]
+            options["metavar"] = "{" + ",".join(field.metadata["choices"]) + "}"
         else:
             options |= {"type": value_type, "metavar": value_type.__name__.upper()}
         group.add_argument(dashed(field.name), **options)
@@ -72,6 +75,14 @@ def check(field: dataclasses.Field, value) -> None:
         return
     if isinstance(value, list):
         need(all(value), f"{name}: expected a text that is not empty")
+    if isinstance(value, str):
+        is_utf_8 = value == value.encode(errors="replace").decode()
+        need(is_utf_8, f"{name} {value!a}: expected UTF-8")
+    if isinstance(value, float):
+        need(math.isfinite(value), f"{wrong}: expected a finite number")
+    if "choices" in rules:
+        known = ", ".join(rules["choices"]) + did_you_mean(value, rules["choices"])
+        need(value in rules["choices"], f"{wrong}: expected one of {known}")
     if "low" in rules:
         need(value >= rules["low"], f"{wrong}: expected at least {rules['low']}")
     if "above" in rules:

@@ -38,6 +38,8 @@ def wrong_models(models):
 
     without_end = settings("tokenizer_config.json", eos_token=None)
     wrong("tokenless", ["tokenizer.json", "tokenizer_config.json"])
+    wrong("torn-config", config__json=b'{"model_type": ')
+    wrong("reshaped", config__json=settings("config.json", intermediate_size=80))
     bert = dict(vocab_size=18, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
     wrong("bert", config__json=transformers.BertConfig(**bert).to_dict())
     config = settings("config.json", eos_token_id=None)
@@ -67,7 +69,9 @@ BAD_INPUT = [
     ("--wibble-wobble 3", r"--wibble-wobble: there is no such flag$"),
     ("--lr", "--lr: expected"),
     ("--group-size 9999999999999", "--group-size 9999999999999: .*at most 1000000"),
-    ("--algo gsop", "--algo: invalid choice: 'gsop' .choose from 'gspo'"),
+    ("--algo gsop", "--algo gsop: expected one of .*mean gspo"),
+    ("--reward -1*mth", "--reward -1.mth: .*mean math"),
+    ("--lr inf", "--lr inf: expected a finite"),
     # flags that do not fit each other, or would do nothing
     ("--ratio-max 2", "--ratio-max 2.0: gspo has none; cispo"),
     ("--algo grpo --critic-lr 1e-3", "--critic-lr 0.001: grpo has none; ppo"),
@@ -78,6 +82,7 @@ BAD_INPUT = [
     ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
     ("--ref-every 2", "--ref-every: .*--kl-coef"),
     ("--eval-data bad.jsonl", "--eval-data: .*--data"),
+    ("--overlong-cache 9", "--overlong-cache 9: .*--max-new-tokens"),
     ("--algo ppo --overlong-cache 4", "--overlong-cache: a critic"),
     ("--routing-replay", "--routing-replay: "),
     ("--algo opd", "--algo opd: needs a --teacher"),
@@ -106,6 +111,8 @@ BAD_INPUT = [
     ("--model /nowhere/at/all", "there is no such folder"),
     ("--model models/pickled", "--model models/pickled: .*safetensors"),
     ("--model models/tokenless", "--model models/tokenless: "),
+    ("--model models/torn-config", "--model models/torn-config: "),
+    ("--model models/reshaped", "layers.0.mlp.down_proj.weight"),
     ("--model models/bert", "--model models/bert: expected a causal language model"),
     ("--model models/endless", "--model models/endless: .*end token"),
     ("--model models/own-code", "--model models/own-code: "),
@@ -116,6 +123,8 @@ BAD_INPUT = [
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
     ("--runs file", "Not a directory: 'file/run'"),
+    ("--runs=", "--runs: expected the name of a folder"),
+    ("--runs r\udcff", "--runs .*UTF-8"),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+from fractions import Fraction
 
 import pytest
 
