@@ -167,7 +167,7 @@ def math_lenient(completion: str, answer: str | int | float) -> bool:
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Compare two answers. 25% is 1/4 and 25, as a percentage may be asked; 0.7% is not 0.7."""
+    """Compare two answers, as text if one is no mathematics. 25% is 1/4 and 25; 0.7% is not 0.7."""
     if max(len(given), len(gold)) > MAX_EXPRESSION:
         return given == gold
     given, gold = in_our_signs(given), in_our_signs(gold)
@@ -176,7 +176,6 @@ def same_answer(given: str, gold: str) -> bool:
     try:
         is_same = in_any_order(parts_of(given), parts_of(gold), same)
     except UNREADABLE:
-        # compared as texts, without quotes, blanks and the brackets of a word
         texts = [re.sub(r'"|\((\w+)\)|(?<!\d) | (?!\d)', r"\1", text) for text in (given, gold)]
         is_same = texts[0] == texts[1] != ""
     return is_same or bool(is_percentage) and same_answer(bare, bare_gold)
@@ -202,6 +201,7 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
     rf"{TEXT}\{{([^{{}}]*)\}}": r' "\1" ',
+    r'\A[\s("{[]*([A-Z])[\s)"}\].:,]*\Z': r"\1",  # (A)
     r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so )[\s:]*": "",
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
     r'(?:, ?)?"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
@@ -211,7 +211,7 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"(\\frac ?\{[^{}]*\}) ?([0-9])": r"\1{\2}",
     r"(?<![\w.^}])([0-9]+) ?\\frac ?\{([0-9]+)\} ?\{([0-9]+)\}": r"(\1+\2/\3)",  # 3\frac12
     r"(?<![\w.^}])([0-9]+) ([0-9]+) ?/ ?([0-9]+)": r"(\1+\2/\3)",  # 3 1/2
-    r"\\?sqrt ?\[(\w+)\] ?\{([^{}]*)\}": r"{\2}^{1/\1}",
+    r"\\?sqrt ?\[(\w+)\]": r" root{\1}",
     r"\\(frac|sqrt)\b": r" \1",
 }
 
@@ -232,7 +232,7 @@ def in_our_signs(text: str) -> str:
         text = re.sub(r"(?<=[0-9])(?<!\b0)(?<![0-9]{4})[, ](?=[0-9]{3}(?![0-9]))", "", text)
     if "±" in text:
         text = ",".join(part.replace("±", sign) for part in text.split(",") for sign in "+-")
-    if "frac" in text:  # a function of two arguments
+    if re.search("frac|root", text):  # functions of two arguments
         text = re.sub(r"\} ?\{(?!\Z)", ",", text)
     return text.translate(str.maketrans("{}⟨⟩", "(){}")).strip()
 
@@ -242,7 +242,7 @@ UNIT = r'(?:"[^"0-9]*"|[a-zA-Z]{3,}+|[A-Z]{2,}+|(?:[ckm]m|[km]g|ft|lb|in|of|[nN]
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
-    | (?P<call> (?: sqrt | frac ) [ ]? \( )
+    | (?P<call> (?: sqrt | root | frac ) [ ]? \( )
     | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
     | (?P<letter> (?: [fghFGHNPT][ ]?\(\w+\) | \\ (?:{GREEK}) (?![a-zA-Z]) | pi
         | (?! [fghFGHNPT][ ]?\( ) [a-zA-Z] ) (?: _\(?\w\)? )? )
@@ -253,17 +253,17 @@ TOKEN = re.compile(
 )
 NO_UNIT = re.compile(  # words that change a value
     r"(?i)hal(?:f|ves)|third|quarter|(?:[0-9]|fif|six|eigh|ten)th|dozen|hundred|thousand"
-    r"|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|frac)\b"
+    r"|[bmtr]illion|squared|cubed|factorial|\b(?:below|not?|is|sqrt|root|frac)\b"
 )
-IN_PYTHON = {"^": "**", "=": "==", "%": "/100", "[": "(square,", "]": ", square)"}
+IN_PYTHON = {"^": "**", "=": "==", "%": "/100", "[": "('[',", "]": ",']')"}
 
 
-def python_of(text: str) -> str:
-    """Return an answer as Python: `(2) * x_ @ cm_` for 2x cm, `(square, (1), (2))` for [1,2)."""
+def python_of(text: str, token: re.Pattern = TOKEN) -> str:
+    """Return an answer as Python: `(2) * x_ @ 'cm'` for 2x cm, `('[', (1), (2), ']')` for [1,2]."""
     code, last = "", ""
-    for token in TOKEN.finditer(text):
-        kind, piece = token.lastgroup, token[0]
-        follows = last in ("number", "letter", ")", "]", "}", "%")  # a value
+    for found in token.finditer(text):
+        kind, piece = found.lastgroup, found[0]
+        follows = last in ("number", "letter", "words", ")", "]", "}", "%")  # a value
         need(kind and not (follows and kind == "number"), f"{piece} is no mathematics")
         if kind == "number":
             piece = f"({Fraction(piece)})"
@@ -271,10 +271,10 @@ def python_of(text: str) -> str:
             piece = re.sub(r"\W", "", piece) + "_"  # lambda is a word of Python
         elif kind == "words":
             need(not follows or not NO_UNIT.search(piece), f"{piece} changes the value")
-            words = "_".join(re.findall(r"[^\W_]+", piece.replace("/", " per ")))
-            if len(words) > 3 or words[1:] and not follows:  # units such as ms and MHz stay
+            words = " ".join(re.findall(r"[^\W_]+|/", piece))
+            if len(words) > 3 or not follows:  # units such as ms and MHz stay
                 words = words.casefold().removesuffix("s")
-            piece = "@ " * follows + words + "_"
+            piece = "@ " * follows + repr(words)
         multiplies = follows and (kind in ("call", "letter") or piece == "(")
         code += " * " * multiplies + IN_PYTHON.get(piece, piece) + " "
         last = piece if kind == "sign" else kind
@@ -295,15 +295,15 @@ def same(given: ast.expr, gold: ast.expr) -> bool:
         case ast.Compare(left, signs, sides), ast.Compare(other, other_signs, other_sides):
             kinds, other_kinds = list(map(type, signs)), list(map(type, other_signs))
             return kinds == other_kinds and all(map(same, [left, *sides], [other, *other_sides]))
-        case ast.Compare(ast.Name() | ast.Tuple(), [ast.Eq()], [value]), _:
+        case ast.Compare(ast.Name() | ast.Tuple() | ast.Constant(str()), [ast.Eq()], [value]), _:
             return same(value, gold)
         case _, ast.Compare():
             return same(gold, given)
         case ast.BinOp(value, ast.MatMult(), unit), ast.BinOp(other, ast.MatMult(), other_unit):
             return same(value, other) and same(unit, other_unit)
-        case ast.BinOp(value, ast.MatMult(), ast.Name()), _:
+        case ast.BinOp(value, ast.MatMult()), _:
             return same(value, gold)
-        case _, ast.BinOp(value, ast.MatMult(), ast.Name()):
+        case _, ast.BinOp(value, ast.MatMult()):
             return same(given, value)
         case ast.BinOp(left, ast.BitOr(), right), ast.BinOp(other, ast.BitOr(), other_right):
             return in_any_order([left, right], [other, other_right], same)
@@ -311,6 +311,8 @@ def same(given: ast.expr, gold: ast.expr) -> bool:
             return in_any_order(parts, others, same)
         case ast.Tuple(parts), ast.Tuple(others):
             return len(parts) == len(others) and all(map(same, parts, others))
+        case ast.Constant(str(words)), ast.Constant(str(others)):
+            return words == others
     return all(near(value_of(given, point), value_of(gold, point)) for point in (-1, 0, 1))
 
 
@@ -376,8 +378,7 @@ def countdown(completion: str, answer: dict) -> bool:
 
 def exact_value(text: str) -> Fraction:
     """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
-    is_plain = re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text)
-    need(is_plain, f"{text!r:.80} is no arithmetic")
+    need(re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
     return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
 
 
@@ -393,9 +394,8 @@ def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | 
 
 
 CONSTANTS = {"pi_": cmath.pi, "e_": cmath.e, "i_": 1j, "infty_": cmath.inf}
-OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: power}
-OPERATORS |= {ast.Add: operator.add, ast.Sub: operator.sub}
-OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: power, ast.Add: operator.add}
+OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @functools.lru_cache(10_000)
@@ -415,6 +415,8 @@ def value_of(node: ast.expr, point: int = 0) -> Fraction | complex:
             return power(value_of(radicand, point), Fraction(1, 2))
         case ast.Call(ast.Name("frac"), [above, below]):
             return value_of(above, point) / value_of(below, point)
+        case ast.Call(ast.Name("root"), [degree, radicand]):
+            return power(value_of(radicand, point), 1 / value_of(degree, point))
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
 
 
@@ -468,11 +470,10 @@ class Reward:
 
     def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
         """Score completions, each with its row of the data ("prompt", "answer", ...)."""
-        functions = [term.function for term in self.terms.values()]
-        for function in functions:
-            if hasattr(function, "read"):
-                function.read(completions, rows)
-        if any(hasattr(function, "threads") for function in functions):
+        for term in self.terms.values():
+            if hasattr(term.function, "read"):
+                term.function.read(completions, rows)
+        if any(hasattr(term.function, "threads") for term in self.terms.values()):
             # torchrun: how many processes of this run share the machine's cores
             workers = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
@@ -533,7 +534,6 @@ class Reward:
                 continue
             expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
             with expecting(f"--reward {name}{term.signature}: expected {expected}"):
-                need(list(term.signature.parameters)[:1] != ["answer"], "the completion is first")
                 faults = [Reward({name: term}).score_one(text, row).fault for text in texts]
                 need(not all(faults), faults[0])
 
@@ -555,9 +555,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         known = [*VERIFIERS, *EXTRAS]
         with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function or {known}"):
             need(name not in terms, "a name stands there twice")
-            if ":" in place and not function:
-                function = function_of(place, "verifier")
-            function = function or VERIFIERS.get(place)
+            function = function or (function_of(place) if ":" in place else VERIFIERS.get(place))
             need(function, f"rewards.py has no verifier {place!r}{did_you_mean(place, known)}")
             terms[name] = Term(float(weight or 1), function, inspect.signature(function))
             need(0 < abs(terms[name].weight) <= 1e6, "a weight is not 0 and at most 1e6")
@@ -590,8 +588,10 @@ def main() -> None:
     print(f"reward {mean:.4f} of {len(rows)}; those of less than 1:")
     for number, (row, score) in enumerate(zip(rows, scores), 1):
         if score.reward < 1:
-            said = f"{row['answer']!r:.80} from {row['completion'][-160:]!r}"
-            print(f"row {number}: {said} {score.fault}")
+            print(
+                f"row {number}: {row['answer']!r:.80} from {row['completion'][-160:]!r}",
+                score.fault,
+            )
 
 
 if __name__ == "__main__":

@@ -509,7 +509,6 @@ def test_a_users_function_may_have_the_name_of_a_verifier(own):
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion): return 1": ["f(completion)", "def f(completion, answer)", "TypeError"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
-    "def f(answer, completion): return completion == answer": ["f(completion, answer)", "first"],
     "def f(completion, answer): return '1.0'": ["'1.0'", "a text is no number"],
     "def f(completion, answer): return [1.0, 0.5]": ["[1.0, 0.5]", "number"],
     "def f(completion, answer): return anwser": ["anwser"],
