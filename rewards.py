@@ -266,7 +266,7 @@ REWRITES = {  # from LaTeX towards the syntax of Python. The order counts
     r"\^ ?\{?\\circ\b\}?|\A\*\*|\*\*\Z|[.。\\] ?\Z": "",
     rf"{TEXT}\{{([^{{}}]*[0-9][^{{}}]*)\}}": r" \1 ",  # \text{5 cm}
     rf"{TEXT}\{{([^{{}}]*)\}}": r' "\1" ',
-    r"\A[^\w\\⟨]*([A-Z])[^\w+#*]*\Z": r"\1",  # (A)
+    r'\A[\s("{[]*([A-Z])[\s)"}\].:,]*\Z': r"\1",  # (A)
     r"(?i)\A\W*(?:the )?(?:final )?(?:answer is|value is|answer:|so )[\s:]*": "",
     r'(?i)"? ?\bper ?cent\b ?"?': "%",
     r'(?:, ?)?"? ?\b(?:and|or)\b ?"?|[;&]|\{,\}': ",",
@@ -323,11 +323,11 @@ NO_UNIT = re.compile(  # words that change a value
 IN_PYTHON = dict(zip("^=%[]", ["**", "==", "/100", "('[',", ",']')"]))  # [1,2) is ("[",1,2)
 
 
-def python_of(text: str) -> str:
+def python_of(text: str, token: re.Pattern = TOKEN) -> str:
     """Write the products and units of an answer as Python does: `(2) * x @ "cm"` for 2x cm."""
     code, last = "", ""
-    for token in TOKEN.finditer(text):
-        kind, piece = token.lastgroup, token[0]
+    for found in token.finditer(text):
+        kind, piece = found.lastgroup, found[0]
         follows = last in ("number", "letter", "words", ")", "]", "}", "%")  # a value
         if kind is None or follows and (kind == "number" or last == "words" and piece == "("):
             raise ValueError(f"{piece} is no mathematics")
