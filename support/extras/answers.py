@@ -56,7 +56,7 @@ def same_meaning(given: str, gold: str) -> bool:
         return False  # abc and AC are words
     try:
         return alike(meaning_of(given), meaning_of(gold))
-    except UNREADABLE:  # 1/0, words, no grammar
+    except (*UNREADABLE, TypeError):  # 1/0, words, frac(1)
         return in_plain_words(given) == in_plain_words(gold) != ""
 
 
@@ -90,7 +90,7 @@ MONEY = {"$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "ru
 ELEMENTARY = "arcsin|arccos|arctan|sinh|cosh|sin|cos|tan|cot|sec|csc|ln|log|exp"
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 FACTOR = (  # of the argument of a function without brackets
-    rf"(?:[0-9.]++|(?!or\b|{ELEMENTARY})[a-zA-Z](?![a-zA-Z]{{2}})|\\(?:{NAMES})\b|{BRACES}|[\^_]"
+    rf"(?:[0-9.]++|(?!or\b|{ELEMENTARY})[a-zA-Z](?![a-zA-Z]{{2}})|\\(?:{NAMES})(?![a-zA-Z])|{BRACES}|[\^_]"
     r"|\\[dt]?frac|\\sqrt|(?:abs|factorial|binom)\([^()]*\)|degrees) ?"
 )
 REWRITES = {  # a pattern: its replacement. The order counts
@@ -99,6 +99,8 @@ REWRITES = {  # a pattern: its replacement. The order counts
     r"\\\\ ?\\end": r"\\end",
     r"\\mathbb ?\{? ?R\b ?\}?|(?i:(?:\\text ?\{)? ?all real numbers ?\}?)\Z": "ℝ",
     r"\^ ?\{? ?\\circ ?\}?": "°",
+    r"\{,\}": ",",  # 1{,}000
+    rf"(\\[dt]?frac|\\sqrt) ?(\\(?:{NAMES})(?![a-zA-Z]))": r"\1{\2}",  # \frac\pi4
     r"\\(?:[a-zA-Z]+|[|$])|[^\x00-\x7f]": lambda found: OURS.get(found[0], found[0]),
     r"\[? ?\\begin ?\{array\} ?\{[lcr| ]*\}": r"\\begin{pmatrix}",
     r"\\end ?\{array\} ?\]?": r"\\end{pmatrix}",
@@ -107,7 +109,7 @@ REWRITES = {  # a pattern: its replacement. The order counts
     r"\A([0-9]+) ?: ?([0-9]+)\Z": r"\1/\2",
     r"\binfinity\b": r"\\infty",
     r"\bmph\b": "miles per hour",
-    r"([$€£¥₹]) ?(-?[0-9.,]+)": lambda found: f"{found[2]} {MONEY[found[1]]} ",
+    r"([$€£¥₹]) ?(-?[0-9.,]*[0-9])": lambda found: f"{found[2]} {MONEY[found[1]]} ",
     r"(?<=[0-9 ])([ckm]?m)(?=[²³])": r"\\text{\1}",
     "°": " degrees ",
     "[⁰¹²³⁴-⁹⁺⁻ⁿ]+": lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}",
@@ -116,20 +118,27 @@ REWRITES = {  # a pattern: its replacement. The order counts
     r"\\operatorname ?\{(\w+)\}": r"\1",
     r"\|([^|]+)\|": r" abs(\1)",
     rf"\\[dt]?binom ?({BRACES}) ?({BRACES})": r" binom(\1,\2)",
-    r"([0-9]+|[a-zA-Z]|\((?:[^()]|\([^()]*\))*\)) ?!(?![=!])": r" factorial(\1)",
+    r"(?<![0-9.])([0-9]+|[a-zA-Z]|\((?:[^()]|\([^()]*\))*\)) ?!(?![=!])": r" factorial(\1)",
     r"\b([fgh]) ?\^ ?\{-1\} ?\(": r"\1inv(",
     r"\\(Gamma|Phi|zeta|psi|delta) ?\(": r"\1(",
     r"\)(?=[0-9]+ ?\^)": ")*",  # (n + 1)2^n
+    r"(?<![a-zA-Z])([a-zA-Z](?:_\w)?)'": r"\1_prime",
     r"(?<![a-zA-Z])(sin|cos|tan) ?\^ ?\{-1\}": r"arc\1",
-    rf"\\?(?<![a-zA-Z])({ELEMENTARY}) ?(?:[\^_] ?(\w|{BRACES}))? ?(?:\(|((?:{FACTOR})++))": (
-        lambda found: call_of(*found.groups(""))
-    ),
+    r"(?<![a-zA-Z])log ?_": "logb^",
 }
+FUNCTION = re.compile(
+    rf"\\?(?<![a-zA-Z])(logb|{ELEMENTARY}) ?(?:\^ ?(\w|{BRACES}))? ?(?:\(|((?:{FACTOR})++))"
+)
 
 
-def call_of(name: str, raised: str, factors: str) -> str:
-    """Return `sin(2,x)` for \\sin^2 x, and `log(2,` for \\log_2( with its bracket open."""
-    return f" {name}({raised and raised + ','}{factors and factors + ')'}"
+def with_calls(text: str) -> str:
+    """Write \\sin^2 x as `sin(2,x)`, and \\log_2( as `logb(2,` with its bracket open."""
+
+    def call_of(found: re.Match) -> str:
+        raised = f"{found[2]}," if found[2] else ""
+        return f" {found[1]}({raised}" + (f"{with_calls(found[3])})" if found[3] else "")
+
+    return FUNCTION.sub(call_of, text)
 
 
 def rewritten(text: str) -> str:
@@ -138,21 +147,21 @@ def rewritten(text: str) -> str:
         text = re.sub(r"(?<!\\)\$", "", text)
     for pattern, ours in REWRITES.items():
         text = re.sub(pattern, ours, text)
-    if re.search(r"[<>≤≥]|\\[lg]eq?\b", text):
+    if re.search(r"[<>≤≥]|\\[lg]eq?(?![a-zA-Z])", text):
         text = re.sub(r"(?:\\text ?\{ ?)?\bor\b ?\}?", "∨", text)
-    return text
+    return with_calls(text)
 
 
 CALLED = "[fghFGHNTPVEIWJ]|[fgh]inv|Gamma|Phi|zeta|psi|delta"
 UNIT = r"""(?:"[^"0-9'.-]*"|(?![abcxyz]+(?![a-zA-Z]))[a-zA-Z]{3,}+|\b(?:is|of|to|so|[nN]o)\b
-    |(?<=[0-9 ])(?:[ckm]m|[km]g|mL|ft|sq|lb|in)(?![a-zA-Z]))"""
+    |(?<=[0-9 ])(?:[ckm]m|kg|mL|ft|sq|in(?=[ ]?\^)|m(?=/(?:s|h|min)\b))(?![a-zA-Z]))"""
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
-    | (?P<call> (?: sqrt|root|frac|abs|binom|factorial|{ELEMENTARY}|{CALLED} ) [ ]? \( )
+    | (?P<call> (?: sqrt|root|frac|abs|binom|factorial|logb|{ELEMENTARY}|{CALLED} ) [ ]? \( )
     | (?P<words> {UNIT} (?: [ ]* {UNIT} | [ ]?/[ ]?[a-zA-Z]+ )*+ (?: [ ]? \^ \(? [23] \)? )? )
     | (?P<letter> (?: \\ (?:{NAMES}|infty|partial|nabla) (?![a-zA-Z]) | pi | [a-zA-Z] )
-        '* (?: [ ]?_\(?\w+\)? )? )
+        (?: [ ]?_\(?\w+\)? )? )
     | (?P<sign> \*\* | [<>!]= | [-+*/^(),=<>[\]{{}}|%∨] )
     | \S
     """,
@@ -167,7 +176,9 @@ SAME_UNIT = table("""
 def unit_of(text: str) -> str:
     """Return one way to write a unit: `ft 2` for square feet."""
     words = text.split()
-    need(len(words) <= 3 and not {"lakh", "crore", "bil"} & {*words}, "no unit")
+    need(
+        0 < sum(map(str.isalpha, words)) <= 3 and not {"lakh", "crore", "bil"} & {*words}, "no unit"
+    )
     words = [SAME_UNIT.get(word, word) for word in words]
     words = [SAME_UNIT.get(word.removesuffix("s"), word) for word in words]
     if words[0] in ("square", "cubic"):
@@ -301,7 +312,7 @@ def alike(left: tuple, right: tuple) -> bool:
 MP = mpmath.MPContext()  # of our own: other code may change the digits of mpmath's
 MP.dps = 250  # digits, of which the last 50 may be wrong
 NOISE = MP.mpf(10) ** -200
-CONSTANTS = {"i_": MP.mpc(0, 1), "e_": +MP.e, "pi_": +MP.pi, "infty_": MP.inf}
+CONSTANTS = {"i_": MP.mpc(0, 1), "e_": +MP.e, "pi_": +MP.pi, "infty_": MP.nan}
 MAX_BITS = 10_000  # of a numerator or denominator, so that 9^9^9 takes no time
 LARGEST_EXPONENT = 350  # of 2: beyond 10^105 a digit next to the point would not be seen
 
@@ -372,22 +383,20 @@ def power(base, exponent):
 
 
 def elementary(name: str) -> Callable:
-    """Return a function of (value), of (exponent, value), or for log of (base, value)."""
-    compute = without_noise(getattr(MP, name.replace("arc", "a")))
+    """Return a function of (value), or of (exponent, value) for sin^2 x."""
+    compute = without_noise(getattr(MP, name))
 
     def function(*values):
         *exponents, value = values
         return power(compute(value), *exponents) if exponents else compute(value)
 
-    if name == "log":
-        return lambda *values: multiply(
-            compute(values[-1]), 1 / compute((Fraction(10), *values)[-2])
-        )
     return function
 
 
-FUNCTIONS = {name: elementary(name) for name in ELEMENTARY.split("|")}
+FUNCTIONS = {name: elementary(name.replace("arc", "a")) for name in ELEMENTARY.split("|")}
 FUNCTIONS |= {
+    "log": elementary("log10"),
+    "logb": without_noise(lambda base, value: MP.log(value, base)),
     "abs": abs,
     "sqrt": lambda value: power(value, Fraction(1, 2)),
     "root": lambda degree, value: power(value, 1 / degree),
