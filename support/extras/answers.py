@@ -73,13 +73,13 @@ def in_plain_words(text: str) -> str:
 
 # ---------------------------------------------------------------------- reading
 
-SIGNS = "αβγδεζηθκλμνξπρστφχψωΓΔΘΛΞΣΦΨΩ"
 GREEK = """
-    alpha beta gamma delta epsilon zeta eta theta kappa lambda mu nu xi pi rho sigma tau phi chi psi
-    omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega
+    α alpha β beta γ gamma δ delta ε epsilon ζ zeta η eta θ theta κ kappa λ lambda μ mu ν nu ξ xi
+    π pi ρ rho σ sigma τ tau φ phi χ chi ψ psi ω omega Γ Gamma Δ Delta Θ Theta Λ Lambda Ξ Xi
+    Σ Sigma Φ Phi Ψ Psi Ω Omega
 """
-NAMES = "|".join(GREEK.split())
-OURS = dict(zip(SIGNS, (f"\\{name} " for name in GREEK.split())))
+NAMES = "|".join(re.findall("[a-zA-Z]+", GREEK))
+OURS = {sign: f"\\{name} " for sign, name in re.findall(r"(\S) (\w+)", GREEK)}
 OURS |= table(r"""
     (←\langle  )←\rangle  <←\lt  >←\gt  ∅←\emptyset,\varnothing  |←\lvert,\rvert,\vert,\|
     \epsilon←\varepsilon  \phi←\varphi  °←\degree  (-\infty,\infty)←ℝ  $←\$,\textdollar
@@ -89,23 +89,23 @@ MONEY = {"$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "ru
 
 ELEMENTARY = "arcsin|arccos|arctan|sinh|cosh|sin|cos|tan|cot|sec|csc|ln|log|exp"
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-FACTOR = (  # of the argument of a function without brackets
-    rf"(?:[0-9.]++|(?!or\b|{ELEMENTARY})[a-zA-Z](?![a-zA-Z]{{2}})|\\(?:{NAMES})(?![a-zA-Z])|{BRACES}|[\^_]"
-    r"|\\[dt]?frac|\\sqrt|(?:abs|factorial|binom)\([^()]*\)|degrees) ?"
-)
 REWRITES = {  # a pattern: its replacement. The order counts
+    # layout
     r"\\(?:color|textcolor) ?\{[^{}]*\}|\\(?:left|right) ?\.": "",  # \color{red}{42}
     r"\\\\ ?\[ ?-?[0-9.]+ ?[a-z]{2} ?\]": r"\\\\ ",  # \\[4pt]
     r"\\\\ ?\\end": r"\\end",
     r"\\mathbb ?\{? ?R\b ?\}?|(?i:(?:\\text ?\{)? ?all real numbers ?\}?)\Z": "ℝ",
+    rf"\\(?:operatorname|mathrm|text) ?\{{(e|i|{ELEMENTARY})\}}": r"\1 ",
     r"\^ ?\{? ?\\circ ?\}?": "°",
     r"\{,\}": ",",  # 1{,}000
     rf"(\\[dt]?frac|\\sqrt) ?(\\(?:{NAMES})(?![a-zA-Z]))": r"\1{\2}",  # \frac\pi4
     r"\\(?:[a-zA-Z]+|[|$])|[^\x00-\x7f]": lambda found: OURS.get(found[0], found[0]),
     r"\[? ?\\begin ?\{array\} ?\{[lcr| ]*\}": r"\\begin{pmatrix}",
     r"\\end ?\{array\} ?\]?": r"\\end{pmatrix}",
+    # signs, units
     r"\A ?(?:=|\\approx|≈) ?": "",  # = 5
     r"\A((?:[^a-zA-Z≈]|\\(?:pi|sqrt|frac)\b)+)(?:≈|\\approx).*": r"\1",  # 2\pi ≈ 6.28
+    r",? ?\\text ?\{ ?,? ?or ?\}|,? ?\bor\b": " ∨ ",
     r"\A([0-9]+) ?: ?([0-9]+)\Z": r"\1/\2",
     r"\binfinity\b": r"\\infty",
     r"\bmph\b": "miles per hour",
@@ -115,19 +115,25 @@ REWRITES = {  # a pattern: its replacement. The order counts
     "[⁰¹²³⁴-⁹⁺⁻ⁿ]+": lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}",
     "[₀-₉ₙ]+": lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}",
     "√ ?([0-9]+)": r"\\sqrt{\1}",
-    r"\\operatorname ?\{(\w+)\}": r"\1",
+    r"\)(?=[0-9]+ ?\^)": ")*",  # (n + 1)2^n
+    r"(?<![a-zA-Z])([a-zA-Z](?:_\w)?)'": r"\1_prime",
+    # calls
     r"\|([^|]+)\|": r" abs(\1)",
     rf"\\[dt]?binom ?({BRACES}) ?({BRACES})": r" binom(\1,\2)",
     r"(?<![0-9.])([0-9]+|[a-zA-Z]|\((?:[^()]|\([^()]*\))*\)) ?!(?![=!])": r" factorial(\1)",
     r"\b([fgh]) ?\^ ?\{-1\} ?\(": r"\1inv(",
     r"\\(Gamma|Phi|zeta|psi|delta) ?\(": r"\1(",
-    r"\)(?=[0-9]+ ?\^)": ")*",  # (n + 1)2^n
-    r"(?<![a-zA-Z])([a-zA-Z](?:_\w)?)'": r"\1_prime",
     r"(?<![a-zA-Z])(sin|cos|tan) ?\^ ?\{-1\}": r"arc\1",
     r"(?<![a-zA-Z])log ?_": "logb^",
 }
 FUNCTION = re.compile(
-    rf"\\?(?<![a-zA-Z])(logb|{ELEMENTARY}) ?(?:\^ ?(\w|{BRACES}))? ?(?:\(|((?:{FACTOR})++))"
+    rf"""\\?(?<![a-zA-Z]) (?P<name> logb | {ELEMENTARY} ) [ ]?
+    (?: \^[ ]? (?P<power> \w | {BRACES} ) [ ]? )? (?: \( | (?P<factors> (?: (?:
+        [0-9.]++ | (?! or\b | {ELEMENTARY} ) [a-zA-Z] (?![a-zA-Z]{{2}}) | degrees
+        | \\ (?: {NAMES} | [dt]?frac | sqrt ) (?![a-zA-Z]) | {BRACES} | [\^_]
+        | (?: abs | factorial | binom ) \([^()]*\)
+    ) [ ]? )++ ) )""",
+    re.VERBOSE,
 )
 
 
@@ -135,8 +141,12 @@ def with_calls(text: str) -> str:
     """Write \\sin^2 x as `sin(2,x)`, and \\log_2( as `logb(2,` with its bracket open."""
 
     def call_of(found: re.Match) -> str:
-        raised = f"{found[2]}," if found[2] else ""
-        return f" {found[1]}({raised}" + (f"{with_calls(found[3])})" if found[3] else "")
+        call = f" {found['name']}("
+        if found["power"]:
+            call += f"{found['power']},"
+        if found["factors"]:
+            call += f"{with_calls(found['factors'])})"
+        return call
 
     return FUNCTION.sub(call_of, text)
 
@@ -147,8 +157,6 @@ def rewritten(text: str) -> str:
         text = re.sub(r"(?<!\\)\$", "", text)
     for pattern, ours in REWRITES.items():
         text = re.sub(pattern, ours, text)
-    if re.search(r"[<>≤≥]|\\[lg]eq?(?![a-zA-Z])", text):
-        text = re.sub(r"(?:\\text ?\{ ?)?\bor\b ?\}?", "∨", text)
     return with_calls(text)
 
 
@@ -173,40 +181,46 @@ SAME_UNIT = table("""
 """)  # other ways to write a unit
 
 
+POWERS = {"square": "2", "cubic": "3"}
+
+
 def unit_of(text: str) -> str:
     """Return one way to write a unit: `ft 2` for square feet."""
     words = text.split()
-    need(
-        0 < sum(map(str.isalpha, words)) <= 3 and not {"lakh", "crore", "bil"} & {*words}, "no unit"
-    )
+    need(0 < sum(map(str.isalpha, words)) <= 3, "it says more than a unit")
+    need(not {"lakh", "crore", "bil"} & {*words}, "it changes the value")
     words = [SAME_UNIT.get(word, word) for word in words]
     words = [SAME_UNIT.get(word.removesuffix("s"), word) for word in words]
-    if words[0] in ("square", "cubic"):
-        words = [*words[1:], "2" if words[0] == "square" else "3"]
+    if words[0] in POWERS:
+        words = [*words[1:], POWERS[words[0]]]
     return " ".join(words)
 
 
 def meaning_of(text: str) -> tuple:
-    """Return an answer as nested tuples of (kind, part, ...)."""
+    """Return an answer as nested tuples of (kind, part, ...): its only part, or a list."""
     match ast.parse(f"_({python_of(text, TOKEN).replace('∨', ' or ')})", mode="eval").body:
-        case ast.Call(ast.Name("_"), [_, *_] as items, []):
-            return listed(list(map(part_of, items)))
+        case ast.Call(ast.Name("_"), [*sides, ast.BoolOp(ast.Or(), last)], []):  # 1, 2 or 3
+            return listed([*sides, *last], has_or=True)
+        case ast.Call(ast.Name("_"), [side], []):
+            return part_of(side)
+        case ast.Call(ast.Name("_"), [_, *_] as sides, []):
+            return listed(sides, has_or=False)
     raise ValueError("it is empty, or its brackets do not match")
 
 
-def listed(parts: list[tuple]) -> tuple:
-    """Return the only part, or a list. x = 1, 2 stands for x = 1, x = 2.
+def listed(sides: list[ast.expr], has_or: bool) -> tuple:
+    """Return a list. x = 1, 2 is x = 1, x = 2, and x < 1 or x > 5 is a union of intervals.
 
     x = 3, y = -2 is (x, y) = (3, -2) in the order of the names."""
-    if len(parts) == 1:
-        return parts[0]
+    parts = list(map(part_of, sides))
     names = [kind for kind, *_ in parts if kind.startswith("name ")]
-    values = [part[1] if part[0] in names else part for part in parts]
     if not names:
         return ("list", *parts)
+    values = [part[1] if part[0] in names else part for part in parts]
     if parts[0][0] in names and len({*names}) == 1:
-        return (names[0], ("list", *values))
-    need(len({*names}) == len(parts), "some names are missing")
+        has_bounds = re.search("[<>]", ast.unparse(sides[0]))
+        return (names[0], ("union" if has_or and has_bounds else "list", *values))
+    need(len({*names}) == len(parts) and not has_or, "some names are missing")
     names, values = zip(*sorted(zip(names, values), key=lambda pair: pair[0]))
     texts = [name.removeprefix("name ") for name in names]
     return (f"name ({', '.join(texts)})", ("Tuple", *values))
@@ -224,10 +238,6 @@ def part_of(node: ast.expr) -> tuple:
             return (f"unit {unit_of(unit)}", part_of(value))
         case ast.BinOp(left, ast.BitOr(), right):
             return ("union", *members(part_of(left)), *members(part_of(right)))
-        case ast.BoolOp(ast.Or(), sides):  # x < 1 or x > 5
-            (name, first), *others = map(part_of, sides)
-            need(all(other[0] == name for other in others), "several names")
-            return (name, ("union", first, *(other[1] for other in others)))
         case ast.Tuple(items):
             return ("Tuple", *map(part_of, items))
         case ast.Set(items):
@@ -263,27 +273,37 @@ MINUS_INFINITY = ast.UnaryOp(ast.USub(), INFINITY)
 
 
 def relation(sides: list[ast.expr], signs: list[str]) -> tuple:
-    """Return x = 5 as ("name x", 5), and x > 1 or 1 < x <= 2 as an interval with a name."""
-    if {*signs} <= {*TURNED}:  # a > b is b < a
+    """Return x = 5 as ("name x", 5), and 2 + 3 = 5 as 5. Turn a > b and 5 = x around."""
+    if {*signs} <= {*TURNED}:
         sides, signs = sides[::-1], [TURNED[sign] for sign in signs[::-1]]
-    if len(sides) == 2 and signs[0] != "NotEq":
-        names = [is_name(side) for side in sides]
-        if signs == ["Eq"] and names == [False, True]:  # 5 = x
-            sides = sides[::-1]
-        elif signs != ["Eq"] and names == [True, False]:  # x < 5
-            sides, signs = [MINUS_INFINITY, *sides], ["Lt", *signs]
-        elif signs != ["Eq"] and names == [False, True]:  # 5 < x
-            sides, signs = [*sides, INFINITY], [*signs, "Lt"]
+    if {*signs} <= {"Lt", "LtE"}:
+        return inequality(sides, signs)
+    if signs == ["Eq"] and is_name(sides[1]) and not is_name(sides[0]):
+        sides = sides[::-1]
     if {*signs} == {"Eq"}:
-        name = f"name {ast.unparse(sides[0])}" if is_name(sides[0]) else ""
-        parts = list(map(part_of, sides[1:] if name else sides))
-        if all(alike(part, parts[-1]) for part in parts):  # 2 + 3 = 5 is 5
-            return (name, parts[-1]) if name else parts[-1]
-    elif {*signs} <= {"Lt", "LtE"} and len(sides) == 3 and is_name(sides[1]):
-        low, high = [("[",)] * (signs[0] == "LtE"), [("]",)] * (signs[1] == "LtE")
-        interval = ("Tuple", *low, part_of(sides[0]), part_of(sides[2]), *high)
-        return (f"name {ast.unparse(sides[1])}", interval)
+        first, *others = sides
+        parts = list(map(part_of, others))
+        if is_name(first) and all(alike(part, parts[-1]) for part in parts):
+            return (f"name {ast.unparse(first)}", parts[-1])
+        if all(alike(part, part_of(first)) for part in parts):
+            return parts[-1]
     return (" ".join(signs), *map(part_of, sides))
+
+
+def inequality(sides: list[ast.expr], signs: list[str]) -> tuple:
+    """Return x > 1 and 1 < x <= 2 as intervals with a name, (1, ∞) and (1, 2]."""
+    if len(sides) == 2 and is_name(sides[0]) and not is_name(sides[1]):
+        sides, signs = [MINUS_INFINITY, *sides], ["Lt", *signs]
+    elif len(sides) == 2 and is_name(sides[1]) and not is_name(sides[0]):
+        sides, signs = [*sides, INFINITY], [*signs, "Lt"]
+    if len(sides) != 3 or not is_name(sides[1]):
+        return (" ".join(signs), *map(part_of, sides))
+    interval = [part_of(sides[0]), part_of(sides[2])]
+    if signs[0] == "LtE":
+        interval = [("[",), *interval]
+    if signs[1] == "LtE":
+        interval = [*interval, ("]",)]
+    return (f"name {ast.unparse(sides[1])}", ("Tuple", *interval))
 
 
 def alike(left: tuple, right: tuple) -> bool:
