@@ -95,7 +95,7 @@ REWRITES = {  # a pattern: its replacement. The order counts
     r"\\\\ ?\[ ?-?[0-9.]+ ?[a-z]{2} ?\]": r"\\\\ ",  # \\[4pt]
     r"\\\\ ?\\end": r"\\end",
     r"\\mathbb ?\{? ?R\b ?\}?|(?i:(?:\\text ?\{)? ?all real numbers ?\}?)\Z": "ℝ",
-    rf"\\(?:operatorname|mathrm|text) ?\{{(e|i|{ELEMENTARY})\}}": r"\1 ",
+    rf"\\(?:operatorname|mathrm|text) ?\{{(e|i|{ELEMENTARY})\}}": r" \1",
     r"\^ ?\{? ?\\circ ?\}?": "°",
     r"\{,\}": ",",  # 1{,}000
     rf"(\\[dt]?frac|\\sqrt) ?(\\(?:{NAMES})(?![a-zA-Z]))": r"\1{\2}",  # \frac\pi4
@@ -161,8 +161,8 @@ def rewritten(text: str) -> str:
 
 
 CALLED = "[fghFGHNTPVEIWJ]|[fgh]inv|Gamma|Phi|zeta|psi|delta"
-UNIT = r"""(?:"[^"0-9'.-]*"|(?![abcxyz]+(?![a-zA-Z]))[a-zA-Z]{3,}+|\b(?:is|of|to|so|[nN]o)\b
-    |(?<=[0-9 ])(?:[ckm]m|kg|mL|ft|sq|in(?=[ ]?\^)|m(?=/(?:s|h|min)\b))(?![a-zA-Z]))"""
+UNIT = r"""(?:"[^"0-9'.-]*"|(?![abcxyz]+(?![a-zA-Z]))[a-zA-Z]{3,}+|\b(?:is|of|to|so|in|[nN]o)\b
+    |(?<=[0-9 ])(?:[ckm]m|kg|mL|ft|sq|m(?=/(?:s|h|min)\b))(?![a-zA-Z]))"""
 TOKEN = re.compile(
     rf"""
       (?P<number> (?!0[0-9]) (?: [0-9]+ (?:\.[0-9]*)? | \.[0-9]+ ) (?:[eE]-?[0-9]{{1,3}}\b)? )
