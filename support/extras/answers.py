@@ -68,7 +68,8 @@ def in_plain_words(text: str) -> str:
     """Return a text without boxes, blanks around signs, and the case of plain words."""
     if "\\" not in text:
         text = ORDINARY.sub(lambda found: found[0].lower(), text)
-    return re.sub(r"\((\w+)\)|\"|(?<!\d) | (?!\d)", r"\1", text)  # 204_(5), (A)
+    text = re.sub(r"\"|(?<!\d) | (?!\d)", "", text)
+    return re.sub(r"_\((\w+)\)", r"_\1", text)  # 204_(5)
 
 
 # ---------------------------------------------------------------------- reading
@@ -83,7 +84,7 @@ OURS = {sign: f"\\{name} " for sign, name in re.findall(r"(\S) (\w+)", GREEK)}
 OURS |= table(r"""
     (←\langle  )←\rangle  <←\lt  >←\gt  ∅←\emptyset,\varnothing  |←\lvert,\rvert,\vert,\|
     \epsilon←\varepsilon  \phi←\varphi  °←\degree  (-\infty,\infty)←ℝ  $←\$,\textdollar
-    ←\large,\Large,\bf,\vec,\underline,\fbox,\boldsymbol,\emph,\angle,\triangle,\left,\right
+    ←\large,\Large,\bf,\vec,\underline,\angle,\triangle,\left,\right  \text←\emph,\fbox,\boldsymbol
 """)  # LaTeX and Unicode that `in_our_signs` does not know
 MONEY = {"$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
 
@@ -93,7 +94,6 @@ REWRITES = {  # a pattern: its replacement. The order counts
     # layout
     r"\\(?:color|textcolor) ?\{[^{}]*\}|\\(?:left|right) ?\.": "",  # \color{red}{42}
     r"\\\\ ?\[ ?-?[0-9.]+ ?[a-z]{2} ?\]": r"\\\\ ",  # \\[4pt]
-    r"\\\\ ?\\end": r"\\end",
     r"\\mathbb ?\{? ?R\b ?\}?|(?i:(?:\\text ?\{)? ?all real numbers ?\}?)\Z": "ℝ",
     rf"\\(?:operatorname|mathrm|text) ?\{{(e|i|{ELEMENTARY})\}}": r" \1",
     r"\^ ?\{? ?\\circ ?\}?": "°",
@@ -108,7 +108,6 @@ REWRITES = {  # a pattern: its replacement. The order counts
     r",? ?\\text ?\{ ?,? ?or ?\}|,? ?\bor\b": " ∨ ",
     r"\A([0-9]+) ?: ?([0-9]+)\Z": r"\1/\2",
     r"\binfinity\b": r"\\infty",
-    r"\bmph\b": "miles per hour",
     r"([$€£¥₹]) ?(-?[0-9.,]*[0-9])": lambda found: f"{found[2]} {MONEY[found[1]]} ",
     r"(?<=[0-9 ])([ckm]?m)(?=[²³])": r"\\text{\1}",
     "°": " degrees ",
@@ -179,8 +178,6 @@ SAME_UNIT = table("""
     cm←centimeter  m←meter  ft←feet,foot  in←inche,inch  mi←mile  mL←milliliter,ml  L←liter
     min←minute  s←second,sec  h←hour,hr  lb←lbs  dollar←usd,USD  square←sq
 """)  # other ways to write a unit
-
-
 POWERS = {"square": "2", "cubic": "3"}
 
 
