@@ -44,8 +44,8 @@ def same_answer(given: str, gold: str) -> bool:
     given, gold = in_our_signs(rewritten(given)), in_our_signs(rewritten(gold))
     bare, bare_gold = given.removesuffix("%").strip(), gold.removesuffix("%").strip()
     # 25% is also 25, as a percentage may be asked. 0.7% is not 0.7
-    is_percentage = (bare, bare_gold) != (given, gold) and re.match("-?[1-9][0-9.]*$", bare)
-    return same_meaning(given, gold) or bool(is_percentage) and same_meaning(bare, bare_gold)
+    are_large = all(re.fullmatch("-?[1-9][0-9.]*", text) for text in (bare, bare_gold))
+    return same_meaning(given, gold) or are_large and same_meaning(bare, bare_gold)
 
 
 def same_meaning(given: str, gold: str) -> bool:
@@ -84,7 +84,8 @@ OURS = {sign: f"\\{name} " for sign, name in re.findall(r"(\S) (\w+)", GREEK)}
 OURS |= table(r"""
     (←\langle  )←\rangle  <←\lt  >←\gt  ∅←\emptyset,\varnothing  |←\lvert,\rvert,\vert,\|
     \epsilon←\varepsilon  \phi←\varphi  °←\degree  (-\infty,\infty)←ℝ  $←\$,\textdollar
-    ←\large,\Large,\bf,\vec,\underline,\angle,\triangle,\left,\right  \text←\emph,\fbox,\boldsymbol
+    ←\large,\Large,\bf,\vec,\mathbf,\underline,\angle,\triangle,\left,\right
+    \text←\emph,\fbox,\boldsymbol
 """)  # LaTeX and Unicode that `in_our_signs` does not know
 MONEY = {"$": "dollars", "€": "euros", "£": "pounds", "¥": "yen", "₹": "rupees"}
 
