@@ -316,6 +316,8 @@ def alike(left: tuple, right: tuple) -> bool:
     (kind, *parts), (other_kind, *others) = left, right
     if kind != other_kind or len(parts) != len(others):
         return False
+    if kind == "value" and are_exact(*parts, *others):
+        return parts == others
     if kind == "value":
         pairs = list(zip(parts, others))
         real = [pair for pair in pairs if not all(value.imag for value in pair)]
