@@ -161,7 +161,7 @@ def rewritten(text: str) -> str:
 
 
 CALLED = "[fghFGHNTPVEIWJ]|[fgh]inv|Gamma|Phi|zeta|psi|delta"
-UNIT = r"""(?:"[^"0-9'.-]*"|(?![abcxyz]+(?![a-zA-Z]))[a-zA-Z]{3,}+|\b(?:is|of|to|so|in|[nN]o)\b
+UNIT = r"""(?:"[^"0-9'.∨-]*"|(?![abcxyz]+(?![a-zA-Z]))[a-zA-Z]{3,}+|\b(?:is|of|to|so|in|[nN]o)\b
     |(?<=[0-9 ])(?:[ckm]m|kg|mL|ft|sq|m(?=/(?:s|h|min)\b))(?![a-zA-Z]))"""
 TOKEN = re.compile(
     rf"""
