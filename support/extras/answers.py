@@ -103,6 +103,7 @@ REWRITES = {  # a pattern: its replacement. The order counts
     r"\\(?:[a-zA-Z]+|[|$])|[^\x00-\x7f]": lambda found: OURS.get(found[0], found[0]),
     r"\[? ?\\begin ?\{array\} ?\{[lcr| ]*\}": r"\\begin{pmatrix}",
     r"\\end ?\{array\} ?\]?": r"\\end{pmatrix}",
+    r"\A(?:\\(?:text\w*|mathrm) ?\{)?[ ({[]*([A-Z])[ )}\].:]*\Z": r"\1",  # \text{(A)}
     # signs, units
     r"\A ?(?:=|\\approx|≈) ?": "",  # = 5
     r"\A((?:[^a-zA-Z≈]|\\(?:pi|sqrt|frac)\b)+)(?:≈|\\approx).*": r"\1",  # 2\pi ≈ 6.28
