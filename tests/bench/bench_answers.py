@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from support.extras.answers import same_answer  # noqa: E402
 
 MAX_TEXT = 10_000  # characters of an answer: rewards.py takes no longer one
-SIZES = (10, 20, 40, 60, 100, 150, 200, 330, 480, 1_000, 5_000, 9_990)
+SIZES = (10, 15, 20, 25, 30, 40, 50, 60, 75, 100, 150, 290, 9_990)
 
 
 def joined(sign: str, item: str, low: int = 2) -> Callable[[int], str]:
@@ -27,17 +27,16 @@ def nested(opening: str, inside: str, closing: str = "") -> Callable[[int], str]
 
 
 HOSTILE = {  # name -> a text of about n pieces that might take long to read or to compute
-    "sum of fractions": joined("+", "1/#"),
-    "product": joined("", "(x+#)"),
     "sum of roots": joined("+", "√#"),
     "higher roots": joined("+", "\\sqrt[#]{x+#}"),
     "rational powers": joined("+", "(x+#)^{1/#}"),
     "unknown powers": joined("+", "x^{y+#}"),
     "powers of numbers": joined("+", "3^{9#}"),
+    "large fractions": joined("+", "7^{29#}/9^{29#}", 10),
+    "complex arcs": joined("", "\\arccos #i"),
     "nested roots": nested("√", "x"),
     "tower": joined("^", "e"),
     "factorials": joined("+", "2#!"),
-    "large factorials": joined("+", "29#!", 10),
     "binomials": joined("+", "\\binom{x}{#}"),
     "large binomials": joined("+", "\\binom{29#}{1400}", 10),
     "sines": joined("+", "\\sin #x"),
@@ -48,12 +47,9 @@ HOSTILE = {  # name -> a text of about n pieces that might take long to read or 
     "calls": joined("+", "f(x+#)"),
     "nested calls": nested("f(", "x", ")"),
     "list of roots": joined(",", "√√√√√√(x+#i)"),
-    "list of points": joined(",", "(#,x)"),
     "sets of sets": joined(",", "\\{\\{x,y\\},\\{#,z\\}\\}"),
     "set of equations": lambda n: "\\{" + joined(",", "x=#y")(n) + "\\}",
     "list of names": joined(",", "x=#"),
-    "list of equations": joined(",", "x^2+y=#"),
-    "inequalities of three letters": joined(" or ", "x+y<#z"),
     "chain of equations": joined("=", "√#"),
     "union": joined("∪", "(#,x)"),
     "signs": joined("±", "1"),
@@ -61,18 +57,7 @@ HOSTILE = {  # name -> a text of about n pieces that might take long to read or 
     "matrix": lambda n: "\\begin{pmatrix}" + joined("\\\\", "√x&√y&√#")(n) + "\\end{pmatrix}",
     "brackets": nested("(", "x", ")"),
     "bars": nested("|", "x", "|"),
-    "over": nested("5\\over ", "x"),
-    "minuses": nested("-", "1"),
-    "squares of squares": nested("", "x", "^2"),
-    "digits": nested("7", ""),
-    "groups of digits": nested("7,777,", ""),
-    "letters of units": lambda n: "5\\text{" + "m" * n + "5!}",
-    "boxed ranges": lambda n: "\\text{" + "100 - " * n + "years}",
-    "dollars": nested("$", "1"),
     "units": nested("", "5", " m"),
-    "boxes": nested("\\text{", ""),
-    "words behind": nested("", "5 ", "to "),
-    "range and a letter": lambda n: "5-" * n + "5 x",
 }
 
 
