@@ -2,10 +2,8 @@
 
     TRL/bin/python tests/bench/peer_defects.py trl POLICY               # 1.16
     VERL/bin/python tests/bench/peer_defects.py verl                    # 0.9
-    BOOK/bin/python tests/bench/peer_defects.py book rlhf-book/code POLICY
     MLX/bin/python tests/bench/peer_defects.py mlx                      # 5.10.2, mlx[cpu], torch
     ANY/bin/python tests/bench/peer_defects.py areal                    # 1.0.4, --no-deps, torch
-    ANY/bin/python tests/bench/peer_defects.py skyrl                    # 0.3.0, --no-deps, torch
 
 POLICY is a folder of the built-in policy, a checkpoint of `python train.py --algo gspo`. Nothing is
 asserted: versions change, and a line that no longer shows a defect is good news. Seeds are fixed.
@@ -25,17 +23,15 @@ import transformers
 # ---- TRL -----------------------------------------------------------------------------------------
 
 
-def trl_trainer(policy: str, folder: str, model=None, **settings):
-    """Return a GRPOTrainer of the policy, or of a model with the policy's tokenizer."""
+def trl_trainer(policy: str, folder: str, **settings):
     trl, datasets = import_module("trl"), import_module("datasets")
     off = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "save_strategy": "no"}
     off |= {"report_to": "none", "disable_tqdm": True, "output_dir": folder}
     return trl.GRPOTrainer(
-        model=model or transformers.AutoModelForCausalLM.from_pretrained(policy, dtype="float32"),
-        processing_class=transformers.AutoTokenizer.from_pretrained(policy),
+        model=policy,
         reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
         train_dataset=datasets.Dataset.from_dict({"prompt": ["1+1="] * 40}),
-        args=trl.GRPOConfig(**off, **settings),
+        args=trl.GRPOConfig(model_init_kwargs={"dtype": "float32"}, **off, **settings),
     )
 
 
@@ -60,26 +56,6 @@ def trl_level(policy: str) -> None:
         "TRL, five steps at the defaults, importance_sampling_level token and sequence: trained "
         f"weights differ by up to {differ:.0e}, from those before by {moved:.0e}"
     )
-
-
-def trl_positions(policy: str) -> None:
-    """Log-probs are scored without position_ids beside left padding: models with absolute positions
-    see another text."""
-    torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    ids = torch.tensor([tokenizer.encode("1+1=222222")])
-    padding = torch.full((1, 4), tokenizer.pad_token_id)
-    mask = torch.cat([torch.zeros_like(padding), torch.ones_like(ids)], 1)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    size = {"vocab_size": len(tokenizer), "n_embd": 128, "n_layer": 2, "n_head": 4}
-    # weights so large that positions matter
-    config = transformers.GPT2Config(**size, **ends, bos_token_id=None, initializer_range=0.2)
-    model = transformers.GPT2LMHeadModel(config).eval()
-    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-        score = trl_trainer(policy, folder, model)._get_per_token_logps_and_entropies
-        plain = score(model, ids, torch.ones_like(ids), 6)[0].mean()
-        beside = score(model, torch.cat([padding, ids], 1), mask, 6)[0].mean()
-    print(f"TRL, a GPT-2: mean log-prob of a text {plain:.2f}, behind four pads {beside:.2f}")
 
 
 def trl_sequence_weight(policy: str) -> None:
@@ -182,26 +158,20 @@ def mlx_ratio() -> None:
     )
 
 
-# ---- AReaL and SkyRL -----------------------------------------------------------------------------
-
-
-def functions_of(package: str, file: str, *names: str) -> dict:
-    """Return functions of an installed package, without its imports, which need a cluster."""
-    path = Path(importlib.util.find_spec(package).origin).parent / file
-    tree, scope = ast.parse(path.read_text()), {"torch": torch}
-    tree.body = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    for node in tree.body:
-        node.decorator_list = []
-    exec("from __future__ import annotations\n" + ast.unparse(tree), scope)
-    return scope
+# ---- AReaL ---------------------------------------------------------------------------------------
 
 
 def areal_mean() -> None:
     """GSPO's ratio with a mean over tokens: the longer completion counts by its length."""
-    needed = ("_compute_sequence_level_ratio_and_advantages", "ppo_actor_loss_fn")
-    loss = functions_of("areal", "utils/functional/functional.py", *needed)["ppo_actor_loss_fn"]
+    # two functions of the package, without its imports, which need a cluster
+    folder = Path(importlib.util.find_spec("areal").origin).parent
+    source, scope = (folder / "utils/functional/functional.py").read_text(), {"torch": torch}
+    for node in ast.parse(source).body:
+        name = getattr(node, "name", "")
+        if name in ("_compute_sequence_level_ratio_and_advantages", "ppo_actor_loss_fn"):
+            node.decorator_list = []
+            exec("from __future__ import annotations\n" + ast.unparse(node), scope)
+    loss = scope["ppo_actor_loss_fn"]
     logprobs = torch.zeros(2, 3, requires_grad=True)
     mask = torch.tensor([[True, False, False], [True, True, True]])
     old = torch.zeros(2, 3)
@@ -216,77 +186,19 @@ def areal_mean() -> None:
     )
 
 
-def skyrl_returns() -> None:
-    """REINFORCE++: the return begins anew at tokens of a tool. A reward at the end does not reach
-    the tokens before the tool's answer."""
-    name = "compute_reinforce_plus_plus_outcome_advantage"
-    scope = functions_of("skyrl", "backends/skyrl_train/utils/ppo_utils.py", name)
-    scope["masked_whiten"] = lambda values, mask: values
-    mask = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0]])
-    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
-    _, returns = scope[name](rewards, mask, gamma=1.0)
-    print(f"SkyRL, two tokens, a tool's answer, one token, reward 1: returns {returns[0].tolist()}")
-
-
-# ---- the RLHF book's code ------------------------------------------------------------------------
-
-
-def book_kl(book: str) -> None:
-    """loss.py: approx_kl1 and approx_kl3 take log pi - log pi_ref where the formulas have it the
-    other way round."""
-    loss = import_module("policy_gradients.loss")
-    policy, reference = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.2, 0.7])
-    kl = (policy * (policy / reference).log()).sum()
-    torch.manual_seed(0)
-    drawn = torch.multinomial(policy, 400_000, replacement=True)
-    for name in ("kl1", "kl3"):
-        found = loss.get_approx_kl(name, policy.log()[drawn], reference.log()[drawn], None).mean()
-        print(f"book, a KL of {kl:.3f}: {name} says {found:.3f}")
-
-
-def book_dead_groups(policy: str) -> None:
-    """utils.py: compute_standardized_advantages divides the rounding of a mean by std + 1e-8."""
-    utils = import_module("policy_gradients.utils")
-    for reward in (0.1, 0.7):
-        advantage = utils.compute_standardized_advantages(torch.full((8, 1), reward))[0].item()
-        print(f"book, 8 rewards of {reward}: advantage {advantage:.2f}, expected 0")
-
-
-def book_temperature(policy: str) -> None:
-    """rollout.py samples at config.py's temperature, 0.6. compute_log_probs of utils.py scores at
-    1, old and new alike: the ratio is consistent, and not that of the policy that samples."""
-    utils = import_module("policy_gradients.utils")
-    torch.manual_seed(0)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(policy)
-    model = transformers.AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).eval()
-    prompt = torch.tensor([tokenizer.encode("7+5*3=")]).expand(64, -1)
-    options = {"do_sample": True, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "max_new_tokens": 8}
-    out = model.generate(prompt, output_scores=True, return_dict_in_generate=True, **options)
-    sampled = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
-    with torch.no_grad():
-        scored = utils.compute_log_probs(model, out.sequences, torch.ones_like(out.sequences))
-    log_s = (scored[:, prompt.shape[1] - 1 :] - sampled).mean(1)
-    outside = ((log_s < -3e-4) | (log_s > 4e-4)).float().mean()
-    print(f"book, sampled at 0.6, scored at 1: {outside:.0%} outside GSPO's band of the sampler")
-
-
 def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    peer, *folders = sys.argv[1:]
-    if peer == "book":
-        sys.path.insert(0, folders.pop(0))
+    peer, *policy = sys.argv[1:]
     shown = {
-        "trl": (trl_level, trl_positions, trl_sequence_weight),
+        "trl": (trl_level, trl_sequence_weight),
         "verl": (verl_dual_clip, verl_geo_mean),
         "mlx": (mlx_ratio,),
         "areal": (areal_mean,),
-        "skyrl": (skyrl_returns,),
-        "book": (book_kl, book_dead_groups, book_temperature),
     }
     for show in shown[peer]:
-        show(*folders)
+        show(*policy)
 
 
 if __name__ == "__main__":
