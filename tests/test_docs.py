@@ -17,7 +17,7 @@ import rollout
 import train
 from forks import fork, program
 from support import report
-from tools import ROOT, digests, good, metrics, strict, write_rows
+from tools import ROOT, digests, good, metrics, strict, watched, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 README = PAGES["README.md"]
@@ -276,12 +276,14 @@ def test_the_value_head_of_the_page_is_trained_saved_and_resumed(extended):
     assert metrics(project / "runs/ppo")[0]["critic_grad_norm"] > 0
 
 
-def test_the_sampler_of_the_page_trains(place):
-    """Its recorded log-probs are those of the trainer: sampler_kl is rounding."""
+def test_the_sampler_of_the_page_trains(place, monkeypatch):
+    """It samples evaluations, too: ours only samples for the check of the model. Its recorded
+    log-probs are those of the trainer: sampler_kl is rounding."""
+    ours = watched(monkeypatch, rollout, "generate")
     Path("my_sampler.py").write_text(example("extending.md", "# my_sampler.py"))
     flags = f"{RUN} --sampler my_sampler.py:generate --model models/tiny --reward pay.py:even"
     row = metrics(good("runs", f"{flags} --temperature 0.7", small=False).folder)[0]
-    assert abs(row["sampler_kl"]) < 1e-9 and 1 < row["length_mean"] < 40
+    assert abs(row["sampler_kl"]) < 1e-9 and 1 < row["length_mean"] < 40 and len(ours) == 1
 
 
 def test_the_new_loss_of_the_page_weighs_what_it_says():
