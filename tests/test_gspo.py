@@ -419,29 +419,48 @@ def test_gspo_token_equals_gspo_for_constant_advantages():
 LOGITS = torch.tensor([1.2, -0.3, 0.4, -1.5, 0.1], dtype=torch.float64)
 REF = torch.tensor([-0.4, 0.9, 0.2, 0.5, -1.1], dtype=torch.float64).log_softmax(0)
 ONE = torch.ones(1, 1, dtype=torch.bool)
+CHANCES = LOGITS.softmax(0).tolist()
+LOG_RATIOS = [math.log(p) - log_ref for p, log_ref in zip(CHANCES, REF.tolist())]
+KL_OF_BOTH = sum(p * x for p, x in zip(CHANCES, LOG_RATIOS))  # KL(pi || ref)
+OF_REVERSE_KL = [p * (x - KL_OF_BOTH) for p, x in zip(CHANCES, LOG_RATIOS)]  # by the logits
+OF_FORWARD_KL = [p - log_ref.exp().item() for p, log_ref in zip(CHANCES, REF)]
+
+
+def expected(penalty):
+    """(sum over v of pi(v) penalty(v), its gradient by the logits with the weights pi(v) fixed):
+    each token v is a completion of length one, sampled from pi."""
+    logits = LOGITS.clone().requires_grad_()
+    total = 0.0 * logits.sum()
+    for chance, new, ref in zip(CHANCES, logits.log_softmax(0), REF):
+        total = total + chance * penalty(new.view(1, 1), ref.view(1, 1))
+    return total.item(), torch.autograd.grad(total, logits)[0].tolist()
 
 
 def test_kl_estimators_have_their_means_and_gradients():
     """k1: the KL, without gradient, as E_pi[grad log pi] = 0. k2: the gradient of the reverse KL,
-    pi_j (log pi_j/ref_j - KL), not its value. k3: E_pi[ref/pi - log(ref/pi) - 1] = KL, with the
-    forward KL's gradient, pi_j - ref_j. unbiased: r k3 with r = pi/sg[pi] has the slope
-    k3 + 1 - e^x = -x of k2 and the value of k3. Each token is a completion of length one, with the
-    weight pi."""
-    pi, ref = LOGITS.softmax(0).tolist(), REF.exp().tolist()
-    kl = sum(p * math.log(p / q) for p, q in zip(pi, ref))
-    reverse = [p * (math.log(p / q) - kl) for p, q in zip(pi, ref)]
-    forward = [p - q for p, q in zip(pi, ref)]
-    gradients = {"k1": [0.0] * 5, "k2": reverse, "k3": forward, "unbiased": reverse}
-    for name, gradient in gradients.items():
-        logits = LOGITS.clone().requires_grad_()
-        total = 0.0 * logits.sum()
-        for chance, new, log_ref in zip(pi, logits.log_softmax(0), REF):
-            value, _ = gspo.kl_penalty(new.view(1, 1), log_ref.view(1, 1), ONE, estimator=name)
+    not its value. k3: E_pi[ref/pi - log(ref/pi) - 1] = KL, with the forward KL's gradient.
+    unbiased: r k3 with r = pi/sg[pi] has the slope k3 + 1 - e^x = -x of k2 and the value of k3."""
+    gradients = {"k1": [0.0] * 5, "k2": OF_REVERSE_KL, "k3": OF_FORWARD_KL}
+    for name, gradient in (gradients | {"unbiased": OF_REVERSE_KL}).items():
+
+        def penalty(new, ref, name=name):
+            value, _ = gspo.kl_penalty(new, ref, ONE, estimator=name)
             assert value.requires_grad == (name != "k1")  # it would be noise
-            total = total + chance * value
-        found = torch.autograd.grad(total, logits)[0].tolist()
+            return value
+
+        mean, found = expected(penalty)
         assert found == pytest.approx(gradient, rel=1e-10)
-        assert name == "k2" or total.item() == pytest.approx(kl, rel=1e-12)
+        assert name == "k2" or mean == pytest.approx(KL_OF_BOTH, rel=1e-12)
+
+
+def test_distillation_has_the_gradient_of_the_reverse_kl_to_the_teacher():
+    """E_pi[-(log teacher - log pi) grad log pi] = grad KL(pi || teacher)."""
+
+    def penalty(new, teacher):
+        advantages = gspo.teacher_advantages(torch.zeros(1).double(), 1, teacher, new, ONE)
+        return gspo.importance_loss(new, new, advantages, ONE)[0]
+
+    assert expected(penalty)[1] == pytest.approx(OF_REVERSE_KL, rel=1e-10)
 
 
 # ---- advantages of rewards -----------------------------------------------------------------------
