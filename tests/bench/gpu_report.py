@@ -1,7 +1,6 @@
 """Measure this project on your GPU in about ten minutes, and print a Markdown block.
 
     python tests/bench/gpu_report.py
-    python tests/bench/gpu_report.py --train             # only prints two published runs
 
 It runs the tests that need a GPU. It compares `generate` with transformers' (bench_rollout.py),
 times a real training step by phase, and compares its memory with the counted memory. Weights are
@@ -47,27 +46,11 @@ def training() -> str:
     return common.markdown(*lines)
 
 
-def reference_runs() -> str:
-    """Return the scripts of published runs for one GPU, and how to use them."""
-    scripts = sorted((common.ROOT / "docs/runs/published").glob("*.sh"))
-    texts = [f"---- bash {path.relative_to(common.ROOT)}\n\n{path.read_text()}" for path in scripts]
-    texts.append(
-        "Each script makes one published run, and then draws it over the published points in\n"
-        "runs/NAME/report.html. For GSPO instead of GRPO take --algo gspo, a quarter of\n"
-        "--completions-per-update, and no --clip-low and --clip-high. Please report the curve."
-    )
-    return "\n".join(texts)
-
-
 PARTS = {"Tests that need a GPU": gpu_tests, "Sampling": sampling, "A training step": training}
 
 
 def main() -> int:
-    parser = common.parser(__doc__)
-    parser.add_argument("--train", action="store_true", help="print the commands of two runs only")
-    if parser.parse_args().train:
-        print(reference_runs())
-        return 0
+    common.parser(__doc__).parse_args()
     if not torch.cuda.is_available():
         print("error: no GPU here")
         return 2
