@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import rollout
 import train
-from tools import BASE, good, gradients, metrics, newest, rows_of, watched
+from tools import BASE, good, gradients, metrics, newest, rows_of, same_weights, watched
 
 pytestmark = pytest.mark.usefixtures("place", "prompts")
 
@@ -77,9 +77,7 @@ def test_without_a_live_row_nothing_moves_and_no_metric_is_made_up(seen, tmp_pat
         assert row["advantage_abs"] == 0 and row["dead"] == 1 and not made_up & row.keys()
         assert row["length_mean"] > 0 and row["reward"] == pytest.approx(0.7)
     assert kinds_of_updates(seen.steps) == {"dead"}
-    start = load_file("models/tiny/model.safetensors")
-    weights = load_file(newest(folder) / "model.safetensors")
-    assert all(torch.equal(weights[name], start[name]) for name in start)
+    same_weights(newest(folder), "models/tiny")
 
 
 def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
@@ -100,11 +98,8 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         assert sorted(every.tolist()) == list(range(24))
         for update in step.updates:
             live = [row for row in update.rows.tolist() if step.advantages[row] != 0]
-            assert (
-                sorted(live)
-                == sorted(update.active_rows.tolist())
-                == sorted(rows_of(update).tolist())
-            )
+            for rows in (update.active_rows, rows_of(update)):
+                assert sorted(rows.tolist()) == sorted(live)
             alive += len(live)
     scored = {True: 0, False: 0}
     for (_, completions, *_), _, (logprobs, _) in calls:

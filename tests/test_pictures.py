@@ -90,6 +90,10 @@ def test_a_token_beyond_the_axis_has_no_dot():
 
 
 def test_length_picture_has_medians_of_each_length():
+    """And what the furthest of as many random tokens would be: of two the quantile 0.5^(1/2)."""
+    groups = {10: [Completion(["1"] * 10, [k / 10 for k in range(1, 11)])]}
+    furthest = [pictures.furthest_of_random_tokens(groups, length) for length in (1, 2)]
+    assert furthest == pytest.approx([0.55, 0.1 + 0.9 * 0.5**0.5])
     found = [Completion(["1"] * 6, [0.0] * 6)] * 10  # too few of this length
     for length in (8, 4):
         values = [k / 100 / length for k in range(11)]  # medians: 0.05 / length
@@ -98,13 +102,6 @@ def test_length_picture_has_medians_of_each_length():
     plot = Plot((0, 12), (-4, 0), left=70, right=462, top=62, bottom=262)
     for curve in lines(root, "curve"):  # all tokens alike: the furthest is s
         assert_near(curve, [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)])
-
-
-def test_random_tokens_have_a_larger_maximum_where_there_are_more():
-    """Tokens 0.1, 0.2, ..., 1.0: the median of the larger of two is the quantile 0.5^(1/2)."""
-    groups = {10: [Completion(["1"] * 10, [k / 10 for k in range(1, 11)])]}
-    found = [pictures.furthest_of_random_tokens(groups, length) for length in (1, 2)]
-    assert found == pytest.approx([0.55, 0.1 + 0.9 * 0.5**0.5])
 
 
 def test_log_ratios_are_those_of_the_updates(place):

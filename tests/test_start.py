@@ -320,14 +320,6 @@ def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, 
     assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
 
 
-def test_bfloat16_is_the_default_of_a_gpu_except_for_the_built_in_policy(monkeypatch, place):
-    """At 0.3 M parameters bfloat16 saves nothing, needs a copy, and changes the numbers."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert train.parse_flags(["--device", "cuda"]).dtype == "float32"
-    assert train.parse_flags(["--device", "cuda", *BASE.split()]).dtype == "bfloat16"
-
-
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, place):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
     calls = []

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from tools import (
     random_policy,
     refused,
     rows_of,
+    same_weights,
     spied,
     watched,
     write_rows,
@@ -78,12 +78,6 @@ def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen
     before = (step.result.first_logprobs - old)[first].abs().max()
     after = (step.result.new_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
-
-
-def same_weights(one, other):
-    weights, expected = (load_file(Path(each, "model.safetensors")) for each in (one, other))
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 # ---- the gradient
@@ -685,15 +679,6 @@ def test_gspo_solves_the_built_in_task_with_each_of_three_seeds(tmp_path, monkey
 
 
 # ---- on-policy distillation
-
-
-def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path):
-    """log pi_teacher - log pi_old is exactly 0 for every token: no gradient, the same weights."""
-    flags = "--algo opd --teacher models/tiny --reward-coef 0 --lr 1e-2"
-    run = good(tmp_path, f"{BASE} {flags}")
-    for row in metrics(run.folder):
-        assert row["teacher_kl"] == row["grad_norm"] == 0
-    same_weights(newest(run.folder), "models/tiny")
 
 
 def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_path):

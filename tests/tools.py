@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gspo
@@ -146,6 +147,13 @@ def same_run(one, other):
     assert digests(one) == digests(other)
     for name in ("samples.jsonl", "evaluations.jsonl"):
         assert Path(one, name).read_text() == Path(other, name).read_text()
+
+
+def same_weights(one, other):
+    """The weights of two model folders are the same, to the bit."""
+    weights, expected = (load_file(Path(each, "model.safetensors")) for each in (one, other))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def write_rows(path, rows) -> Path:
