@@ -295,13 +295,10 @@ def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_
 
 def test_the_scripts_of_published_runs_are_accepted():
     """Their flags, the template that bash makes of them, and the points that they name."""
-    import gpu_report
-
     scripts = sorted((ROOT / "docs/runs/published").glob("*.sh"))
     assert scripts
     stub = "python() { printf '%s\\0' \"$@\"; printf '\\1'; }\n"
     for script in scripts:
-        assert script.read_text() in gpu_report.reference_runs()
         output = subprocess.check_output(["bash", "-c", stub + script.read_text()]).decode()
         _, trained, drawn = [each.split("\0")[1:-1] for each in output.split("\1")[:-1]]
         config = train.parse_flags(trained)

@@ -220,42 +220,34 @@ def copied(source, folder, without=(), **files) -> Path:
 # ------------------------------------------------------------------------------ spies
 
 
-class Calls(list):
-    """Replace a function and keep every call of it: (positional, keyword, result).
+def watched(monkeypatch, owner, name, change=None) -> list[tuple]:
+    """Keep every call of owner.name from now on: (positional, keyword, result).
 
     change(number of the call, result) may replace a result."""
+    calls, function = [], getattr(owner, name)
 
-    def __init__(self, function, change=None):
-        super().__init__()
+    @functools.wraps(function)
+    def stand_in(*positional, **keyword):
+        result = function(*positional, **keyword)
+        if change is not None:
+            result = change(len(calls), result)
+        calls.append((positional, keyword, result))
+        return result
 
-        @functools.wraps(function)
-        def stand_in(*positional, **keyword):
-            result = function(*positional, **keyword)
-            if change is not None:
-                result = change(len(self), result)
-            self.append((positional, keyword, result))
-            return result
-
-        self.stand_in = stand_in
-
-
-def watched(monkeypatch, owner, name, change=None) -> Calls:
-    """The calls of owner.name from now on."""
-    calls = Calls(getattr(owner, name), change)
-    monkeypatch.setattr(owner, name, calls.stand_in)
+    monkeypatch.setattr(owner, name, stand_in)
     return calls
 
 
-def spied(monkeypatch, algorithm, field, change=None) -> Calls:
+def spied(monkeypatch, algorithm, field, change=None) -> list[tuple]:
     """The calls of a function that a row of ALGOS names, but for the trainer's two tries of a loss
     on numbers of its own."""
     if field == "loss":
         monkeypatch.setattr(train, "check_loss", lambda algorithm: None)
         monkeypatch.setattr(train, "needs_all_rows", lambda _, config: config.entropy_coef > 0)
     row = gspo.ALGOS[algorithm]
-    calls = Calls(getattr(row, field), change)
-    row = dataclasses.replace(row, **{field: calls.stand_in})
-    monkeypatch.setitem(gspo.ALGOS, algorithm, row)
+    functions = SimpleNamespace(**{field: getattr(row, field)})
+    calls = watched(monkeypatch, functions, field, change)
+    monkeypatch.setitem(gspo.ALGOS, algorithm, dataclasses.replace(row, **vars(functions)))
     return calls
 
 
