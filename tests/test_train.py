@@ -305,16 +305,6 @@ def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
     assert kl[2] == 0 if every else kl[2] > kl[1]
 
 
-def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
-    """The sampler's drift shows, and the ratio, of float32 weights under autocast, has none."""
-    result = good(tmp_path, f"{BASE} --dtype bfloat16 --steps 1 --completions-per-update 16")
-    [row] = metrics(result.folder)
-    assert row["sampler_kl"] > 1e-9
-    assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    weights = load_file(newest(result.folder) / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
-
-
 def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_path):
     """--stale-steps 2: fresh in steps 1 and 3, behind in 2. pi_old is the trainer's still. The
     weights are min(pi_old / pi_sampler, 1.02) per token."""
