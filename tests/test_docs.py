@@ -58,7 +58,6 @@ RUN = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-sam
 @pytest.mark.parametrize(
     "flags",
     [
-        "--model models/tiny --reward pay.py:even",
         "--algo ppo --kl-coef 0.1 --model models/tiny --reward pay.py:even",
         "--model models/moe --reward pay.py:even",
         "--task calculator --max-new-tokens 8",
