@@ -4,7 +4,6 @@ followed step by step in a copy."""
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import rollout
 import train
 from forks import fork, program
 from support import report
-from tools import ROOT, digests, good, metrics, strict, watched, write_rows
+from tools import ROOT, copy_of_project, digests, good, metrics, strict, watched, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 README = PAGES["README.md"]
@@ -222,9 +221,7 @@ print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}"
 def extended(tmp_path_factory):
     """A copy of the project, in which the steps of the page were done, and the output of PROGRAM
     in it."""
-    project = tmp_path_factory.mktemp("extended")
-    left = shutil.ignore_patterns("__pycache__", ".git", ".venv", "runs", ".pytest_cache")
-    shutil.copytree(ROOT, project, ignore=left, dirs_exist_ok=True)
+    project = copy_of_project(tmp_path_factory.mktemp("extended") / "project")
     for step in blocks("extending.md", "python"):
         applied(step, project)
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")

@@ -374,9 +374,9 @@ def scores(model, out, trees):
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_trees_have_the_scores_and_gradients_of_rows(kind):
-    """A text a row, several, all in one. Windows of 6 tokens, experts, shared heads. Every other case
-    has tokens that are not the policy's own. Under autocast the mask has another dtype: bf16 rounds
-    both layouts. Padding that saw no token would make NaN."""
+    """A text a row, several, all in one. Windows of 6 tokens, experts, shared heads. Every other
+    case has tokens that are not the policy's own. Under autocast the mask has another dtype: bf16
+    rounds both layouts. Padding that saw no token would make NaN."""
     model = tiny(kind)
     for i, (name, groups) in enumerate(CASES.items()):
         out = rollout_of(groups, forced=0.4 * (i % 2))

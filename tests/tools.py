@@ -149,11 +149,11 @@ def same_run(one, other):
         assert Path(one, name).read_text() == Path(other, name).read_text()
 
 
-def same_weights(one, other):
-    """The weights of two model folders are the same, to the bit."""
-    weights, expected = (load_file(Path(each, "model.safetensors")) for each in (one, other))
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
+def distance(one, other, file="model.safetensors") -> float:
+    """The largest difference of numbers in two folders' tensors, which have the same names."""
+    tensors, others = (load_file(Path(folder, file)) for folder in (one, other))
+    assert tensors.keys() == others.keys()
+    return max(float((tensors[name] - others[name]).abs().max()) for name in tensors)
 
 
 def write_rows(path, rows) -> Path:
@@ -203,6 +203,12 @@ def random_policy(folder, config, tokenizer=None) -> Path:
     model.save_pretrained(folder)
     (tokenizer or character_tokenizer()).save_pretrained(folder)
     return folder
+
+
+def copy_of_project(folder) -> Path:
+    """The project as a user has it, in another folder."""
+    left = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared")
+    return shutil.copytree(ROOT, folder, ignore=left)
 
 
 def copied(source, folder, without=(), **files) -> Path:
