@@ -15,10 +15,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}: pip install -r requirements.txt")
+import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
@@ -115,11 +112,12 @@ class Rollout(typing.NamedTuple):
         for rollout in rollouts:
             left = widest_prompt - rollout.prompt_width
             right = widest_completion - rollout.completions.shape[1]
-            tokens = F.pad(rollout.tokens, (left, right), value=pad_id)
-            mask = F.pad(rollout.completion_mask, (0, right))
-            logprobs = F.pad(rollout.sampler_logprobs, (0, right))
-            wider = {"tokens": tokens, "completion_mask": mask, "sampler_logprobs": logprobs}
-            wide.append(rollout._replace(**wider))
+            wider = rollout._replace(
+                tokens=F.pad(rollout.tokens, (left, right), value=pad_id),
+                completion_mask=F.pad(rollout.completion_mask, (0, right)),
+                sampler_logprobs=F.pad(rollout.sampler_logprobs, (0, right)),
+            )
+            wide.append(wider)
         return Rollout(*map(torch.cat, zip(*wide)))
 
 
@@ -151,8 +149,10 @@ def generate(
     uniforms (P, group_size, max_new_tokens), in [0, 1): equal numbers give equal tokens, up to
     rounding, whatever cache_gb (the memory for KV caches) is. Temperature 0 is greedy. stops ends
     completions at stop strings, see `StopTexts`."""
-    check_context(model, prompts, uniforms)
     _, group_size, max_new_tokens = uniforms.shape
+    width, context = max(map(len, prompts)) + max_new_tokens, context_of(model.config)
+    name = model.config.model_type
+    need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
     prompt_of = [tuple(prompt) for prompt in prompts for _ in range(group_size)]  # of each sample
     uniform_of = uniforms.flatten(0, 1).to(model.device)
     tokens = torch.full(uniform_of.shape, pad_id, device=model.device)
@@ -161,6 +161,7 @@ def generate(
     ended = torch.zeros(len(uniform_of), dtype=torch.bool, device=model.device)
     ends = tokens.new_tensor(eos_ids)
 
+    # `batches` measures a sample's cache by a pass over the longest prompt
     for batch in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
         # 1. read each distinct prompt once, padded on the left
         distinct = list(dict.fromkeys(prompt_of[i] for i in batch))
@@ -193,12 +194,12 @@ def generate(
             parent, token = pairs // vocabulary, pairs % vocabulary
             if not torch.equal(parent, torch.arange(len(mask), device=parent.device)):
                 cache.reorder_cache(parent)
-                mask = mask[parent]
+                mask = mask[parent]  # else each row goes on in its place
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
     rollout = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
     finite = rollout.sampler_logprobs.isfinite().all()
-    need(finite, f"the logits of this {model.config.model_type} are not finite (NaN or inf)")
+    need(finite, f"the logits of this {name} are not finite (NaN or inf)")
     return rollout
 
 
@@ -248,17 +249,17 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))
     room = int(cache_gb * 1e9 / cache_bytes(model, longest, max_new_tokens))
     at_once = max(1, min(room, prompts_at_once * group_size))
-    pads = has_plain_kv_cache(model)
-    pads = pads and "position_ids" in inspect.signature(model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    pads = takes_positions and has_plain_kv_cache(model)
 
     lengths = [len(prompt) for prompt in prompts for _ in range(group_size)]
     samples = range(len(lengths))
     shortest_first = sorted(samples, key=lambda i: lengths[i])
     by_length = itertools.groupby(shortest_first, key=lambda i: lengths[i])
     together = [shortest_first] if pads else [list(alike) for _, alike in by_length]
-    for samples in together:
-        for first in range(0, len(samples), at_once):
-            yield samples[first : first + at_once]
+    for alike in together:
+        for first in range(0, len(alike), at_once):
+            yield alike[first : first + at_once]
 
 
 def cache_bytes(model, prompt: list[int], max_new_tokens: int) -> float:
@@ -282,13 +283,6 @@ def nbytes(layer) -> int:
         return layer.nbytes
     inside = layer if isinstance(layer, dict) else getattr(layer, "__dict__", {})
     return sum(map(nbytes, inside.values()))
-
-
-def check_context(model, prompts: list[list[int]], uniforms: Tensor) -> None:
-    """UserError for completions that might not fit into the context."""
-    width, context = max(map(len, prompts)) + uniforms.shape[2], context_of(model.config)
-    name = model.config.model_type
-    need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
 
 
 def free_gb(device: torch.device) -> float:
@@ -319,51 +313,41 @@ def completion_logprobs(
     time and memory: entropy="value" is without, and with "none" they are 0."""
     mask = rollout.completion_mask
     hidden = hidden_states(model, rollout, trees)
-    if trees is None:
-        before, targets = predicting(rollout), rollout.completions[mask]
-    else:  # equal tokens after equal sequences are predicted once
-        before, targets = trees.before, trees.targets
-    both = token_logprobs(model, take(hidden, before), targets, temperature, entropy)
-    if trees is not None:
-        both = take(both.T, trees.index).T
+    both = token_logprobs(model, hidden, rollout.completions[mask], temperature, entropy)
     logprobs, entropies = both
     return scattered(logprobs, mask), scattered(entropies, mask)
 
 
 def completion_values(critic, rollout: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
-    hidden = hidden_states(critic, rollout, trees)
-    hidden = take(hidden, predicting(rollout, trees)).float()
+    hidden = hidden_states(critic, rollout, trees).float()
     values = (hidden * critic.value[:-1]).sum(-1) + critic.value[-1]
     return scattered(values, rollout.completion_mask)
 
 
 def hidden_states(model, rollout: Rollout, trees: Trees | None) -> Tensor:
-    """Return the hidden states (tokens, H) of all tokens of a forward pass, padding included."""
+    """Return the hidden states (tokens, H) that predict the tokens of the mask, row by row."""
     if trees is None:
         # no token sees the padding on its right: without a mask flash attention can run
         ids, options = padded(rollout.sequences(), model.device), {}
     else:
         masks = masks_of(model, trees)
         ids, options = trees.ids, {"position_ids": trees.positions, "attention_mask": masks}
-    return body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
+    hidden = body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
+    # hidden[before], as an embedding: its backward pass adds in a fixed order on every device, and
+    # is many times faster than that of indexing
+    return F.embedding(predicting(rollout, trees), hidden)
 
 
-def predicting(rollout: Rollout, trees: Trees | None = None) -> Tensor:
+def predicting(rollout: Rollout, trees: Trees | None) -> Tensor:
     """Return (tokens,) for each token of the mask, row by row, the index of the token before it
     among all tokens of the forward pass, padding included."""
     if trees is not None:
-        return trees.before[trees.index]
+        return trees.before
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
     # `hidden_states` pads the rows to the longest
     width = (rollout.prompt_lengths + rollout.lengths).max()
     return row * width + rollout.prompt_lengths[row] + t - 1
-
-
-def take(states: Tensor, index: Tensor) -> Tensor:
-    """Return states[index]. As an embedding: its backward pass adds in a fixed order on every
-    device, and is many times faster than that of indexing."""
-    return F.embedding(index, states)
 
 
 def scattered(values: Tensor, mask: Tensor) -> Tensor:
@@ -420,12 +404,13 @@ def micro_batches(
     """Divide rows of a rollout into parts whose forward pass has at most so many tokens, padding
     included, or one row. shares: trees may be used, and are where they save enough."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
-    parts, computed = [], 0
+    parts, computed, width = [], 0, 0
     for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):
-        if not parts or (len(parts[-1]) + 1) * lengths[parts[-1][0]] > most_tokens:
+        if not parts or (len(parts[-1]) + 1) * width > most_tokens:
             parts.append([])
+            width = lengths[row]  # of the part: the longest row comes first
         parts[-1].append(row)
-        computed += lengths[parts[-1][0]]  # padded to the first row of the part, the longest
+        computed += width
     if shares and parts:
         trees, width = grow_evenly(rollout.select(rows).sequences(), most_tokens)
         nodes = len(trees) * width
@@ -445,9 +430,8 @@ def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> M
     rows = rows[numbers]
     rollout = rollout.select(rows)
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
-    before = rollout.prompt_lengths[row] + t - 1
-    joined = join(trees, row, before, rollout.completions[row, t])
-    return MicroBatch(rows, rollout, joined)
+    position = rollout.prompt_lengths[row] + t - 1  # of the token before, in its sequence
+    return MicroBatch(rows, rollout, join(trees, row, position))
 
 
 def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
@@ -518,43 +502,6 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
     return not differ(by_trees)
 
 
-def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler, of which each result is checked."""
-
-    def generate(model, prompts, uniforms, **options):
-        rollout = sampler(model, prompts, uniforms, **options)
-        check_rollout(rollout, prompts, uniforms, model)
-        return rollout
-
-    return generate
-
-
-def check_rollout(rollout, prompts: list[list[int]], uniforms: Tensor, model) -> None:
-    """UserError for a result of a user's sampler from which a run would learn wrong things."""
-
-    def expect(holds, expected: str) -> None:
-        need(bool(holds), f"--sampler: expected {expected}")
-
-    expect(isinstance(rollout, Rollout), f"a rollout.Rollout, found {type(rollout).__name__}")
-    _, group_size, limit = uniforms.shape
-    prompts = [prompt for prompt in prompts for _ in range(group_size)]
-    on, vocabulary = model.device.type, model.config.get_text_config().vocab_size
-    expect({column.device.type for column in rollout} == {on}, f"all tensors on {on}")
-    expect({len(column) for column in rollout} == {len(prompts)}, f"{len(prompts)} completions")
-    lengths, mask, logprobs = rollout.lengths, rollout.completion_mask, rollout.sampler_logprobs
-    longest = min(limit, logprobs.shape[1])
-    expect((lengths >= 1).all() and (lengths <= longest).all(), f"lengths of 1 to {longest}")
-    asked = zip(rollout.sequences(), rollout.prompt_lengths.tolist(), prompts)
-    are_asked = all(sequence[:size] == prompt for sequence, size, prompt in asked)
-    expect(are_asked, "group_size completions of each prompt, in the order of the prompts")
-    written = torch.arange(logprobs.shape[1], device=mask.device) < lengths[:, None]
-    is_mask = mask.dtype == torch.bool and mask.shape == written.shape
-    expect(is_mask and not (mask & ~written).any(), "a completion_mask without padding")
-    ids, logprobs = rollout.completions[written], logprobs[mask]
-    expect(ids.min() >= 0 and ids.max() < vocabulary, f"token ids below {vocabulary}")
-    expect(logprobs.isfinite().all() and (logprobs <= 0).all(), "finite log-probs of at most 0")
-
-
 def sequence_logprobs(model, sequence: list[int]) -> Tensor:
     """Return the log-probs of all tokens but the first, by the model's own forward pass."""
     ids = torch.tensor([sequence], device=model.device)
@@ -607,9 +554,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print("error:", printable(str(error)), file=sys.stderr)
         return 2
-    except torch.OutOfMemoryError:
-        print("error: out of memory; lower --samples or --max-new-tokens", file=sys.stderr)
-        return 1
     return 0
 
 

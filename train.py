@@ -108,13 +108,9 @@ class OwnFlags:
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
 
     epochs: int = flag(1, "passes over a rollout", heading="optimiser", low=1)
-    completions_per_update: int | None = flag(
-        None, "of an optimiser step; default a quarter of a step's", low=1
-    )
+    completions_per_update: int | None = flag(None, "default a quarter of a step's", low=1)
     lr: float | None = flag(None, "default 2e-4 built in, else 1e-5; LoRA x 10", above=0)
-    lr_schedule: str = flag(
-        "constant", "over all steps, times the warm-up", choices=("constant", "linear", "cosine")
-    )
+    lr_schedule: str = flag("constant", "over all steps", choices=("constant", "linear", "cosine"))
     critic_lr: float | None = flag(None, "of PPO's critic; default 10 x lr", above=0)
     warmup_steps: int | None = flag(None, "of the lr; default 0 built in, else 3", low=0)
     max_grad_norm: float = flag(1.0, "gradient clipping", above=0)
@@ -136,10 +132,10 @@ class OwnFlags:
     dtype: str | None = flag(None, "default bfloat16 on CUDA", choices=("float32", "bfloat16"))
 
 
-# A keyword-only parameter of a loss or of advantages in gspo.py is a flag at once: clip_low of
-# gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
+# Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
+# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
-NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS, gspo.NUMBERS)
+NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
@@ -153,10 +149,11 @@ def train(run: "Run", output: "Output") -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    # a KL in the reward reads log-probs. Fields of Constants have the names of gspo.INPUTS
-    reads_constants = not algorithm.inputs.isdisjoint(Constants._fields)
-    needs_constants = reads_constants or algorithm.kl_in == "reward"
-    skips_rows = not needs_constants and not needs_all_rows(algorithm, config)
+    # whether advantages read them; a KL in the reward reads log-probs
+    needs_constants = algorithm.kl_in == "reward" or bool(algorithm.inputs & {*Constants._fields})
+    # terms of the loss that have a gradient where the advantage is 0, too
+    has_other_terms = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
+    skips_rows = not needs_constants and not has_other_terms
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
@@ -171,7 +168,7 @@ def train(run: "Run", output: "Output") -> None:
 
         # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
         if not needs_constants:
-            advantages, returns = compute_advantages(algorithm, config, batch)
+            advantages, returns = compute_advantages(run, batch)
         is_active = has_advantage(advantages, batch.mask) if skips_rows else batch.mask.any(1)
 
         # 4. plan        groups in a random order, in updates, in micro-batches
@@ -182,7 +179,7 @@ def train(run: "Run", output: "Output") -> None:
 
         # 6. advantages  where those decide, and weights of tokens whose sampler was not pi_old
         if needs_constants:
-            advantages, returns = compute_advantages(algorithm, config, batch, constants)
+            advantages, returns = compute_advantages(run, batch, constants)
         if config.tis_cap:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
@@ -225,15 +222,8 @@ class Batch(typing.NamedTuple):
     samples: list[Sample]  # as texts
     mask: Tensor  # (N, T) tokens of the loss
     rewards: Tensor  # (N,) with overlong shaping
-    token_rewards: Tensor  # (N, T) the same, and rewards of steps of reasoning, at their tokens
-    step_ends: Tensor  # (N, T) last tokens of steps of reasoning
-    sampled: "Sampled"  # all groups, also those that dynamic sampling dropped
-
-
-class Sampled(typing.NamedTuple):
-    """All groups of a step, before dynamic sampling drops some."""
-
-    dead: Tensor  # (groups,) equal rewards, without terms that are shaping, and overlong shaping
+    # of all groups that were sampled, also those that dynamic sampling dropped
+    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
     correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
     faults: list[str]  # of verifiers
 
@@ -271,7 +261,7 @@ class Improvement(typing.NamedTuple):
 
     metrics: list[dict[str, float]]  # of each update with active rows
     new_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
-    first_logprobs: Tensor  # (N, T) those of the first update, before anything changed
+    first_logprobs: Tensor  # (N, T) of the first update: old_logprobs, if the trainer computes them
     bad_updates: int  # skipped, because they were not finite
 
 
@@ -328,8 +318,8 @@ class Run(typing.NamedTuple):
     problems: Iterator[dict]  # rows of data to train on, without end
     held_out: list[dict]
     generate: Callable  # of rollout.py, --sampler or `turns`
+    endings: dict  # eos_ids, pad_id and stops of generate
     turns: typing.Any  # extras.tools.Turns, with --tool, else None
-    endings: dict  # its eos_ids, pad_id and stops
     models: Models
     optimizer: torch.optim.Optimizer
     progress: checkpoints.Progress
@@ -362,15 +352,15 @@ def refresh_models(models: Models, config: Config, step: int) -> None:
 def collect(run: Run, step: int) -> Batch:
     """Sample and score the completions of a step."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
-    refills, samples = [], []
+    rollouts, samples = [], []
     if run.turns:
-        run.turns.faults.clear()  # those of an evaluation
+        run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
         model, seed = run.models.sampling_model, f"{step} {refill}"
         rollout, verified = sample_and_verify(run, model, problems, size, config.temperature, seed)
-        refills.append(rollout)
+        rollouts.append(rollout)
         samples += verified
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
@@ -381,28 +371,17 @@ def collect(run: Run, step: int) -> Batch:
     # a batch is never empty: without a group that can teach, the first one stays, and is masked
     groups = kept[:count] or [0]
     chosen = [size * group + member for group in groups for member in range(size)]
-    rollout = Rollout.cat(refills, run.endings["pad_id"]).select(chosen)
+    rollout = Rollout.cat(rollouts, run.endings["pad_id"]).select(chosen)
     samples = [samples[i] for i in chosen]
     mask = rollout.completion_mask & bool(kept)
     if config.overlong_filter:  # the rollout's own mask stays: scoring and metrics read it
         mask = mask & ~rollout.truncated[:, None]
-    limit, cache = config.max_new_tokens, config.overlong_cache
-    shaped = []
-    for sample, length in zip(samples, rollout.lengths.tolist()):
-        shaped.append(sample.score.reward + rewards.soft_overlong_penalty(length, limit, cache))
+    shaped = [sample.score.reward for sample in samples]
+    if cache := config.overlong_cache:
+        for i, length in enumerate(rollout.lengths.tolist()):
+            shaped[i] += rewards.soft_overlong_penalty(length, config.max_new_tokens, cache)
     shaped = torch.tensor(shaped, device=config.device)
-    reasoning = [sample.score.steps for sample in samples]
-    token_rewards, step_ends = place_rewards(run.tokenizer, rollout, shaped, reasoning)
-    return Batch(
-        step=step,
-        rollout=rollout,
-        samples=samples,
-        mask=mask,
-        rewards=shaped,
-        token_rewards=token_rewards,
-        step_ends=step_ends,
-        sampled=Sampled(dead, correct, faults),
-    )
+    return Batch(step, rollout, samples, mask, shaped, dead, correct, faults)
 
 
 def sample_and_verify(
@@ -448,6 +427,34 @@ def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int)
     return rewarded.amax(1) == rewarded.amin(1), correct
 
 
+# ---- 3. and 6. advantages ------------------------------------------------------------------------
+
+
+def compute_advantages(
+    run: Run, batch: Batch, constants: Constants | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else None.
+    The advantages of the algorithm get those inputs that they name."""
+    algorithm, config = run.algorithm, run.config
+    # shapes: gspo.py. A new input is a line here
+    inputs = {"rewards": batch.rewards, "group_size": config.group_size, "mask": batch.mask}
+    if constants is not None:
+        inputs |= constants._asdict()
+    if "token_rewards" in algorithm.inputs:
+        reasoning = [sample.score.steps for sample in batch.samples]
+        placed = place_rewards(run.tokenizer, batch.rollout, batch.rewards, reasoning)
+        inputs["token_rewards"], inputs["step_ends"] = placed
+    if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
+        kl = constants.old_logprobs - constants.ref_logprobs
+        inputs["token_rewards"] -= config.kl_coef * batch.mask * kl
+    if "bootstrap" in algorithm.inputs:
+        # a truncated completion is not over: the value before its last token stands for the rest
+        last = batch.rollout.latest_action[:, -1:]
+        inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
+    found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
+    return found if algorithm.value_loss else (found, None)
+
+
 def place_rewards(
     tokenizer, rollout: Rollout, outcomes: Tensor, reasoning: list[list]
 ) -> tuple[Tensor, Tensor]:
@@ -459,41 +466,14 @@ def place_rewards(
     zeros = torch.zeros_like(rollout.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
-    for i, rewarded in enumerate(reasoning):
-        ids = rollout.completions[i, : rollout.lengths[i]].tolist() if rewarded else []
-        for end, reward in rewarded:
+    completions, lengths = rollout.completions.tolist(), rollout.lengths.tolist()
+    for i, steps in enumerate(reasoning):
+        ids = completions[i][: lengths[i]]
+        for end, reward in steps:
             token = latest[i, data.token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward
             step_ends[i, token] = True
     return token_rewards, step_ends
-
-
-# ---- 3. and 6. advantages ------------------------------------------------------------------------
-
-
-def compute_advantages(
-    algorithm: gspo.Algorithm, config: Config, batch: Batch, constants: Constants | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else None.
-    The advantages of the algorithm get those of `gspo.INPUTS` that they name."""
-    inputs = {
-        "rewards": batch.rewards,
-        "group_size": config.group_size,
-        "token_rewards": batch.token_rewards,
-        "step_ends": batch.step_ends,
-        "mask": batch.mask,
-    }
-    if constants is not None:
-        inputs |= constants._asdict()
-    if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
-        kl = constants.old_logprobs - constants.ref_logprobs
-        inputs["token_rewards"] = batch.token_rewards - config.kl_coef * batch.mask * kl
-    if "bootstrap" in algorithm.inputs:
-        # a truncated completion is not over: the value before its last token stands for the rest
-        last = batch.rollout.latest_action[:, -1:]
-        inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
-    found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
-    return found if algorithm.value_loss else (found, None)
 
 
 def has_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -537,16 +517,9 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
     first update the policy is pi_old: it scores, not the sampling model, in the micro-batches of
     the updates. So the first ratio is exactly 1, but with --old-logprobs sampler."""
     models = run.models
-
-    def zeros_for(model: Scorer | None) -> Tensor | None:
-        return torch.zeros_like(batch.rollout.sampler_logprobs) if model else None
-
-    constants = Constants(
-        old_logprobs=zeros_for(models.policy),
-        ref_logprobs=zeros_for(models.ref_policy),
-        teacher_logprobs=zeros_for(models.teacher),
-        values=zeros_for(models.critic),
-    )
+    scorers = (models.policy, models.ref_policy, models.teacher, models.critic)  # as in Constants
+    zeros = torch.zeros_like(batch.rollout.sampler_logprobs)
+    constants = Constants(*[zeros.clone() if scorer else None for scorer in scorers])
     with run.log.timer("constants"):
         if models.policy.routing:
             models.policy.routing.forget()
@@ -589,8 +562,8 @@ def improve(run: Run, step_data: StepData) -> Improvement:
                 need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {step}: {too_many}")
                 run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
                 continue
-            run.optimizer.step()  # without active rows AdamW moves by momentum alone: no metrics
-            if len(update.active_rows) > 0:
+            run.optimizer.step()
+            if len(update.active_rows) > 0:  # else AdamW moved by its momentum, and no metrics
                 progress.bad_in_a_row = 0
                 all_metrics.append(metrics)
         run.optimizer.zero_grad()  # sampling needs their memory
@@ -613,40 +586,37 @@ def accumulate_gradients(
     log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
     batch, constants = step_data.batch, step_data.constants
-    units = batch.mask  # of the loss's mean: tokens, or completions that have some
-    if algorithm.unit == "completion":
-        units = batch.mask.any(1)
+    # of the loss's mean: tokens, or completions that have some
+    units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
     # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
     # are not computed
     denom = units[update.rows].sum()
     to_active = denom / units[update.active_rows].sum()  # metrics are means over active rows
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
+    wanted = "gradient" if config.entropy_coef > 0 else "value"
     run.optimizer.zero_grad()
     for part in update.parts:
         rows, mask = part.rows, batch.mask[part.rows]
-        logprobs, entropy = models.policy.logprobs(
-            part, entropy="gradient" if config.entropy_coef > 0 else "value"
-        )
         old_logprobs, advantages = constants.old_logprobs[rows], step_data.advantages[rows]
-        ref_logprobs = constants.ref_logprobs[rows] if models.ref_policy else None
-        loss, metrics = policy_loss(
-            algorithm,
-            config,
-            logprobs,
-            entropy,
-            old_logprobs,
-            ref_logprobs,
-            advantages,
-            mask,
-            denom,
-        )
+        logprobs, entropy = models.policy.logprobs(part, entropy=wanted)
+        loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
+        mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
+        loss = loss - config.entropy_coef * mean_entropy
+        metrics["entropy"] = mean_entropy.detach()
+        if models.ref_policy:
+            ref_logprobs = constants.ref_logprobs[rows]
+            kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
+            if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
+                loss = loss + config.kl_coef * kl
+            metrics |= of_kl
         if models.critic:
             values, returns = models.critic.values(part), step_data.returns[rows]
             critic_loss, of_critic = algorithm.value_loss(
                 values, constants.values[rows], returns, mask, denom, per=algorithm.unit
             )
-            loss, metrics = loss + critic_loss, metrics | of_critic
+            loss = loss + critic_loss
+            metrics |= of_critic
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
         totals["loss"] += float(loss.detach())
@@ -655,32 +625,6 @@ def accumulate_gradients(
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
-
-
-def policy_loss(
-    algorithm: gspo.Algorithm,
-    config: Config,
-    logprobs: Tensor,
-    entropy: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    denom: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a micro-batch's share of the policy's loss, and of its metrics: the objective, the
-    entropy bonus and the KL penalty. All tensors are of its rows. denom counts completions or
-    tokens of the whole update."""
-    loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
-    mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
-    loss = loss - config.entropy_coef * mean_entropy
-    metrics["entropy"] = mean_entropy.detach()
-    if config.kl_coef > 0:
-        kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
-        if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
-            loss = loss + config.kl_coef * kl
-        metrics |= of_kl
-    return loss, metrics
 
 
 def sum_and_clip_gradients(run: Run) -> dict[str, float]:
@@ -717,8 +661,7 @@ def report_step(
     taught = bool(has_advantage(step_data.advantages, batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
-    faults = batch.sampled.faults
-    for kind, sentence in health.warnings(row, config, faults, quiet_steps).items():
+    for kind, sentence in health.warnings(row, config, batch.faults, quiet_steps).items():
         run.log.warn(kind, sentence)
     if run.turns and run.turns.fault:
         run.log.warn("tool", f"the tool failed and gave no reply: {run.turns.fault}")
@@ -765,8 +708,9 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     answers = [sample.readable(run.progress.step) for sample in greedy[:SHOWN_PROMPTS]]
     for i, answer in enumerate(answers):
         answer["correct"] = None if correct is None else float(correct[i, 0])
-    asked, said = (printable(answers[0][name][-200:]) for name in ("prompt", "completion"))
-    say(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']:g}")
+    first = answers[0]
+    asked, said = printable(first["prompt"][-200:]), printable(first["completion"][-200:])
+    say(f"held out: '{asked}' -> '{said}' has reward {first['reward']:g}")
     if correct is None:
         earned = statistics.fmean(sample.score.reward for sample in greedy)
         return {"eval_reward": earned}, answers
@@ -778,8 +722,8 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
         _, right = lenient.verdicts(lenient.score(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
-        hot = run.config.temperature
-        _, several = sample_and_verify(run, model, held_out, pass_k, hot, "eval")
+        temperature = run.config.temperature
+        _, several = sample_and_verify(run, model, held_out, pass_k, temperature, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
             metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
@@ -794,14 +738,15 @@ def start(config: Config, ranks: Ranks) -> Run:
     if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
         say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
-    check_loss(algorithm)
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = "token_rewards" in algorithm.inputs
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
     generate = rollout.generate
     if config.sampler:
+        from support.extras.samplers import checked
+
         with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-            generate = rollout.checked(function_of(config.sampler))
+            generate = checked(function_of(config.sampler))
     if config.tool:
         from support.extras.tools import Turns, parse_tool
 
@@ -845,39 +790,13 @@ def start(config: Config, ranks: Ranks) -> Run:
         problems=problems,
         held_out=held_out,
         generate=generate,
-        turns=turns,
         endings=endings,
+        turns=turns,
         models=models,
         optimizer=optimizer,
         progress=progress,
         log=console.Log(config.device, progress.seconds),
     )
-
-
-def needs_all_rows(algorithm: gspo.Algorithm, config: Config) -> bool:
-    """Tell whether a term of `policy_loss` has a gradient where the advantage is 0, on a row with
-    log-ratios of both signs, small and large."""
-    logprobs = torch.linspace(-9, -1, 33).view(1, -1).requires_grad_()
-    old_logprobs = torch.full((1, 33), -5.0)
-    ref_logprobs = torch.full((1, 33), -0.5)
-    zero, mask, denom = torch.zeros(1), torch.ones(1, 33), torch.tensor(1)
-    tensors = (logprobs, -logprobs, old_logprobs, ref_logprobs, zero, mask, denom)
-    loss, _ = policy_loss(algorithm, config, *tensors)
-    loss.backward()
-    return bool(logprobs.grad.any())
-
-
-def check_loss(algorithm: gspo.Algorithm) -> None:
-    """ValueError where the losses of micro-batches do not add up to that of the batch."""
-    logprobs = torch.tensor([[-1.0, -2.0, -0.5], [-0.7, -1.5, -1.0]])
-    mask = torch.tensor([[True, False, False], [True, True, True]])
-    rows = (logprobs, torch.full((2, 3), -1.0), torch.tensor([1.0, -1.0]), mask)
-    denom = mask.sum() if algorithm.unit == "token" else torch.tensor(2)
-    whole, _ = algorithm.loss(*rows)
-    one, other = (algorithm.loss(*[tensor[[i]] for tensor in rows], denom)[0] for i in (0, 1))
-    if not torch.allclose(whole, one + other):
-        kind = f"a mean over {algorithm.unit}s, as its default `per` says"
-        raise ValueError(f"gspo.py: expected the loss of this algorithm to be {kind}")
 
 
 def make_models(
@@ -905,12 +824,12 @@ def make_models(
     if config.teacher:
         teacher = scorer_of(load_model(config.teacher, config.device, dtype))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
-    again = contextlib.nullcontext  # for layers that run twice
+    rerun_context = contextlib.nullcontext  # of layers that run again in the backward pass
     if has_experts(policy.config) and config.old_logprobs == "trainer":
         from support.extras.experts import Experts, routing_now
 
         routing = Experts(config.routing_replay)
-        again = routing_now
+        rerun_context = routing_now
     if config.lora_rank:
         from support.extras.lora import add_adapters
 
@@ -918,7 +837,7 @@ def make_models(
     if config.gradient_checkpointing:
         from support.extras.checkpointing import checkpoint_layers
 
-        checkpoint_layers(policy, again)
+        checkpoint_layers(policy, rerun_context)
     if algorithm.value_loss:
         critic = scorer_of(critic_of(policy))
     scorer = scorer_of(policy, routing=routing)

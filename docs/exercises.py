@@ -51,9 +51,8 @@ EXERCISES = {  # in this order: file, tests, hint
     "completion_logprobs": (
         "rollout.py",
         ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[qwen3-",),
-        "hidden_states has those of all tokens, predicting the index of the token before each, "
-        "token_logprobs makes them log-probs at the temperature, and scattered puts these where "
-        "the mask is",
+        "hidden_states has the state before each token of the mask, token_logprobs makes them "
+        "log-probs at the temperature, and scattered puts these where the mask is",
     ),
 }
 # losses of docs/bugs.py: the case of tests/test_gspo.py that knows each

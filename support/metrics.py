@@ -19,7 +19,7 @@ def measure(run, step_data, result) -> dict:
     batch, updates, constants = step_data.batch, step_data.updates, step_data.constants
     advantages, returns = step_data.advantages, step_data.returns
     rollout, mask = batch.rollout, batch.mask
-    dead, correct = batch.sampled.dead, batch.sampled.correct
+    dead, correct = batch.dead, batch.correct
     lengths = rollout.completion_mask.sum(1).float()
     row = {}
     row["reward"] = batch.rewards.mean()
@@ -56,7 +56,7 @@ def measure(run, step_data, result) -> dict:
         teacher = constants.teacher_logprobs[mask]
         row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
-    row["verifier_faults"] = len(batch.sampled.faults)
+    row["verifier_faults"] = len(batch.faults)
     if run.turns:
         row |= run.turns.measure(rollout, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]

@@ -7,30 +7,28 @@ last tokens are predicted, not read.
 
     node      0  1  2  3  4            sees   0 1 2 3 4        before x: node 3
     token     a  b  c  d  e            3 (d)  1 1 1 1 .        before y: node 4
-    position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1, once
+    position  0  1  2  3  3            4 (e)  1 1 1 . 1        before c: node 1
     end       5  5  5  4  5
 """
 
-import bisect
 import math
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
 
 
 class Trees(NamedTuple):
-    """The trees of a micro-batch, R rows of U nodes. Equal tokens after equal sequences are
-    predicted once."""
+    """The trees of a micro-batch, R rows of U nodes."""
 
     ids: Tensor  # (R, U) tokens
     positions: Tensor  # (R, U) depth in the tree
     end: Tensor  # (R, U) the node of the row after the last descendant
-    before: Tensor  # (predictions,) the node that predicts, of all R * U
-    targets: Tensor  # (predictions,) the token
-    index: Tensor  # (tokens,) of the prediction, for each token that is scored
+    before: Tensor  # (tokens,) the node, of all R * U, that predicts each token that is scored
 
     def visible(self, window: int | None = None) -> Tensor:
         """Return (R, U, U) whether node i sees node j, within a sliding window of positions."""
@@ -51,22 +49,16 @@ class Tree(NamedTuple):
     paths: dict[int, list[int]]  # number of a sequence -> its nodes
 
 
-class Sequence(NamedTuple):
-    number: int
-    ids: list[int]
-    shared: int  # tokens at the beginning that the sequence before has, too
-
-
-def in_order(sequences: list[list[int]]) -> list[Sequence]:
-    """Return the sequences sorted, so that those with equal beginnings are neighbours. Without
-    their last tokens, which are not read."""
+def in_order(sequences: list[list[int]]) -> list[tuple[int, list[int], int]]:
+    """Return (number, ids, shared) of the sequences, sorted, so that those with equal beginnings
+    are neighbours. ids lack the last token, which is not read. shared counts the tokens at the
+    beginning that the sequence before has, too."""
     sequences = [ids[:-1] for ids in sequences]
     found, before = [], []
     for number in sorted(range(len(sequences)), key=sequences.__getitem__):
         ids = sequences[number]
-        differ = (n for n, (one, other) in enumerate(zip(before, ids)) if one != other)
-        shared = next(differ, min(len(before), len(ids)))
-        found.append(Sequence(number, ids, shared))
+        shared = len(os.path.commonprefix([before, ids]))  # of two lists
+        found.append((number, ids, shared))
         before = ids
     return found
 
@@ -76,34 +68,24 @@ def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree
     computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a sequence
     has more than most_tokens."""
     sequences = in_order(sequences)
-    longest = max(len(sequence.ids) for sequence in sequences)
-    widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens)
-    widths = range(multiple_of_8(longest), widest + 1, 8)
-    if not widths:
+    longest = multiple_of_8(max(len(ids) for _, ids, _ in sequences))
+    if longest > most_tokens:
         return [], 0
-    fewest = rows_needed(sequences, widths[-1])
-    # the narrower, the more rows. bisect wants numbers that rise
-    first = bisect.bisect_left(widths, -fewest, key=lambda width: -rows_needed(sequences, width))
-    width = widths[first]
-    return grow(sequences, width), width
+    widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens) // 8 * 8
+    trees = grow(sequences, widest)
+    fewest, nodes = len(trees), sum(len(tree.ids) for tree in trees)
+    width = max(longest, multiple_of_8(nodes / fewest))
+    while len(trees := grow(sequences, width)) > fewest:
+        width += 8
+    return trees, width
 
 
-def rows_needed(sequences: list[Sequence], width: int) -> int:
-    """Return the number of trees that `grow` makes."""
-    rows, size = 0, width  # full: the first sequence begins a row
-    for _, ids, shared in sequences:
-        size += len(ids) - shared
-        if size > width:
-            rows, size = rows + 1, len(ids)
-    return rows
-
-
-def multiple_of_8(number: int) -> int:
+def multiple_of_8(number: float) -> int:
     return 8 * math.ceil(number / 8)
 
 
-def grow(sequences: list[Sequence], width: int) -> list[Tree]:
-    """Return the trees of sorted sequences, each of at most so many nodes, or of one sequence."""
+def grow(sequences: list[tuple[int, list[int], int]], width: int) -> list[Tree]:
+    """Return the trees of sequences `in_order`, of at most so many nodes, or of one sequence."""
     trees, path = [], []
     for number, sequence, shared in sequences:
         if not trees or len(trees[-1].ids) + len(sequence) - shared > width:
@@ -114,16 +96,17 @@ def grow(sequences: list[Sequence], width: int) -> list[Tree]:
         ids += sequence[shared:]
         positions += range(shared, len(sequence))
         end += new
-        paths[number] = path = path[:shared] + list(new)
+        path = path[:shared] + list(new)
+        paths[number] = path
         for node in path:
             end[node] = new.stop
     return trees
 
 
-def join(trees: list[Tree], row_of: Tensor, position: Tensor, targets: Tensor) -> Trees:
-    """Return trees as tensors. targets (tokens,) are the tokens to score. The sequences of these
-    trees, sorted by their number, are rows 0, 1, ... of a micro-batch. Token i is predicted by the
-    token at position[i] of row row_of[i]."""
+def join(trees: list[Tree], row_of: Tensor, position: Tensor) -> Trees:
+    """Return trees as tensors. The sequences of these trees, sorted by their number, are rows 0, 1,
+    ... of a micro-batch. Token i, one to score, is predicted by the token at position[i] of row
+    row_of[i]."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
@@ -134,15 +117,7 @@ def join(trees: list[Tree], row_of: Tensor, position: Tensor, targets: Tensor) -
         rows.append((tree.ids + zeros, tree.positions + zeros, ends))
         for number, path in tree.paths.items():
             paths[number] = [row * width + node for node in path]
-    device = targets.device
-    ids, positions, end = torch.tensor(rows, device=device).unbind(1)
-    in_order = [paths[number] for number in sorted(paths)]
-    nodes = torch.tensor([node for path in in_order for node in path], device=device)
-    sizes = torch.tensor([len(path) for path in in_order], device=device)
-    begins = sizes.cumsum(0) - sizes  # of each sequence's path in nodes
-    node_before = nodes[begins[row_of] + position]
-
-    # pairs of a node and the token after it: each is predicted once
-    vocabulary = int(targets.max()) + 1 if len(targets) else 1
-    pairs, index = (node_before * vocabulary + targets).unique(return_inverse=True)
-    return Trees(ids, positions, end, pairs // vocabulary, pairs % vocabulary, index)
+    ids, positions, end = torch.tensor(rows, device=row_of.device).unbind(1)
+    ordered = [torch.tensor(paths[number], device=row_of.device) for number in sorted(paths)]
+    node_of = pad_sequence(ordered, batch_first=True)  # (rows, longest)
+    return Trees(ids, positions, end, before=node_of[row_of, position])

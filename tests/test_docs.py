@@ -307,15 +307,13 @@ def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
         completions = rollout.Rollout(tokens, lengths * 0 + 1, lengths, ones > 0, ones, ones[:, 0])
         rewards = torch.tensor(rewards)
         samples = [f"{name}{i}" for i in range(count)]
-        tensors = (ones > 0, rewards, ones * rewards[:, None], ones > 0)
-        sampled = train.Sampled(rewards > 0, None, [])
-        return train.Batch(1, completions, samples, *tensors, sampled)
+        return train.Batch(1, completions, samples, ones > 0, rewards, rewards > 0, None, [])
 
     def mixed(*made) -> list[str]:
         found = buffer.mix(batch(*made))
         assert [chr(row[1]) for row in found.rollout.tokens] == [x[0] for x in found.samples]
-        width = found.rollout.completion_mask.sum(1)
-        assert torch.equal(found.token_rewards.sum(1), found.rewards * width)
+        assert torch.equal(found.mask, found.rollout.completion_mask)
+        assert len(found.rewards) == len(found.samples)
         return found.samples
 
     assert mixed("a", [1.0, 1.0, 0.0, 1.0], 3) == ["a2", "a3", "a0", "a1"]

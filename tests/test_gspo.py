@@ -31,7 +31,7 @@ import torch
 
 import gspo
 import train
-from support.flags import own_numbers
+from support.flags import own_numbers, with_numbers
 
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6
@@ -690,6 +690,27 @@ def test_algorithms_are_those_of_the_papers():
     assert gspo.Algorithm(other).unit == "completion"
     with pytest.raises(TypeError, match="unit"):
         gspo.Algorithm(gspo.grpo_loss, unit="token")
+
+
+@pytest.mark.parametrize("name", gspo.ALGOS)
+def test_a_row_tells_the_trainer_how_to_train(name):
+    """The losses of micro-batches add up to that of the batch, else the gradient may be 20 times
+    too large. Rows of advantage 0 have no gradient, else `needs_all_rows`. Advantages that read
+    values have a critic. A KL in the reward is read."""
+    row = gspo.ALGOS[name]
+    numbers = own_numbers(row, train.OwnFlags) | {"max_new_tokens": 20}
+    loss = with_numbers(row, SimpleNamespace(**numbers)).loss
+    logprobs = torch.linspace(-9, -1, 33).repeat(3, 1).requires_grad_()
+    mask = torch.arange(33) < torch.tensor([[33], [20], [4]])
+    rows = [logprobs, torch.full((3, 33), -5.0), torch.tensor([1.0, -1.0, 0.0]), mask]
+    denom = mask.sum() if row.unit == "token" else torch.tensor(3)
+    whole, _ = loss(*rows)
+    parts = [loss(*[column[[i]] for column in rows], denom)[0] for i in range(3)]
+    assert whole.item() == pytest.approx(sum(parts).item())
+    whole.backward()
+    assert row.needs_all_rows or not logprobs.grad[2].any()
+    assert ("values" in row.inputs) == (row.value_loss is not None)
+    assert row.kl_in == "loss" or "token_rewards" in row.inputs
 
 
 def test_a_number_has_one_default_and_no_name_of_a_runs_flag():

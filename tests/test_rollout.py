@@ -198,7 +198,7 @@ def test_a_scorer_that_errs_is_found_and_trees_that_err_are_not_used(monkeypatch
 
 
 def test_a_text_beyond_the_context_is_refused():
-    R.check_context(tiny(), PROMPTS, torch.zeros(4, 1, 119))
+    assert len(sampled(tiny(), max_new_tokens=119).tokens)
     with pytest.raises(UserError, match="129 tokens, prompt and completion: this qwen3 reads 128"):
         sampled(tiny(), max_new_tokens=120)
 
@@ -395,13 +395,6 @@ def test_trees_have_the_scores_and_gradients_of_rows(kind):
             assert (by_trees - by_rows[0]).abs().mean() < 0.1, name
 
 
-def test_equal_tokens_after_equal_texts_are_predicted_once(monkeypatch):
-    """8 tokens after each of two prompts, in three completions and in two."""
-    out, calls = rollout_of(CASES["identical"]), watched(monkeypatch, R, "logits_of")
-    R.completion_logprobs(tiny(), out, 1.0, trees_of(out, 20))
-    assert [len(logits) for *_, logits in calls] == [16]
-
-
 def random_groups(groups, size, prompt, longest, seed=0):
     """Completions of random tokens: a group shares its prompt alone."""
     draw = torch.Generator().manual_seed(seed)
@@ -485,11 +478,17 @@ def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(
 
 def test_results_of_a_users_sampler_are_checked():
     """Each of these would train, without an error, on something else than it says."""
+    from support.extras.samplers import checked
+
     model, uniforms = tiny(), random_numbers(4, 3, 16)
     good = R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=2)
-    R.check_rollout(good, PROMPTS, uniforms, model)
+
+    def check(samples):
+        checked(lambda *_: samples)(model, PROMPTS, uniforms)
+
+    check(good)
     tool = good.completion_mask & (random_numbers(*good.completion_mask.shape) < 0.5)
-    R.check_rollout(good._replace(completion_mask=tool), PROMPTS, uniforms, model)
+    check(good._replace(completion_mask=tool))
     full = torch.ones_like(good.completion_mask)
     unknown = good.tokens.clone()
     unknown[:, 9] = 40  # the first token of completions
@@ -508,7 +507,7 @@ def test_results_of_a_users_sampler_are_checked():
     }
     for words, samples in wrong.items():
         with pytest.raises(UserError, match="--sampler: expected .*" + words):
-            R.check_rollout(samples, PROMPTS, uniforms, model)
+            check(samples)
 
 
 # ---- scoring

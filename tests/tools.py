@@ -245,11 +245,7 @@ def watched(monkeypatch, owner, name, change=None) -> list[tuple]:
 
 
 def spied(monkeypatch, algorithm, field, change=None) -> list[tuple]:
-    """The calls of a function that a row of ALGOS names, but for the trainer's two tries of a loss
-    on numbers of its own."""
-    if field == "loss":
-        monkeypatch.setattr(train, "check_loss", lambda algorithm: None)
-        monkeypatch.setattr(train, "needs_all_rows", lambda _, config: config.entropy_coef > 0)
+    """The calls of a function that a row of ALGOS names."""
     row = gspo.ALGOS[algorithm]
     functions = SimpleNamespace(**{field: getattr(row, field)})
     calls = watched(monkeypatch, functions, field, change)

@@ -190,7 +190,7 @@ def short_run() -> Iterator[train.Run]:
 def sampled(run: train.Run, step: int) -> train.StepData:
     """Return a step before its updates."""
     batch = train.collect(run, step)
-    advantages, returns = train.compute_advantages(run.algorithm, run.config, batch)
+    advantages, returns = train.compute_advantages(run, batch)
     updates = train.plan(run, batch, train.has_advantage(advantages, batch.mask))
     constants = train.compute_constants(run, batch, updates)
     return train.StepData(batch, updates, constants, advantages, returns)
