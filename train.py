@@ -413,7 +413,6 @@ def sample_and_verify(
     with run.log.timer("score"):
         scores = run.reward.score(ranks.share(texts), ranks.share(answered))
         scores = [score for share in ranks.gather(scores) for score in share]
-    run.reward.note_shaping(scores)  # a term outside [0, 1] leaves solved and dead from now on
     return rollout, list(map(Sample, texts, answered, scores))
 
 

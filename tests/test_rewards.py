@@ -16,7 +16,6 @@ import pytest
 
 import patterns
 import rewards
-from support.data import read_rows
 from support.user import UserError, need
 
 answers = pytest.importorskip("support.extras.answers")  # these two register verifiers
@@ -54,7 +53,6 @@ EXTRACTED = r"""
     <answer>5</answer> no, <answer>6</answer> | <answer>the answer is \boxed{6}</answer>
     \boxed{5} <answer>6</answer> | <answer>6</answer> \boxed{5} | \boxed{5} or rather \boxed{6}
     \boxed{\frac{1}{2}} => \frac{1}{2} | \boxed{5 \boxed{6} | \\boxed{6} | \boxed{\{6\}} => \{6\}
-    \boxed{\boxed{6}} | \boxed{ \boxed {\boxed{6}} }
     \boxed{\{1,2\}} => \{1,2\} | { } } { \boxed{6} { | #### 6 | ####6 | \boxed{6} and \boxed{5
     #### 1 234 dollars => 1 234 dollars | <answer>⏎6⏎</answer> | a⏎#### 5⏎b⏎#### 6⏎c
     #### 5⏎\boxed{6} | \boxed{6}⏎#### 5 | \boxed{[0,1\}} => [0,1\} | \boxed 6 | so $\boxed 6.$
@@ -74,21 +72,21 @@ LENIENT = r"""
     the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
     \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
     so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 years => 5
-    so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42 | so:⏎- 5 => 5
-    6 or \boxed{7} => 7
+    so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42
+    6 or \boxed{7} => 7 | # 5 => 5 | it's 5 => 5 | 120 girls are not in it => 120 | 5 cm => 5 cm
 """
 NOT_LENIENT = r"""
     6 apples, 7 pears | 10-5 => -5 | \boxed{7} then 6 | <think>it is 6. </think> none | <think>6
     no number | 6 #### \boxed{} | 6 #### | so \boxed{6 | 6 <answer></answer> | −5 => 5 | - 5 => 5
-    10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10 | it is .5 => 5 | so 1/2. => 2 | 10 / 4 => 4
+    10 - 5 => -5 | 10 − 5 => 5 | 5–10 => 10 | it is .5 => 5 | so 1/2. => 2 | so:⏎- 5 => -5
     10 -5 => -5 | so 3 1/2 => 0.5 | \frac{3}{4} => 4 | so 0.5% => 0.5 | 5 million => 5
-    7 tenths => 7 | 5\text{ million} => 5
+    7 tenths => 7 | 5\text{ million} => 5 | 10 / 4 => 4
 """
 NUMBERS = r"""
     5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | **5** | **5** apples
     is **5**. | \(5\) | \[5\] | so $x = 5$. | 5cm | => 5 | -> 5 | → 5 | ≈ 5
-    \Rightarrow 5 | 5 (five) | 5 - that is it | Step 3: 5 | 5 \text{ apples}
-    the 5 red ones | 10/2 | 10 / 2 | it is 5! | $5/hour | **Answer:** 5 | *Answer* 5 | so 5 I think
+    5 (five) | 5 - that is it | Step 3: 5 | 5 \text{ apples}
+    the 5 red ones | 10/2 | 10 / 2 | it is 5! | $5/hour | **Answer:** 5 | so 5 I think
     for a total of 5 clips | 5 a day | it is 5 m long | - Total: 5 | 5 and that is it
 """
 PARTS_OF_EXPRESSIONS = r"""
@@ -102,40 +100,33 @@ PARTS_OF_EXPRESSIONS = r"""
 """
 SOLUTIONS = r"""
     3*5-2 | 5*3-2 | -2+3*5 | 3×5−2 | 3\times5-2 | 3\cdot 5 - 2 | 3*5-2=13 | 13 = 3*5-2
-    3*5-2 = 13. | ((3*5))-2 | $3*5-2$ | (3)(5)-2 | +3*5-2 | 5*3+-2 | 03*5-2
+    3*5-2 = 13. | ((3*5))-2 | $3*5-2$ | +3*5-2 | 5*3+-2
 """
 NO_SOLUTIONS = r"""
     13 | 3*5 | 3*5-2+0 | 3*5-2-2+2 | 5+5+3 | 35-2*11 | 3*5-1-1 | 3*5+2 | 3**5-2 | 3^5-2
-    3//5*2 | 3*5-2=14 | 13=13=3*5-2 | 13=3*5-2=13 | 14=3*5-2 | 13= | 3*5-2.. | 13=13
-    3*5-2 or 3+5+2 | 3*5-2;3 | 3*5-2,13 | int('3')*5-2 | 3*5-2! | 3 5 2 | ３*5-2 | 3*٥-2
-    3*5-(2 | 3*5-2) | 3.0*5-2 | 3e0*5-2 | 3*5-2%1 | 3*5-\frac{2}{1} | abs(3)*5-2 | 3*5-2#
-    9**9**9**9 | 3*5-x | <think>3*5-2</think> | <think>3*5-2 | the solution is 3*5-2
-    3 *5 -2 13 | 3*5-2⏎13
+    3//5*2 | 3*5-2=14 | 13=13=3*5-2 | 13=3*5-2=13 | 14=3*5-2 | 3*5-2.. | 13=13 | 3*5-2 or 3+5+2
+    3*5-2;3 | 3*5-2,13 | int('3')*5-2 | 3 5 2 | ３*5-2 | 3*5-(2 | 3*5-2) | 3.0*5-2 | 3*5-2%1
+    abs(3)*5-2 | 9**9**9**9 | (3)(5)-2 | <think>3*5-2 | the solution is 3*5-2 | 3*5-2⏎13
 """
 CHOSEN = r"""
     B | b | (B) | B. | B) | **B** | \boxed{B} | \boxed{\text{B}} | \boxed{\textbf{(B)}}
     <answer>B</answer> | <answer>(B) Paris</answer> | B. Paris | B: the capital
     The answer is B. | The correct option is (B). | the final answer is B | <think>A</think>B
-    #### B | B. A dog | B. I think so | B. Vitamin B | b) Vitamin B | B - Paris | --- B ---
-    B – Paris | (B) - a dog | B. f(a) is 2 | option B
-    B. Not given | B. Not enough information | B. False | B: False | B. None of the above | B. No
-    (B) No | B. It does not rain | (B) is correct | B. Incorrect dosage | B. The wrong side
-    (B) because it fits | B. Cannot be determined | B. It is not known | (B) is the one
-    B. it is (b) | \boxed{\textrm{B}} | the best choice is B
+    #### B | B. A dog | B. I think so | B - Paris | --- B ---
+    B – Paris | (B) - a dog | B. f(a) is 2 | option B | (B) is correct | (B) because it fits
+    B. Not given | B. Not enough information | B. False | B. None of the above | (B) No
+    B. Cannot be determined | (B) is the one | \boxed{\textrm{B}} | the best choice is B
 """
 NOT_CHOSEN = r"""
     A | A or B | B or A | A, B | B and C | (A)(B) | B. or A. | B) C) D) | B) 1⏎(c) 2
-    AB | BB | Berlin | a big dog | not B | I think B is wrong | <think>B</think>A | <think>B
-    <answer>B | Б | 1 | the answer | \boxed{A} B | B? A? | B. Or rather C | B. C is the answer
+    AB | BB | Berlin | a big dog | not B | I think B is wrong | <think>B</think>A | <answer>B | Б
+    1 | the answer | \boxed{A} B | B? A? | B. Or rather C | B. C is the answer
     B. A is the answer | B. On reflection C is right | B) 1 c) 2 | B - no, C is right | A - B | B-52
-    (B) is not correct | B: incorrect | B: wrong | B. Wrong, because | (B) is wrong
-    (B) isn't right | (B) isn’t it | B. This is not the answer | (B) cannot be right | (B) is not
-    (B) can't be it | (B)? No | ≠ B | ¬B | ❌ B | B ❌ | ~~B~~ | (B) is false
-    (B) would be incorrect | B, no | B) incorrect, because | (B), which is wrong
-    B. Never the right choice | (B) is ruled out | (B) – not the answer
-    (B) is clearly not the case | not (B) | (B) won't do | Option (B) was eliminated
-    B. not | B- Paris | (B) is never true of it | B) wrong since it leaks | B) wrong here
-    B++ | \boxed{B#} | The answer is B++.
+    (B) is not correct | B: incorrect | B. Wrong, because | (B) isn't right | (B) isn’t it
+    B. This is not the answer | (B) cannot be right | (B) can't be it | (B)? No | ≠ B | ¬B
+    ❌ B | B ❌ | ~~B~~ | (B) is false | B, no | (B), which is wrong | B. Never the right choice
+    (B) is ruled out | not (B) | Option (B) was eliminated | B- Paris | B) wrong since it leaks
+    B++ | \boxed{B#}
 """
 EXACT = r"""
     Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE
@@ -145,30 +136,26 @@ NOT_EXACT = "Paris. => Paris | in Paris => Paris | Pari => Paris | <think>6 | 0.
 FORMED = """
     <think>a</think><answer>b</answer> | a</think><answer>b</answer>
     <think>⏎a⏎</think>⏎⏎<answer>⏎b</answer>⏎ | <think>a < b > c</think> <answer><b></answer>
-    <think>...</think><answer>∅</answer> | <think>漢</think><answer>-</answer>
-    ⏎<think>a</think><answer>b</answer>
+    <think>漢</think><answer>-</answer> | ⏎<think>a</think><answer>b</answer>
 """
 NOT_FORMED = """
     a | <answer>b</answer> | <think>a</think> | <think>a</think>b | <think>a<answer>b</answer>
-    <think>a</think><answer>b | <think></think><answer>b</answer>
+    <think>a</think><answer>b | <think></think><answer>b</answer> | </think><answer>b</answer>
     <think>a</think><answer> </answer> | x<think>a</think><answer>b</answer>
     <think>a</think>x<answer>b</answer> | <think>a</think><answer>b</answer>x
     <think>a</think><answer>b</answer><answer>c</answer> | <think><think>a</think><answer>b</answer>
-    <think>a</think></think><answer>b</answer> | <think>a</think><answer><think></answer>
-    <answer>b</answer><think>a</think> | </think><answer>b</answer>
-    <THINK>a</THINK><ANSWER>b</ANSWER>
+    <think>a</think><answer><think></answer> | <answer>b</answer><think>a</think>
 """
 EQUAL = r"""
     18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | $18$ => 18
     18 dollars => 18 | 540\,\text{m} => 540 | \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3
     .5 => 1/2 | \frac12 => 0.5 | 2½ => 2.5 | 2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25
-    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\%
-    1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | 3cm => 3
-    60\text{ mph} => 60 | the answer is 21 => 21 | \text{Total} = 21 => 21 | n = 21 => 21
-    （２５） => 25 | Friday => friday | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
-    \sqrt[3]{125} => 5 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
-    xy => yx | x² => x \cdot x | 90^\circ => 90 | 9\pi\text{ cm}^2 => 9\pi
-    (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
+    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.2 \times 10^3 => 1200 | 9+9 => 18
+    18\text{ eggs/day} => 18 | 3cm => 3 | \text{Total} = 21 => 21 | n = 21 => 21
+    the answer is 21 => 21 | （２５） => 25 | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
+    Friday => friday | \sqrt[3]{125} => 5 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1
+    \frac{x+1}{2} => \frac{x}{2}+\frac12 | xy => yx | x² => x \cdot x | 90^\circ => 90
+    9\pi\text{ cm}^2 => 9\pi | (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
     (3,\infty) \cup (-\infty,3] => (-\infty,3]\cup(3,\infty) | x \in [1,2] => [1,2]
     \{1, 2\} => \{2,1\} | 1, 2, and 3 => 3,2,1 | x=1 or x=2 => 2, 1
     1 \pm \frac1{\sqrt2} => 1-\sqrt{.5}, 1+\sqrt{.5} | 2x+1 => y=1+2x | f(x) = x^2 => x^2
@@ -182,8 +169,8 @@ DIFFERENT = r"""
     18k => 18 | 0.7% => 0.7 | 0.25 => 25 | 0.25% => 25 | 60\% => 6 | 1,08 => 108 | 0,05 => 0,5
     0.33 => 1/3 | 2\frac12 => 1 | 18^2 => 18 | 18x => 18 | x+18 => 18 | x => 18 | 18 is wrong => 18
     1 8 => 18 | 2 hours 30 minutes => 2 | 5 ft => 5 inches | 5\text{ cm}^2 => 5\text{ cm}
-    18\sqrt => 18 | \sqrt5 = 18 => 18
-    5 ms => 5 m | 18 halves => 18 | 7 tenths => 7 | 5 squared => 5 | twice 18 => 18 | 18 = 19 => 19
+    18\sqrt => 18 | \sqrt5 = 18 => 18 | 5 ms => 5 m | 18 halves => 18 | 7 tenths => 7
+    5 squared => 5 | twice 18 => 18 | 18 = 19 => 19
     18/ => 18 | (1,2) => (2,1) | (1,2) => [1,2] | [1,2) => (1,2] | (1,2) => \{1,2\} | 1,1 => 1
     (1,234) => 1234 | x>3 => x<3 | x\ge3 => x>3 | \pm 2 => 2 | 3+4i => 3-4i | y=2x+1 => 2x
     x=5, y=6 => 5 | \begin{pmatrix}1&2\end{pmatrix} => \begin{pmatrix}1\\2\end{pmatrix}
@@ -236,38 +223,17 @@ def test_answers_of_any_length_have_no_effect_but_their_own():
         assert VERIFY["countdown"](text, COUNTDOWN) == 0
     assert rewards.final_answer(boxed("5" * 10_000), marked=True) == "5" * 10_000
     assert rewards.final_answer(boxed("5" * 10_001), marked=True) == ""
-    assert VERIFY["math"]("", "6") == VERIFY["math_lenient"]("", "$") == 0
     assert VERIFY["exact"]("7", 7) == VERIFY["exact"]("0.5", 0.5) == 1
 
 
-ON_TARGET = "1/3*3 => 1 | 8/(3-8/3) => 24 | 8÷(3−8÷3) => 24 | 2-5=-3 => -3"
-OFF_TARGET = "1/2 => 0 | 1/(2-2) => 0 | 3 1/2*2 => 7 | 2 2+1 => 23"
-
-
-@pytest.mark.parametrize("rewarded, table", [(1, ON_TARGET), (0, OFF_TARGET)])
-def test_countdown_is_exact(rewarded, table):
+def test_countdown_is_exact():
     """In fractions, of numbers that are not joined."""
-    for cell in cells(table):
-        text, _, target = cell.partition(" => ")
+    texts = {"1/3*3": 1, "8/(3-8/3)": 24, "8÷(3−8÷3)": 24, "2-5=-3": -3}
+    wrong = {"1/2": 0, "1/(2-2)": 0, "3 1/2*2": 7, "2 2+1": 23}
+    for text, target in [*texts.items(), *wrong.items()]:
         numbers = [int(digit) for digit in text.partition("=")[0] if digit.isdigit()]
-        answer = {"numbers": numbers, "target": int(target)}
-        assert VERIFY["countdown"](text, answer) == rewarded, cell
-
-
-OVERLAPS = {  # completion, gold answer -> F1
-    ("The cat sat.", "a cat sat"): 1,
-    ("", "dog"): 0,
-    ("a b", "b c"): 2 / 3,  # the article goes: P = 1/1, R = 1/2
-    ("red cat sat down", "red cat"): 2 / 3,  # P = 2/4, R = 2/2
-    ("cat cat cat", "cat"): 1 / 2,  # counted once: P = 1/3, R = 1
-    ("<answer>cat</answer> dog", "cat"): 1,
-    ("x-ray, an x_y", "xray xy"): 1,
-}
-
-
-def test_f1_is_the_harmonic_mean_of_word_overlap():
-    values = {texts: VERIFY["f1"](*texts) for texts in OVERLAPS}
-    assert values == pytest.approx(OVERLAPS)
+        answer = {"numbers": numbers, "target": target}
+        assert VERIFY["countdown"](text, answer) == (text in texts), text
 
 
 # ---- totality and time
@@ -287,8 +253,7 @@ def hostile():
     found = [piece * (200_000 // len(piece)) for piece in many]
     found += ["", boxed("1" * 999_000), "\\boxed{" * 120_000 + "}" * 120_000]
     found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
-    found += ["<answer>" + "the answer is " * 600 + "B</answer>"]
-    found += ["<answer>" + " " * 9000 + "x</answer>"]
+    found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
     rng = random.Random(0)
     for _ in range(20):
         letters = bytes(rng.randrange(256) for _ in range(5000)).decode("latin-1")
@@ -311,8 +276,7 @@ def is_a_verdict(value):
 
 @pytest.mark.parametrize("name", [*RUNS_NOTHING, "code"])
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    """Called as a copier calls it. At most 0.2 s of processor time are usual, on a busy machine,
-    too. Hardly any text has a program, and `code` tries fewer."""
+    """Usual are 0.2 s of processor time. Hardly any text has a program, and `code` tries fewer."""
     for text in HOSTILE[:80] if name == "code" else HOSTILE:
         start = time.process_time()
         verdict = VERIFY[name](text, GOLD.get(name, "6"))
@@ -344,20 +308,15 @@ def test_no_expression_backtracks_without_end(path):
 
 
 @pytest.mark.parametrize("path", ["rewards.py", "support/extras/answers.py"])
-def test_math_and_choice_are_fast_on_pieces_of_their_own_expressions(path):
-    """On 10,000 characters, and on as many as are read as mathematics: 0.02 s of processor time are
-    usual."""
-    slow = []
-    for pattern in patterns.expressions(path).values():
-        texts = patterns.texts(pattern, samples=1, length=900)
-        texts += patterns.texts(pattern, samples=1, length=9_900)
-        for text, name in itertools.product(texts, ("math", "choice")):
-            for completion in (text, boxed(text)):
-                start = time.process_time()
-                VERIFY[name](completion, "B")
-                if time.process_time() - start > 0.5:
-                    slow.append((name, pattern.pattern[:50], text[:50]))
-    assert slow == []
+def test_verifiers_are_fast_on_pieces_of_their_own_expressions(path):
+    """On 10,000 characters, and on 900. 0.02 s of processor time are usual."""
+    for pattern, length in itertools.product(patterns.expressions(path).values(), (900, 9_900)):
+        texts = patterns.texts(pattern, samples=1, length=length)
+        texts += list(map(boxed, texts))
+        for text, name in itertools.product(texts, ("math", "math_lenient", "choice")):
+            start = time.process_time()
+            VERIFY[name](text, "B")
+            assert time.process_time() - start < 0.5, (name, pattern.pattern[:50], text[:50])
 
 
 # ---- rewards
@@ -365,17 +324,11 @@ def test_math_and_choice_are_fast_on_pieces_of_their_own_expressions(path):
 ROW = {"prompt": "1+5?", "answer": "6"}
 
 
-def noted(reward, scores):
-    """Verdicts as train.py takes them: after it has noted which terms are shaping."""
-    reward.note_shaping(scores)
-    return reward.verdicts(scores)
-
-
 def scored(spec, *completions, **row):
     """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.score(list(completions), [ROW | row] * len(completions))
-    return scores, *noted(reward, scores)
+    return scores, *reward.verdicts(scores)
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
@@ -412,12 +365,11 @@ def mine(own):
         def short(completion, answer): return -len(completion) / 50
         def share(completion, answer): return min(len(completion) / 10, 1)
         share.shaping = False
-        def long(completion, answer, tokens): return tokens / 100
+        def long(completion, answer, tokens, marker='**'): return tokens / 100
         def steps(completion, answer):
             return [(1, 0.5), (2, len(completion)), (3, completion == answer)]
         def style(completion, answer): return completion.islower()
         style.shaping = True
-        def bold(completion, answer, marker='**'): return marker in completion
         def changes(completion, answer, level):
             from neighbour_of_mine import HALF
             level.append(1)
@@ -426,15 +378,14 @@ def mine(own):
 
 
 def test_reward_calls_users_functions_with_copies_of_the_fields_that_they_name(mine, tmp_path):
-    """train.py adds the number of tokens. Two stars in a default request no field. The file
+    """train.py adds the number of tokens. The file
     imports its neighbour while it runs. Nothing that it changes changes the row."""
     (tmp_path / "neighbour_of_mine.py").write_text("HALF = 0.5\n")
     assert scored(f"{mine}:whole", "6", level=3)[0][0].reward == 12
     (score,), _, _ = scored(f"math + 0.5*{mine}:double", "\\boxed{6}")
     assert (score.reward, score.terms) == (1.0, {"math": 1.0, "double": 0.0})
     assert scored(f"{mine}:long", "6", tokens=50)[0][0].reward == 0.5
-    rewards.parse_reward(f"{mine}:long").check([ROW])  # before there is one
-    assert scored(f"{mine}:bold", "**x**")[0][0].reward == 1.0
+    rewards.parse_reward(f"{mine}:long").check([ROW])  # before there are tokens
     row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
     reward = rewards.parse_reward(f"{mine}:changes")
     reward.check([row])
@@ -446,10 +397,9 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
     first, second = reward.score(["7", "6"], [ROW, ROW])
-    assert reward.verdicts([first, second])[1] == [0.0, 1.5] and reward.shaping == set()
-    assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == set()
-    assert noted(reward, [first, second]) == ([0.0, 1.0], [0.0, 1.0])
-    assert noted(reward, [first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
+    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == set()
+    assert reward.verdicts([first, second]) == ([0.0, 1.0], [0.0, 1.0])
+    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
 SUMS = [  # sum, completions, reward, rewarded, correct
@@ -507,34 +457,29 @@ WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sen
     "mth": "rewards.py has no verifier 'mth'; did you mean math?",
     "": "rewards.py has no verifier ''",
     "x*math": "could not convert string to float: 'x'",
-    "0*math": "a weight is not 0",
-    "nan*math": "a weight is not 0, and at most 1e+06",
-    "1e300*math": "a weight is not 0, and at most 1e+06",
+    "0*math": "a weight is not 0 and at most 1e6",
+    "nan*math": "a weight is not 0",
     "math+math": "a name stands there twice",
     "nowhere.py:fn": "FileNotFoundError: ",
     "def f(:": "(own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "one",
-    "raise SystemExit": "SystemExit",
-    "def g(completion, answer): return 1": "'f'",
     "f = 3": "f is no function",
 }
 
 
 @pytest.mark.parametrize("broken, words", WRONG_REWARDS.items())
 def test_parse_reward_says_what_is_wrong(broken, words, own):
-    """And the expected form. Our verifiers are no help for a file's function."""
+    """And the expected form."""
     spec = f"{own(broken)}:f" if " " in broken else broken
     with pytest.raises(UserError) as error:
         rewards.parse_reward(spec)
     message = str(error.value)
     assert message.startswith(f"--reward {spec}: expected a sum of [weight*]file.py:function")
-    assert words in message
-    assert ("countdown" in message) == (".py:" not in spec) and "\n" not in message
+    assert words in message and "countdown" in message and "\n" not in message
 
 
 def test_a_verifier_is_added_by_a_decorator(monkeypatch):
-    """A copier's call and a run's are the same function. `need` refuses a gold answer. A bug of
-    the verifier is a fault, which the run tells."""
+    """`need` refuses a gold answer. A bug of the verifier is a fault, which the run tells."""
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
 
     @rewards.verifier
@@ -552,27 +497,24 @@ def test_a_verifier_is_added_by_a_decorator(monkeypatch):
         reward.check_answer(-1)
 
 
-def test_check_answer_leaves_a_users_function_alone(own):
-    """A user's function may have the name of a verifier, and take any answer."""
-    source = "def math(completion, answer): return answer == {}"
-    reward = rewards.parse_reward(f"{own(source)}:math")
-    assert reward.check_answer({}) is None
+def test_a_users_function_may_have_the_name_of_a_verifier(own):
+    """It takes any answer, and has no lenient twin."""
+    reward = rewards.parse_reward(
+        own("def math(completion, answer): return answer == {}") + ":math"
+    )
+    assert reward.check_answer({}) is None and reward.lenient_twin() is None
     assert reward.score(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
-    assert reward.lenient_twin() is None
 
 
 CHECKED = {  # a user's function, and words of the sentence that refuses it
-    "def f(completion): return 1": ["f(completion)", "def f(completion, answer)"],
+    "def f(completion): return 1": ["f(completion)", "def f(completion, answer)", "TypeError"],
     "def f(completion, answer, level): return 1": ["'level'", "prompt, answer"],
-    "def f(completions, **kwargs): return [1.0 for _ in completions]": ["raises", "TypeError"],
     "def f(answer, completion): return completion == answer": ["f(completion, answer)", "first"],
     "def f(completion, answer): return '1.0'": ["'1.0'", "a text is no number"],
-    "def f(completion, answer): return [(1, 0.5), (2, '1')]": ["a text is no number"],
-    "def f(completion, answer): return 1 if completion == answer else None": ["None", "number"],
     "def f(completion, answer): return [1.0, 0.5]": ["[1.0, 0.5]", "number"],
-    "def f(completion, answer): return anwser": ["raises", "anwser"],
-    "async def f(completion, answer): return 1.0": ["async def", "nothing awaits"],
-    "def f(completion, answer): raise SystemExit(3)": ["raises", "SystemExit"],
+    "def f(completion, answer): return anwser": ["anwser"],
+    "def f(completion, answer): return None": ["returned None", "expected a number"],
+    "async def f(completion, answer): return 1.0": ["returned <coroutine object f"],
 }
 
 
@@ -589,10 +531,8 @@ def test_check_refuses_functions_that_cannot_work(source, own):
 
 WORKING = [
     "def f(text, gold, prompt): return len(prompt) > 3",
-    "def f(completion, answer, *, prompt='', level=0): return -1",
     "def f(completion, answer, **row): return row['prompt'] == '1+5?'",
     "def f(*arguments): return len(arguments) / 2",
-    "def f(completion, answer): return [(1, 0.5), (2, 1)]",
     "def f(completion, answer): return int(completion)",  # raises on some alone
     "class F:\n    def __call__(self, completion, answer): return 1\nf = F()",
 ]
@@ -606,18 +546,14 @@ def test_check_accepts_functions_that_can_work(source, own):
     assert score.reward != 0 and score.fault == ""
 
 
-def test_a_reward_has_a_twin_where_a_verifier_names_one():
-    """The same sum, weights and shaping. A verifier without a lenient twin stays."""
-    reward = rewards.parse_reward("2*math + 0.1*format")
-    twin = reward.lenient_twin()
-    assert list(twin.terms) == ["math_lenient", "format"] and twin.shaping == {"format"}
+def test_a_reward_has_a_lenient_twin_where_it_has_math():
+    """The same sum, weights and shaping."""
     texts = ["so \\boxed{6}", "so 6", "so 7"]
+    reward = rewards.parse_reward("2*math + 0.1*format + exact")
+    reward.shaping.add("exact")  # as if it had returned 2
     assert reward.verdicts(reward.score(texts, [ROW] * 3))[1] == [1, 0, 0]
-    assert twin.verdicts(twin.score(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
-    reward = rewards.parse_reward("math + f1")
-    reward.shaping.add("f1")  # as if it had returned 2
     twin = reward.lenient_twin()
-    assert twin.verdicts(twin.score(texts, [ROW] * 3))[1] == [1, 1, 0]
+    assert twin.verdicts(twin.score(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
     assert rewards.parse_reward("exact + format").lenient_twin() is None
 
 
@@ -638,27 +574,14 @@ def test_rewards_can_be_copied_with_one_small_file(tmp_path):
     assert error == "ModuleNotFoundError: No module named 'support.extras'", done.stderr.decode()
 
 
-def test_a_prompt_may_also_be_a_field_of_another_name(own, tmp_path):
-    """`question` stays where it also is the prompt."""
-    path = own("""
-        def asks(completion, answer, question, **row): return question == row['prompt'] == 'q'
-    """)
-    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    reward = rewards.parse_reward(f"{path}:asks")
-    rows = read_rows(str(tmp_path / "rows.jsonl"), "--data", reward.check_answer)
-    assert reward.score(["x"], rows)[0].terms == {"asks": 1.0}
-
-
 MALFORMED = """
-    null | "" | 13 | [] | {} | {"numbers": [3, 5, 2]} | {"target": 13}
-    {"numbers": [], "target": 13} | {"numbers": null, "target": 13}
+    null | 13 | {} | {"numbers": [3, 5, 2]} | {"target": 13} | {"numbers": [], "target": 13}
     {"numbers": "352", "target": 13} | {"numbers": [3, 5, 2, true], "target": 13}
     {"numbers": [3, "5", 2], "target": 13} | {"numbers": [3, 5, 2.5], "target": 13}
-    {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, 2], "target": null}
-    {"numbers": [3, 5, 2], "target": true} | {"numbers": [3, 5, -2], "target": 13}
+    {"numbers": [3, 5, 2], "target": "13"} | {"numbers": [3, 5, -2], "target": 13}
 """
 UNUSABLE = {"countdown": [json.loads(cell) for cell in cells(MALFORMED)]}
-UNUSABLE |= {"choice": ["Paris"], "f1": ["the"], "math": ["<think>5", "x" * 20_000]}
+UNUSABLE |= {"choice": ["Paris"], "math": ["<think>5", "x" * 20_000]}
 UNUSABLE |= dict.fromkeys(("math_lenient", "exact", "arithmetic"), [None, "", "  ", [], {}, True])
 
 
@@ -675,15 +598,14 @@ def test_check_answer_accepts_what_a_verifier_can_use_and_nothing_else(name):
 
 def test_soft_overlong_penalty_is_eq_13():
     """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
-    lengths = [0, 15, 16, 17, 18, 19, 20, 21, 100]
-    values = [rewards.soft_overlong_penalty(length, 20, 4) for length in lengths]
-    assert values == [0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1]
+    values = [rewards.soft_overlong_penalty(length, 20, 4) for length in (0, 16, 17, 19, 20, 99)]
+    assert values == [0, 0, -0.25, -0.75, -1, -1]
 
 
 # ---- command line
 
 
-def test_command_prints_the_mean_and_the_first_disagreements(tmp_path):
+def test_command_prints_the_mean_and_the_disagreements_or_the_unusable_gold_answer(tmp_path):
     """As a program: extras register with the module, not with __main__."""
     path = tmp_path / "answers.jsonl"
     rows = [{"completion": f"#### {n}", "answer": "3" if n == 2 else str(n)} for n in range(4)]
@@ -692,14 +614,7 @@ def test_command_prints_the_mean_and_the_first_disagreements(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "reward 0.7500 of 4" in done.stdout
     assert "row 3: '3' from '#### 2'" in done.stdout and "row 2" not in done.stdout
-
-
-def test_command_says_in_one_sentence_which_gold_answer_is_unusable(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "answers.jsonl"
     path.write_text('{"completion": "a", "answer": ""}')
-    monkeypatch.setattr(sys, "argv", ["rewards.py", str(path), "--reward", "exact"])
-    with pytest.raises(SystemExit, match="2"):
-        rewards.main()
-    out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1
-    assert re.search("line 1.*cannot be used by exact", error)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert re.search("line 1.*cannot be used by math_symbolic", done.stderr)

