@@ -9,7 +9,6 @@ transformers and pytest):
 
 import importlib.util
 import math
-import os
 import re
 import subprocess
 import sys
@@ -167,17 +166,15 @@ def test_term_advantages_match_scalar_loop(corrections):
 @pytest.mark.parametrize("name", ["mismatch_mask", "off_policy_mask"])
 def test_masks_match_scalar_loop(name, corrections):
     """Also with NaN on the padding. Both kinds of tokens occur."""
-    generator, found = torch.Generator().manual_seed(0), set()
-    old, new = -torch.rand(2, 8, 6, generator=generator)
+    old, new = -torch.rand(2, 8, 6, generator=torch.Generator().manual_seed(0))
     new[0:4] -= 0.6
     advantages = torch.tensor([1.0, -1, -1, 0, 1, -1, -1, -1])
     lengths = [6, 0, 1, 4, 3, 6, 2, 5]
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     dirty = torch.where(mask, new, torch.nan)
+    actual, found = corrections.off_policy_mask(dirty, old, advantages, mask, delta=0.1), set()
     if name == "mismatch_mask":
         actual = corrections.mismatch_mask(old, dirty, mask, low=0.8, high=1.5)
-    else:
-        actual = corrections.off_policy_mask(dirty, old, advantages, mask, delta=0.1)
     for i, length in enumerate(lengths):
         drops = [(old[i, t] - new[i, t]).item() for t in range(6)]
         far = advantages[i] < 0 and sum(drops[:length]) / max(length, 1) > 0.1
@@ -210,6 +207,8 @@ def test_baseline_advantages_match_scalar_loop():
 
 
 # ---- TRL -----------------------------------------------------------------------------------------
+
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])  # of four completions
 
 
 def trl_trainer(kind, model, folder, **settings):
@@ -266,7 +265,7 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
     trainer.current_gradient_accumulation_steps = 3
     model = trainer.model.train()
     generator = torch.Generator().manual_seed(0)
-    inputs = one_batch([6, 4, 1, 0], generator)
+    inputs = one_batch(generator)
     if extra != "nothing":
         # the first completion, which has A > 0, is clipped, and no other is
         change = torch.tensor([-1e-2, -1e-2, 1e-2, 0.0])[:, None]
@@ -315,15 +314,15 @@ def test_trl_script_takes_four_updates_a_rollout_and_clips(models, tmp_path, mon
     assert {name: getattr(trainer.args, name) for name in wanted} == wanted
 
 
-def one_batch(lengths, generator) -> dict:
+def one_batch(generator) -> dict:
     """The inputs of the loss of TRL's trainer: four completions of up to 6 tokens."""
-    completion_mask = (torch.arange(6) < torch.tensor(lengths)[:, None]).long()
+    completion_mask = (torch.arange(6) < torch.tensor([6, 4, 1, 3])[:, None]).long()
     return {
         "prompt_ids": torch.randint(3, 18, (4, 3), generator=generator),
         "prompt_mask": torch.tensor([[0, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1]]),
         "completion_ids": torch.randint(3, 18, (4, 6), generator=generator),
         "completion_mask": completion_mask,
-        "advantages": torch.tensor([1.0, -1.0, 0.5, 2.0]),
+        "advantages": ADVANTAGES,
         "num_items_in_batch": completion_mask.sum(),
     }
 
@@ -356,7 +355,7 @@ def test_our_losses_have_the_gradients_of_trls(name, models, tmp_path):
     trainer = trl_trainer(trl.GRPOTrainer, models / "tiny", tmp_path, **of_trl)
     model = trainer.model.eval()  # one batch, without accumulation
     generator = torch.Generator().manual_seed(0)
-    inputs = one_batch([6, 4, 1, 3], generator)
+    inputs = one_batch(generator)
     new = logprobs_now(trainer, inputs)
     old = new.detach() + 0.3 * torch.randn(new.shape, generator=generator)
     inputs["old_per_token_logps"] = old
@@ -390,54 +389,46 @@ def verl_config(low, high, **more):
     return ActorConfig(**sizes, **clips, **more)
 
 
-@needs("verl")
-def test_verl_finds_the_module(tmp_path):
-    (tmp_path / "our_gspo.py").write_text(BLOCKS["our_gspo.py"])
-    path = os.pathsep.join([str(tmp_path), str(ROOT), *sys.path])
-    environment = {"VERL_USE_EXTERNAL_MODULES": "our_gspo", "PYTHONPATH": path}
-    program = "import verl; from verl.trainer.ppo.core_algos import get_policy_loss_fn as find; "
-    command = [sys.executable, "-c", program + "print(find('our_gspo').__module__)"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.stdout.split() == ["our_gspo"], result.stderr
+RAGGED = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
+
+
+def verl_loss(mode, logprobs, old, mean, config, weights=None):
+    """The loss of four completions as verl calls it, its gradient, and the share clipped."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    logprobs = logprobs.clone().requires_grad_()
+    loss, metrics = get_policy_loss_fn(mode)(
+        old_log_prob=old,
+        log_prob=logprobs,
+        advantages=ADVANTAGES[:, None] * RAGGED,
+        response_mask=RAGGED,
+        loss_agg_mode=mean,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    loss.backward()
+    return loss.detach(), logprobs.grad, metrics.get("actor/pg_clipfrac")
 
 
 @needs("verl")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_verl_loss_has_the_gradients_of_verls_own_gspo(weighted):
     """Called as verl's ppo_loss calls it, on one of two ranks: 4 of a step's 16 completions."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
     exec(BLOCKS["our_gspo.py"], {})
     generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
     old = -torch.rand(4, 7, generator=generator)
     drift = torch.tensor([1.0, -1.0, 0.0, -1.0])[:, None]  # clipped above, below, and not
-    change = (torch.randn(4, 7, generator=generator) + drift) * 1e-3
-    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])[:, None] * mask
-    weights = (torch.rand(4, 1, generator=generator) + 0.5).expand(4, 7)
+    new = old + (torch.randn(4, 7, generator=generator) + drift) * 1e-3
+    weights = (torch.rand(4, 1, generator=generator) + 0.5).expand(4, 7) if weighted else None
     config = verl_config(3e-4, 4e-4)
     info = {"dp_size": 2, "batch_num_tokens": 64, "global_batch_size": 16}
     config.global_batch_info.update(info, loss_scale_factor=None)
-
-    results, clip_fractions = [], []
-    for name in ("gspo", "our_gspo"):
-        logprobs = (old + change).requires_grad_()
-        loss, metrics = get_policy_loss_fn(name)(
-            old_log_prob=old,
-            log_prob=logprobs,
-            advantages=advantages,
-            response_mask=mask,
-            loss_agg_mode="seq-mean-token-mean",
-            config=config,
-            rollout_is_weights=weights if weighted else None,
-        )
-        loss.backward()
-        results.append((loss.detach(), logprobs.grad))
-        clip_fractions.append(metrics["actor/pg_clipfrac"])
-    torch.testing.assert_close(results[1], results[0], atol=1e-7, rtol=1e-4)
-    assert (results[0][1] == 0).all(1).tolist() == [True, True, False, False]
-    # theirs counts tokens, 7 + 3 of 16, and ours completions, 2 of 4
-    assert clip_fractions == pytest.approx([10 / 16, 2 / 4])
+    given = new, old, "seq-mean-token-mean", config, weights
+    *theirs, of_tokens = verl_loss("gspo", *given)
+    *ours, of_completions = verl_loss("our_gspo", *given)
+    torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-4)
+    assert (theirs[1] == 0).all(1).tolist() == [True, True, False, False]
+    assert (of_tokens, of_completions) == pytest.approx((10 / 16, 2 / 4))
 
 
 IN_VERL = {  # the table of copying.md: our loss -> loss_mode, loss_agg_mode, lower and upper clip
@@ -455,28 +446,16 @@ IN_VERL = {  # the table of copying.md: our loss -> loss_mode, loss_agg_mode, lo
 @pytest.mark.parametrize("name", IN_VERL)
 def test_our_losses_have_the_values_and_gradients_of_verls(name):
     """Of the log-probs, for ratios within the band and far outside."""
-    from verl.trainer.ppo.core_algos import get_policy_loss_fn
-
     mode, mean, low, high = IN_VERL[name]
     dual_clip = 20.0 if name == "dppo_loss" else 1e9  # else none
     generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
     old = -torch.rand(4, 7, generator=generator)
     new = old + 0.3 * torch.randn(4, 7, generator=generator)
-    advantages = torch.tensor([1.0, -1.0, 0.5, 2.0])
-
-    theirs, ours = new.clone().requires_grad_(), new.clone().requires_grad_()
-    expected, _ = get_policy_loss_fn(mode)(
-        old_log_prob=old,
-        log_prob=theirs,
-        advantages=advantages[:, None].expand(4, 7),
-        response_mask=mask,
-        loss_agg_mode=mean,
-        config=verl_config(low, high, clip_ratio_c=dual_clip),
-    )
-    expected.backward()
-    loss, _ = getattr(gspo, name)(ours, old, advantages, mask)
+    config = verl_config(low, high, clip_ratio_c=dual_clip)
+    expected, gradient, _ = verl_loss(mode, new, old, mean, config)
+    ours = new.clone().requires_grad_()
+    loss, _ = getattr(gspo, name)(ours, old, ADVANTAGES, RAGGED)
     loss.backward()
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-4)
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-4)
-    assert expected.abs() > 1e-2 and theirs.grad.any()
+    torch.testing.assert_close(ours.grad, gradient, atol=1e-6, rtol=1e-4)
+    assert expected.abs() > 1e-2 and gradient.any()

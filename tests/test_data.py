@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import bench_peers
 import rewards
 from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs
 from support.user import UserError
@@ -62,13 +61,6 @@ def test_read_rows_keeps_all_fields_in_order(tmp_path):
     assert answers == ["1", 2, "x"]
     with pytest.raises(UserError, match="--data nowhere.jsonl: expected a file"):
         read_rows("nowhere.jsonl", "--data", print)
-
-
-def test_peers_get_conversations_as_they_are():
-    rows = [{"prompt": "7+5"}, {"prompt": conversation(3)}]
-    assert bench_peers.trl_prompts(rows, True)[0] == [{"role": "user", "content": "7+5"}]
-    assert bench_peers.trl_prompts(rows, False)[1] == conversation(3)
-    assert bench_peers.trl_prompts(rows[:1], False) == ["7+5"]
 
 
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():

@@ -4,7 +4,6 @@ followed step by step in a copy."""
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import rollout
 import train
 from forks import fork, program
 from support import report
-from tools import ROOT, digests, good, metrics, strict, write_rows
+from tools import ROOT, copy_of_project, digests, good, metrics, strict, watched, write_rows
 
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
 README = PAGES["README.md"]
@@ -58,7 +57,6 @@ RUN = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-sam
 @pytest.mark.parametrize(
     "flags",
     [
-        "--model models/tiny --reward pay.py:even",
         "--algo ppo --kl-coef 0.1 --model models/tiny --reward pay.py:even",
         "--model models/moe --reward pay.py:even",
         "--task calculator --max-new-tokens 8",
@@ -223,9 +221,7 @@ print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}"
 def extended(tmp_path_factory):
     """A copy of the project, in which the steps of the page were done, and the output of PROGRAM
     in it."""
-    project = tmp_path_factory.mktemp("extended")
-    left = shutil.ignore_patterns("__pycache__", ".git", ".venv", "runs", ".pytest_cache")
-    shutil.copytree(ROOT, project, ignore=left, dirs_exist_ok=True)
+    project = copy_of_project(tmp_path_factory.mktemp("extended") / "project")
     for step in blocks("extending.md", "python"):
         applied(step, project)
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
@@ -276,12 +272,14 @@ def test_the_value_head_of_the_page_is_trained_saved_and_resumed(extended):
     assert metrics(project / "runs/ppo")[0]["critic_grad_norm"] > 0
 
 
-def test_the_sampler_of_the_page_trains(place):
-    """Its recorded log-probs are those of the trainer: sampler_kl is rounding."""
+def test_the_sampler_of_the_page_trains(place, monkeypatch):
+    """It samples evaluations, too: ours only samples for the check of the model. Its recorded
+    log-probs are those of the trainer: sampler_kl is rounding."""
+    ours = watched(monkeypatch, rollout, "generate")
     Path("my_sampler.py").write_text(example("extending.md", "# my_sampler.py"))
     flags = f"{RUN} --sampler my_sampler.py:generate --model models/tiny --reward pay.py:even"
     row = metrics(good("runs", f"{flags} --temperature 0.7", small=False).folder)[0]
-    assert abs(row["sampler_kl"]) < 1e-9 and 1 < row["length_mean"] < 40
+    assert abs(row["sampler_kl"]) < 1e-9 and 1 < row["length_mean"] < 40 and len(ours) == 1
 
 
 def test_the_new_loss_of_the_page_weighs_what_it_says():

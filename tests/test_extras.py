@@ -1,9 +1,7 @@
 """The files of support/extras are optional: each is imported where a flag asks for it."""
 
-import shutil
-
 from forks import fork, program
-from tools import ROOT
+from tools import copy_of_project
 
 TRAIN = """
 import sys, support.tasks, train
@@ -15,9 +13,7 @@ FLAGS = "--algo gspo --steps 1 --prompts-per-step 2 --eval-prompts 4 --eval-samp
 
 
 def test_without_the_optional_files_a_run_trains_and_the_tests_are_collected(models, tmp_path):
-    copy, out, collected = tmp_path / "copy", tmp_path / "out", tmp_path / "collected"
-    leave_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared")
-    shutil.copytree(ROOT, copy, ignore=leave_out)
+    out, collected, copy = tmp_path / "out", tmp_path / "collected", copy_of_project(tmp_path / "p")
     for path in copy.glob("support/extras/*.py"):
         if path.name != "__init__.py":
             path.unlink()

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "tests/bench")]
 
 import exercises  # noqa: E402
 
 import gspo  # noqa: E402
+import long  # noqa: E402
 from support import report  # noqa: E402
 from tools import metrics  # noqa: E402
 
@@ -97,7 +98,6 @@ def test_clip_fraction_is_that_of_the_default_run():
         assert "half at first, a quarter at the end" in page
 
 
-RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 RATE_ROWS = {
     "gspo": "gspo, ε 3e-4, 4e-4",
     "gspo, 3e-3": "gspo, ε 3e-3",
@@ -108,22 +108,13 @@ RATE_ROWS = {
 
 
 def test_accuracies_by_learning_rate_are_those_of_the_runs():
-    """README and section 11: the mean of steps 12 and 16 over the seeds that have every run, in
-    italics where it is below the mean start."""
-    ends, starts = {}, {}
-    for run in metrics(ROOT / "docs/runs/rates", "rows"):
-        if run["tokens"] == 80 and not run["more"] and run["row"] in RATE_ROWS:
-            outcome = 50 * (run["solved"]["12"] + run["solved"]["16"])
-            ends.setdefault(run["seed"], {})[run["row"], run["lr"]] = outcome
-            starts[run["seed"]] = 100 * run["solved"]["0"]
-    whole = [seed for seed in ends if len(ends[seed]) == len(RATE_ROWS) * len(RATES)]
-    assert len(whole) >= 5
-    start = fmean(starts[seed] for seed in whole)
-    for row, name in RATE_ROWS.items():
-        means = [fmean(ends[seed][row, lr] for seed in whole) for lr in RATES]
-        cells = [f"*{mean:.0f}*" if mean < start else f"{mean:.0f}" for mean in means]
+    """README and section 11: the mean of steps 12 and 16 over the seeds, in italics where it is
+    below the mean start."""
+    runs = long.runs_with(metrics(ROOT / "docs/runs/rates", "rows"), more="")
+    table = long.cells(long.of_rows(runs, RATE_ROWS), said=lambda ends: f"{fmean(ends):.0f}")
+    for name, line in zip(RATE_ROWS.values(), table.splitlines()[2:], strict=True):
         for page in ("README.md", "docs/from-ppo-to-gspo.md"):
-            assert f"| {name} | {' | '.join(cells)} |" in (ROOT / page).read_text(), (page, row)
+            assert f"| {name} |{line.split('|', 2)[2]}" in (ROOT / page).read_text(), (page, line)
 
 
 def test_objectives_are_those_of_algos():

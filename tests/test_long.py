@@ -2,6 +2,7 @@
 
 import pytest
 
+import common
 import long
 
 CASES = [
@@ -25,18 +26,26 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("statistic, given, expected", CASES)
-def test_statistics_of_numbers_that_a_hand_can_check(statistic, given, expected):
-    assert statistic(given) == pytest.approx(expected)
+def test_statistics_of_numbers_that_a_hand_can_check():
+    for statistic, given, expected in CASES:
+        assert statistic(given) == pytest.approx(expected), given
 
 
-def test_only_whole_blocks_are_compared():
+def test_only_seeds_with_every_run_are_compared():
     """Seed 1 has no run of grpo at rate 2."""
-    runs = {"gspo": {0: {1: {}, 2: {}}, 1: {1: {}, 2: {}}}, "grpo": {0: {1: {}, 2: {}}, 1: {1: {}}}}
-    assert long.whole_blocks(runs) == {row: {0: {1: {}, 2: {}}} for row in runs}
+    keys = [("gspo", 0, 1), ("gspo", 0, 2), ("grpo", 0, 1), ("grpo", 0, 2)]
+    others = [("gspo", 1, 1), ("gspo", 1, 2), ("grpo", 1, 1), ("luspo", 0, 1)]
+    runs = [dict(zip(("row", "seed", "lr"), key)) for key in (*others, *keys)]
+    found = long.of_rows(runs, ("gspo", "grpo"))
+    assert [tuple(run.values()) for run in found] == keys
 
 
 def test_a_rule_is_the_longest_run_of_good_neighbours_that_has_every_rate():
     points = [(1, True, "a"), (2, True, "b"), (3, False, "a"), (4, True, "b"), (5, True, "b")]
     assert long.widest_run(points) == points[:2]  # 4 and 5 are as long, and lack rate a
     assert long.widest_run(points[2:]) == []
+
+
+def test_tables_of_the_page_are_those_of_the_runs():
+    rows = common.read_rows(common.ROOT / "docs/runs/rates/rows.jsonl")
+    assert long.tables(rows) in (common.ROOT / "docs/results.md").read_text()

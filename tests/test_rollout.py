@@ -170,16 +170,16 @@ def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kin
     assert examine(kind) == ("right", ARCHITECTURES[kind])
 
 
-REFUSED = {
-    "roberta": "our sampler are up to .* the roberta's own forward",
-    "modernbert-decoder": "our scorer are up to",  # the head has layers of its own
-    "rwkv": "a rwkv does not use transformers' KV cache",
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_we_would_read_otherwise_is_refused(kind):
-    with pytest.raises(UserError, match=REFUSED[kind]):
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("roberta", "our sampler are up to .* the roberta's own forward"),
+        ("modernbert-decoder", "our scorer are up to"),  # the head has layers of its own
+        ("rwkv", "a rwkv does not use transformers' KV cache"),
+    ],
+)
+def test_a_model_that_we_would_read_otherwise_is_refused(kind, words):
+    with pytest.raises(UserError, match=words):
         R.check_scorer(build(kind), PROMPTS[:2], pad_id=0)
 
 
@@ -265,12 +265,6 @@ def test_uniforms_alone_decide_whoever_samples_and_no_global_state_moves():
         assert share.sequences() == texts
     assert torch.equal(state, torch.get_rng_state())
     assert sampled(model, seed=1).sequences() != whole.sequences()
-
-
-def test_samples_of_a_group_differ_at_the_first_token_and_repeated_prompts_stay_apart():
-    out = sampled(tiny(), [PROMPTS[0], PROMPTS[0]], group_size=16)
-    firsts = out.completions[:, 0].view(2, 16)
-    assert all(len(set(row.tolist())) > 3 for row in firsts) and not torch.equal(*firsts)
 
 
 def test_the_end_token_stays_in_the_mask_when_it_is_the_pad_token():
@@ -379,14 +373,13 @@ def scores(model, out, trees):
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
-@pytest.mark.parametrize("forced", [0.0, 0.4])
-def test_trees_have_the_scores_and_gradients_of_rows(kind, forced):
-    """A text a row, several, all in one. Windows of 6 tokens, experts, shared heads. Under autocast
-    the mask has another dtype: bf16 rounds both layouts. Padding that saw no token would make NaN.
-    """
+def test_trees_have_the_scores_and_gradients_of_rows(kind):
+    """A text a row, several, all in one. Windows of 6 tokens, experts, shared heads. Every other
+    case has tokens that are not the policy's own. Under autocast the mask has another dtype: bf16
+    rounds both layouts. Padding that saw no token would make NaN."""
     model = tiny(kind)
-    for name, groups in CASES.items():
-        out = rollout_of(groups, forced)
+    for i, (name, groups) in enumerate(CASES.items()):
+        out = rollout_of(groups, forced=0.4 * (i % 2))
         by_rows = scores(model, out, None)
         scale = max(1.0, *[float(each.abs().max()) for each in by_rows])
         for width in (1, 20, 200):

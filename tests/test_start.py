@@ -56,17 +56,16 @@ def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
 
 def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
     """Another run takes each number between our look and our mkdir, four times."""
-    mkdir, rivals, runs = Path.mkdir, [], tmp_path / "runs"
-    runs.mkdir()
+    mkdir = Path.mkdir
 
     def slow(path, *args, **kwargs):
-        if path.name.startswith("gspo-") and len(rivals) < 4:
-            rivals.append(path)
+        if path.name in ("gspo-1", "gspo-2", "gspo-3", "gspo-4"):
             mkdir(path)
         mkdir(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", slow)
-    assert folders.make_folder(str(runs), None, "gspo").name == "gspo-5"
+    mkdir(tmp_path / "runs")
+    assert folders.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
 
 
 def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
@@ -181,19 +180,16 @@ def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
     assert len(metrics(tmp_path / "run")) == 2 and newest(tmp_path / "run").name == "step-2"
 
 
-def test_a_console_of_few_characters_gets_others_escaped(monkeypatch):
-    """LANG=C, or a Windows console: a prompt with ü must not end the run."""
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    console.say("1ü=")
-    assert written.getvalue().strip() == b"1\\xfc="
-
-
-def test_the_line_of_a_step_has_readable_numbers():
+def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
+    """Also with LANG=C: a prompt with ü must not end the run."""
     row = {"step": 3, "tokens_per_second": 31234.5}
     assert console.step_line(row, 12, 3700) == "step 3/12 | 31,234 tok/s | 62 min left"
     times = [console.duration(seconds) for seconds in (7, 119, 3000, 7100, 90000)]
     assert times == ["7 s", "119 s", "50 min", "118 min", "25 h"]
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    console.say("1ü=")
+    assert written.getvalue().strip() == b"1\\xfc="
 
 
 # ---- the environment
@@ -201,40 +197,40 @@ def test_the_line_of_a_step_has_readable_numbers():
 
 def test_a_second_process_is_refused_while_a_run_writes_and_no_longer(monkeypatch, tmp_path):
     """A lock of the operating system, on an open file: nothing must be removed after a kill -9."""
-    collect, folder = train.collect, tmp_path / "run"
+    said = f"another process is at work in {tmp_path / 'run'}"
 
-    def watched(run, step):
-        with pytest.raises(UserError, match=f"another process is at work in {folder}"):
-            folders.lock(folder)
-        return collect(run, step)
+    def try_to_lock(_, result):
+        with pytest.raises(UserError, match=said):
+            folders.lock(tmp_path / "run")
+        return result
 
-    monkeypatch.setattr(train, "collect", watched)
+    watched(monkeypatch, train, "plan", try_to_lock)
     good(tmp_path, f"{BASE} --steps 1")
-    with folders.lock(folder):
-        sentence = refused(tmp_path, "--resume --name run --steps 2", small=False)
-    assert f"another process is at work in {folder}" in sentence
+    with folders.lock(tmp_path / "run"):
+        assert said in refused(tmp_path, "--resume --name run --steps 2", small=False)
+
+
+def python(*words, folder=ROOT, **environment):
+    """Run Python in a process of its own. Return its exit status, its output and its errors."""
+    usual = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    given = {"cwd": folder, "env": usual | environment, "capture_output": True, "text": True}
+    ended = subprocess.run([sys.executable, *words], **given)
+    return ended.returncode, ended.stdout, ended.stderr
 
 
 @pytest.mark.parametrize("given, found", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_spin_briefly_before_torch_loads(given, found, tmp_path):
     """Without it, beside one busy process for each core, a run takes ten times as long."""
-    (tmp_path / "torch.py").write_text(
-        "import os, sys\nsys.exit('spins ' + os.environ.get('GOMP_SPINCOUNT', 'for long'))\n"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    environment |= {"PYTHONPATH": str(ROOT), **given}
-    command = [sys.executable, "-c", "import train"]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ended.stderr.strip() == f"spins {found}"
+    (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['GOMP_SPINCOUNT'])")
+    ended = python("-c", "import train", folder=tmp_path, PYTHONPATH=str(ROOT), **given)
+    assert ended == (1, "", f"{found}\n")
 
 
-@pytest.mark.parametrize("script", ["train.py", "rollout.py"])
-def test_python_without_torch_is_one_sentence(script, tmp_path):
-    program = "import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_path(sys.argv[1])\n"
-    command = [sys.executable, "-c", program, str(ROOT / script)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 1 and ended.stdout == ""
-    assert re.fullmatch("error: .*torch.*: pip install -r requirements.txt\n", ended.stderr)
+def test_python_without_torch_is_one_sentence():
+    program = "import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_path('train.py')\n"
+    status, out, errors = python("-c", program)
+    assert (status, out) == (1, "")
+    assert re.fullmatch("error: .*torch.*: pip install -r requirements.txt\n", errors)
 
 
 @pytest.mark.parametrize("cuda, said", [("13.0", 1), (None, 0)])
@@ -319,14 +315,6 @@ def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, 
     first, second = tracker.calls
     assert first["name"] == second["name"] and first["name"].startswith("run-")
     assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
-
-
-def test_bfloat16_is_the_default_of_a_gpu_except_for_the_built_in_policy(monkeypatch, place):
-    """At 0.3 M parameters bfloat16 saves nothing, needs a copy, and changes the numbers."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    assert train.parse_flags(["--device", "cuda"]).dtype == "float32"
-    assert train.parse_flags(["--device", "cuda", *BASE.split()]).dtype == "bfloat16"
 
 
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, place):

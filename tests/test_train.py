@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from tools import (
     BASE,
     by_group,
     centred,
+    distance,
     good,
     gradients,
     metrics,
@@ -78,12 +78,6 @@ def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen
     before = (step.result.first_logprobs - old)[first].abs().max()
     after = (step.result.new_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
-
-
-def same_weights(one, other):
-    weights, expected = (load_file(Path(each, "model.safetensors")) for each in (one, other))
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 # ---- the gradient
@@ -204,14 +198,6 @@ def test_many_micro_batches_have_the_gradient_of_one(flags, tmp_path):
         assert many[name] == pytest.approx(one[name], rel=1e-2, abs=1e-5), name
 
 
-def test_an_update_begins_without_the_gradient_of_the_one_before(tmp_path):
-    """Two passes over a rollout, of a policy that does not move: the same gradient twice."""
-    with gradients() as steps:
-        good(tmp_path, f"{BASE} {ONE_UPDATE} --epochs 2 --lr 1e-30")
-    first, second = steps
-    assert all(map(torch.equal, first, second)) and any(tensor.any() for tensor in first)
-
-
 def test_gradients_are_clipped_to_the_norm(tmp_path):
     with gradients() as steps:
         result = good(tmp_path, f"{BASE} {ONE_UPDATE} --max-grad-norm 1e-3")
@@ -233,11 +219,9 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     for (batch, *_), row in zip(seen.steps, rows, strict=True):
         for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
-            assert each.problem["prompt"] in (
-                f"{first}+{each.problem['answer']}=" for first in "34"
-            )
-            text = seen.run.tokenizer.decode(ids, skip_special_tokens=True)
-            assert text == each.problem["prompt"] + each.text
+            prompt, answer = each.problem["prompt"], each.problem["answer"]
+            assert prompt in (f"3+{answer}=", f"4+{answer}=")
+            assert seen.run.tokenizer.decode(ids, skip_special_tokens=True) == prompt + each.text
         for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.score.reward for each in group}) > 1
             assert len({each.problem["prompt"] for each in group}) == 1
@@ -266,7 +250,7 @@ def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
     assert "0 of 20 groups" in warning and "expected 4" in warning
     assert [row["prompts_drawn"] for row in metrics(result.folder)] == [20] * 2
     assert all(row["verifier_faults"] > 20 for row in metrics(result.folder))
-    same_weights(newest(result.folder), "models/tiny")
+    assert distance(newest(result.folder), "models/tiny") == 0
 
 
 def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
@@ -284,11 +268,12 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("flags", ["--algo grpo", "--algo ppo", "--algo dapo"])
-def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tmp_path):
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo"])
+def test_updates_that_the_overlong_filter_empties_are_in_no_mean(algorithm, seen, tmp_path):
     """Nothing moves, so every ratio is 1: an update of truncated completions alone has none."""
-    flags += " --overlong-filter --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
-    [row] = metrics(good(tmp_path, f"{BASE} --steps 1 --no-dynamic-sampling {flags}").folder)
+    flags = f"{BASE} --algo {algorithm} --no-dynamic-sampling --overlong-filter --steps 1"
+    flags += " --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
+    [row] = metrics(good(tmp_path, flags).folder)
     [(batch, updates, *_)] = seen.steps
     emptied = [bool(batch.rollout.truncated[update.rows].all()) for update in updates]
     assert 0 < sum(emptied) < len(emptied) and row["truncated"] < 1
@@ -313,16 +298,6 @@ def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
     kl = [row["kl"] for row in metrics(good(tmp_path, f"{BASE} {flags}").folder)]
     assert kl[0] == 0 < kl[1]
     assert kl[2] == 0 if every else kl[2] > kl[1]
-
-
-def test_a_bf16_sampler_is_told_by_how_much_it_is_off(tmp_path):
-    """The sampler's drift shows, and the ratio, of float32 weights under autocast, has none."""
-    result = good(tmp_path, f"{BASE} --dtype bfloat16 --steps 1 --completions-per-update 16")
-    [row] = metrics(result.folder)
-    assert row["sampler_kl"] > 1e-9
-    assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    weights = load_file(newest(result.folder) / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
 def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_path):
@@ -362,25 +337,31 @@ def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
 # ---- rewards that are not 0 or 1
 
 
+OTHER = """
+import pay
+
+def far(completion, answer):
+    return 2 + 2 * pay.even(completion, answer)
+
+def short(completion, answer):
+    return -len(completion) / 50
+
+def right(completion, answer, prompt):
+    return float(prompt[0] == "1" or completion[:1] in ("0", "2", "4"))
+"""
+OTHERS = "--model models/tiny --data rows.jsonl --eval-data rows.jsonl --steps 1 --reward other.py:"
+
+
 @pytest.fixture
 def other_rewards(place):
     """far is 2 to 4. short is never positive. right is 0 or 1, and always 1 on 1+..."""
-    Path("other.py").write_text(
-        "import pay\n\n"
-        "def far(completion, answer):\n    return 2 + 2 * pay.even(completion, answer)\n\n"
-        "def short(completion, answer):\n    return -len(completion) / 50\n\n"
-        "def right(completion, answer, prompt):\n"
-        "    return float(prompt[0] == '1' or completion[:1] in ('0', '2', '4'))\n"
-    )
+    (place / "other.py").write_text(OTHER)
     write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
-    return "--model models/tiny --data rows.jsonl --eval-data rows.jsonl --reward"
 
 
 def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
     """2 to 4: nothing is refilled, no group is dead, and nothing is called solved."""
-    result = good(
-        tmp_path, f"{other_rewards} other.py:far --algo dapo --max-new-tokens 60 --steps 1"
-    )
+    result = good(tmp_path, f"{OTHERS}far --algo dapo --max-new-tokens 60")
     [row] = metrics(result.folder)
     assert row["prompts_drawn"] == 4 and row["dead"] == 0
     assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
@@ -389,14 +370,11 @@ def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, t
     assert "solved" not in result.out and "warning" not in result.out
 
 
-@pytest.mark.parametrize(
-    "reward", ["other.py:right+0.2*other.py:short", "other.py:right+-1*pay.py:even"]
-)
+@pytest.mark.parametrize("reward", ["right+0.2*other.py:short", "right+-1*pay.py:even"])
 def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, seen, tmp_path):
     """Groups of "1+" are all right, whatever their lengths cost: solved and dead. Their rewards
     still differ, so that they move the policy."""
-    flags = f"{other_rewards} {reward} --algo gspo --prompts-per-step 8 --steps 1"
-    [row] = metrics(good(tmp_path, flags).folder)
+    [row] = metrics(good(tmp_path, f"{OTHERS}{reward} --prompts-per-step 8").folder)
     [step] = seen.steps
     correct = [each.score.terms["right"] for each in step.batch.samples]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
@@ -574,25 +552,6 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
         assert all(torch.equal(uniforms, evaluated[0]) for uniforms in evaluated)
 
 
-SAMPLER = '''
-import rollout
-
-def sampler(model, prompts, uniforms, **options):
-    """Half of the uniforms: other samples than rollout.generate's."""
-    with open("calls", "a") as file:
-        file.write(f"{len(prompts)} {options['temperature']} ")
-    return rollout.generate(model, prompts, uniforms / 2, **options)
-'''
-
-
-def test_a_sampler_of_ones_own_samples_rollouts_and_evaluations(place, tmp_path):
-    (place / "mine.py").write_text(SAMPLER)
-    one = good(tmp_path / "one", f"{BASE} --steps 1 --sampler mine.py:sampler").folder
-    assert (place / "calls").read_text() == "8 0.0 4 1.0 8 0.0 "
-    other = good(tmp_path / "other", f"{BASE} --steps 1").folder
-    assert metrics(one)[0]["reward"] != metrics(other)[0]["reward"]
-
-
 def test_the_lenient_twin_judges_the_same_completions(tmp_path):
     """math wants a mark, and finds none. math_lenient takes the last number."""
     rows = [{"prompt": f"{i}+1=", "answer": str(n)} for i in range(5) for n in range(10)]
@@ -685,15 +644,6 @@ def test_gspo_solves_the_built_in_task_with_each_of_three_seeds(tmp_path, monkey
 
 
 # ---- on-policy distillation
-
-
-def test_a_teacher_that_is_the_policy_moves_nothing(tmp_path):
-    """log pi_teacher - log pi_old is exactly 0 for every token: no gradient, the same weights."""
-    flags = "--algo opd --teacher models/tiny --reward-coef 0 --lr 1e-2"
-    run = good(tmp_path, f"{BASE} {flags}")
-    for row in metrics(run.folder):
-        assert row["teacher_kl"] == row["grad_norm"] == 0
-    same_weights(newest(run.folder), "models/tiny")
 
 
 def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_path):

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gspo
@@ -148,6 +149,13 @@ def same_run(one, other):
         assert Path(one, name).read_text() == Path(other, name).read_text()
 
 
+def distance(one, other, file="model.safetensors") -> float:
+    """The largest difference of numbers in two folders' tensors, which have the same names."""
+    tensors, others = (load_file(Path(folder, file)) for folder in (one, other))
+    assert tensors.keys() == others.keys()
+    return max(float((tensors[name] - others[name]).abs().max()) for name in tensors)
+
+
 def write_rows(path, rows) -> Path:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Path(path)
@@ -197,6 +205,12 @@ def random_policy(folder, config, tokenizer=None) -> Path:
     return folder
 
 
+def copy_of_project(folder) -> Path:
+    """The project as a user has it, in another folder."""
+    left = shutil.ignore_patterns(".*", "__pycache__", "runs", "shared")
+    return shutil.copytree(ROOT, folder, ignore=left)
+
+
 def copied(source, folder, without=(), **files) -> Path:
     """A copy of a model folder without some files and with others, name__json -> content."""
     folder.mkdir()
@@ -212,38 +226,30 @@ def copied(source, folder, without=(), **files) -> Path:
 # ------------------------------------------------------------------------------ spies
 
 
-class Calls(list):
-    """Replace a function and keep every call of it: (positional, keyword, result).
+def watched(monkeypatch, owner, name, change=None) -> list[tuple]:
+    """Keep every call of owner.name from now on: (positional, keyword, result).
 
     change(number of the call, result) may replace a result."""
+    calls, function = [], getattr(owner, name)
 
-    def __init__(self, function, change=None):
-        super().__init__()
+    @functools.wraps(function)
+    def stand_in(*positional, **keyword):
+        result = function(*positional, **keyword)
+        if change is not None:
+            result = change(len(calls), result)
+        calls.append((positional, keyword, result))
+        return result
 
-        @functools.wraps(function)
-        def stand_in(*positional, **keyword):
-            result = function(*positional, **keyword)
-            if change is not None:
-                result = change(len(self), result)
-            self.append((positional, keyword, result))
-            return result
-
-        self.stand_in = stand_in
-
-
-def watched(monkeypatch, owner, name, change=None) -> Calls:
-    """The calls of owner.name from now on."""
-    calls = Calls(getattr(owner, name), change)
-    monkeypatch.setattr(owner, name, calls.stand_in)
+    monkeypatch.setattr(owner, name, stand_in)
     return calls
 
 
-def spied(monkeypatch, algorithm, field, change=None) -> Calls:
+def spied(monkeypatch, algorithm, field, change=None) -> list[tuple]:
     """The calls of a function that a row of ALGOS names."""
     row = gspo.ALGOS[algorithm]
-    calls = Calls(getattr(row, field), change)
-    row = dataclasses.replace(row, **{field: calls.stand_in})
-    monkeypatch.setitem(gspo.ALGOS, algorithm, row)
+    functions = SimpleNamespace(**{field: getattr(row, field)})
+    calls = watched(monkeypatch, functions, field, change)
+    monkeypatch.setitem(gspo.ALGOS, algorithm, dataclasses.replace(row, **vars(functions)))
     return calls
 
 

@@ -18,12 +18,12 @@ import gspo
 GOAL = 0.9  # held-out accuracy whose first step is reported
 
 
-def run(flags: tuple[str, ...]) -> tuple[dict, str]:
+def run(given: dict) -> tuple[dict, str]:
     """Train with these flags. Return metrics, the accuracy before, the peak memory in MB."""
-    before, rows = common.train(["--eval-every", "5", *flags])
+    before, rows = common.train(["--eval-every", "5", *given["flags"]])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak /= 2**20 if sys.platform == "darwin" else 2**10
-    found = {"flags": flags, "before": before, "rows": rows, "peak_mb": peak}
+    found = {"before": before, "rows": rows, "peak_mb": peak}
     return found, f"{before:.1%} -> {rows[-1]['eval_solved']:.1%}"
 
 
@@ -72,16 +72,14 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="of train.py, after --")
     given = parser.parse_args()
     wanted = [
-        ("--algo", algo, "--seed", str(seed), *given.flags)
+        {"flags": ["--algo", algo, "--seed", str(seed), *given.flags]}
         for seed in given.seeds
         for algo in given.algos
     ]
-    known = {tuple(each["flags"]) for each in common.read_rows(given.out)}
-    missing = [flags for flags in wanted if flags not in known]
-    common.run_each(run, missing, given.out, given.jobs, start="spawn")
+    common.run_missing(run, wanted, given.out, given.jobs, start="spawn")
     results = {algo: [] for algo in given.algos}
     for each in common.read_rows(given.out):
-        if tuple(each["flags"]) in wanted:
+        if {"flags": each["flags"]} in wanted:
             results[each["flags"][1]].append(each)
     table = results_table(results)
     print(table)

@@ -37,13 +37,6 @@ def rootless_loss(
     return loss, policy_metrics(log_ratio, stopped, advantages, mask, "completion", denom)
 
 
-VARIANTS = {
-    "gspo": (gspo.gspo_loss, ""),
-    "without 1 / length, the same band": (rootless_loss, ""),
-    "without 1 / length, 0.2": (rootless_loss, "--clip-low 0.2 --clip-high 0.2"),
-}
-
-
 def trained(loss, flags: str, seed: int) -> list[dict]:
     """Train with a loss in the place of gspo_loss. Return the metrics."""
     gspo.ALGOS["gspo"] = gspo.Algorithm(loss)
@@ -54,7 +47,11 @@ def trained(loss, flags: str, seed: int) -> list[dict]:
 
 def variants(seeds: list[int]) -> None:
     """Print a line per variant: means over seeds, of 50 steps."""
-    for name, (loss, flags) in VARIANTS.items():
+    for name, loss, flags in (
+        ("gspo", gspo.gspo_loss, ""),
+        ("without 1 / length, the same band", rootless_loss, ""),
+        ("without 1 / length, 0.2", rootless_loss, "--clip-low 0.2 --clip-high 0.2"),
+    ):
         found = collections.defaultdict(list)
         for seed in seeds:
             steps = trained(loss, f"{flags} --eval-every 10", seed)
@@ -99,32 +96,29 @@ def stops(seeds: list[int]) -> None:
 BUCKETS = ((8, 15), (16, 25), (26, 37), (38, 52))  # tokens of a completion
 
 
-def grpo_clip(log_ratio: torch.Tensor, advantage: float) -> torch.Tensor:
+def weights(log_ratio: torch.Tensor, advantage: float) -> dict[str, torch.Tensor]:
+    """Return weights of a token's A grad log pi, each () or (T,)."""
     ratio = log_ratio.exp()
     stopped = (ratio > 1.2) if advantage > 0 else (ratio < 0.8)
-    return torch.where(stopped, 0.0, ratio)
+    return {
+        "1": torch.tensor(1.0),
+        "r_t": ratio,
+        "r_t in 0.8 to 1.2": torch.where(stopped, 0.0, ratio),
+        "s": log_ratio.mean().exp(),
+        "product": log_ratio.sum().exp(),
+    }
 
 
-WEIGHTS = {  # of a token's A grad log pi, from log-ratios (T,) and A
-    "1": lambda d, _: torch.ones_like(d),
-    "r_t": lambda d, _: d.exp(),
-    "r_t in 0.8 to 1.2": grpo_clip,
-    "s": lambda d, _: d.mean().exp().expand_as(d),
-    "product": lambda d, _: d.sum().exp().expand_as(d),
-}
-
-
-def gradients(
-    run, batch, constants, advantages, row: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def gradients(run, step_data, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Return the gradient of one completion's objective, (1 / L) sum of weight A grad log pi, for
     each weight, and its log-ratios."""
-    policy, mask, advantage = run.models.policy.module, batch.mask[row], float(advantages[row])
+    policy, batch = run.models.policy.module, step_data.batch
+    mask, advantage = batch.mask[row], float(step_data.advantages[row])
     logprobs = rollout.completion_logprobs(policy, batch.rollout.select([row]), 1.0)[0][0][mask]
-    log_ratio = logprobs.detach() - constants.old_logprobs[row][mask]
+    log_ratio = logprobs.detach() - step_data.constants.old_logprobs[row][mask]
     parameters, found = list(policy.parameters()), {}
-    for name, weight in WEIGHTS.items():
-        objective = (weight(log_ratio, advantage) * advantage * logprobs).mean()
+    for name, weight in weights(log_ratio, advantage).items():
+        objective = (weight * advantage * logprobs).mean()
         parts = torch.autograd.grad(objective, parameters, retain_graph=True)
         found[name] = torch.cat([each.flatten() for each in parts])
     return found, log_ratio
@@ -139,18 +133,15 @@ def variance(_) -> None:
         for step in range(1, 15):
             step_data = sampled(run, step)
             train.improve(run, step_data)
-            batch, updates, constants, advantages, _ = step_data
-            active = torch.cat([update.active_rows for update in updates]).tolist()
+            active = torch.cat([update.active_rows for update in step_data.updates]).tolist()
             for row in active if step > 6 else []:
-                length = int(batch.mask[row].sum())
-                bucket = next((b for b in BUCKETS if b[0] <= length <= b[1]), None)
-                if bucket is None:
-                    continue
-                found, log_ratio = gradients(run, batch, constants, advantages, row)
-                log_ratios[bucket].append(log_ratio)
-                for name, gradient in found.items():
-                    totals[bucket, name] = totals[bucket, name] + gradient
-                    squares[bucket, name].append(float(gradient.square().sum()))
+                length = int(step_data.batch.mask[row].sum())
+                for bucket in [(low, high) for low, high in BUCKETS if low <= length <= high]:
+                    found, log_ratio = gradients(run, step_data, row)
+                    log_ratios[bucket].append(log_ratio)
+                    for name, gradient in found.items():
+                        totals[bucket, name] = totals[bucket, name] + gradient
+                        squares[bucket, name].append(float(gradient.square().sum()))
     for bucket, rows in log_ratios.items():
         print(f"{bucket[0]} to {bucket[1]} tokens, {len(rows)} completions; medians:")
         typical = {
@@ -161,7 +152,7 @@ def variance(_) -> None:
         for title, values in typical.items():
             print(f"  {title} {float(torch.stack(values).abs().median()):.4f}")
         parts, variances = [], {}
-        for name in WEIGHTS:
+        for name in found:
             mean, total = totals[bucket, name] / len(rows), sum(squares[bucket, name])
             variances[name] = total / len(rows) - float(mean.square().sum())
             share, of_one = variances[name] / variances["1"], max(squares[bucket, name]) / total

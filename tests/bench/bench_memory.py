@@ -2,7 +2,7 @@
 
     python tests/bench/bench_memory.py                  # the table of docs/memory.md: minutes
     python tests/bench/bench_memory.py --write          # the same, put into the page
-    python tests/bench/bench_memory.py --measure 0.6B --lora-rank 16    # of that shape: wants a GPU
+    python tests/bench/bench_memory.py --measure 0.6B    # a GPU trains that shape
 
 It counts the bytes of all floating-point tensors that live at a time (counting.py). Meanwhile our
 own functions load, sample, score and train in bfloat16 autocast, with attention that is fused, as
@@ -182,9 +182,9 @@ def memory_table(names: list[str]) -> str:
 REWARD = "def by_text(completion, answer):\n    return sum(completion.encode()) % 7 / 6\n"
 
 
-def measure(name: str, *extra: str) -> dict:
+def measure(name: str) -> dict:
     """Train random weights of a shape for two steps in a process of its own. Return the last row of
-    metrics: memory and seconds are those of a real model of that shape."""
+    metrics: memory and seconds are those of a real model of that shape. Add the counted memory."""
     with tempfile.TemporaryDirectory() as folder:
         built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
         tokenizer = AutoTokenizer.from_pretrained(built_in)
@@ -199,19 +199,20 @@ def measure(name: str, *extra: str) -> dict:
         flags += f"--micro-batch-tokens {TOKENS} --cache-gb {CACHE_GB}"
         if name == "tiny":
             flags += " --max-new-tokens 28 --prompts-per-step 8 --micro-batch-tokens 1024"
-        command = [sys.executable, str(common.ROOT / "train.py"), *flags.split(), *extra]
+        command = [sys.executable, str(common.ROOT / "train.py"), *flags.split()]
         subprocess.run(command, check=True)
-        return common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
+        row = common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
+        return row | {"counted_gb": count_deep(SHAPES[name], 0).peak / GB}
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
     parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
-    given, extra = parser.parse_known_args()
+    given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     if given.measure:
-        print(json.dumps(measure(given.measure, *extra), indent=1))
+        print(json.dumps(measure(given.measure), indent=1))
         return
     table = memory_table(PUBLISHED)
     print(table)

@@ -57,15 +57,11 @@ def prepare(given, folder: Path) -> dict:
         settings |= {"model": str(tasks.built_in_policy(task, "tiny")), "reward": task.verifier}
         settings |= {"max_new_tokens": task.max_new_tokens, "lr": 2e-4}
         settings |= {name: str(folder / f"{name}.jsonl") for name in ("data", "held_out")}
-        count = given.steps * given.prompts_per_step
-        write_rows(settings["data"], itertools.islice(tasks.problems(task, 0), count))
-        held_out = tasks.problems(task, 0, held_out=True)
-        write_rows(settings["held_out"], itertools.islice(held_out, 256))
+        counts = {"data": given.steps * given.prompts_per_step, "held_out": 256}
+        for name, count in counts.items():
+            rows = itertools.islice(tasks.problems(task, 0, name == "held_out"), count)
+            Path(settings[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return settings
-
-
-def write_rows(path: str | Path, rows) -> None:
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 # ---- one run of one contestant -------------------------------------------------------------------
@@ -100,11 +96,14 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     return {"steps": steps, "held_out": held_out, "peak_gb": gb}
 
 
+def completions_per_update(settings: dict) -> int:
+    return settings["prompts_per_step"] * settings["group_size"] // settings["updates"]
+
+
 def train_command(settings: dict, folder: Path, **flags) -> list[str]:
     """Our train.py with these settings. The flags come last, so they count."""
-    completions = settings["prompts_per_step"] * settings["group_size"]
     given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
-    given |= {"completions_per_update": completions // settings["updates"], "save_every": 0}
+    given |= {"completions_per_update": completions_per_update(settings), "save_every": 0}
     # one prompt: no time goes to evaluation
     given |= {"eval_data": settings["data"], "eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
     names = ["model", "data", "reward", "prompts_per_step", "group_size", "steps"]
@@ -136,8 +135,8 @@ def trl_worker(folder: Path, settings: dict) -> None:
 
     torch.set_num_threads(settings["threads"])
     rows = read_rows(settings["data"])
-    template = transformers.AutoTokenizer.from_pretrained(settings["model"]).chat_template
-    prompts = trl_prompts(rows, bool(template))
+    chats = transformers.AutoTokenizer.from_pretrained(settings["model"]).chat_template
+    prompts = [messages_of(row["prompt"]) if chats else row["prompt"] for row in rows]
     columns = {"prompt": prompts, "row": [json.dumps(row) for row in rows]}
     watch = Watch(settings, folder / "run")
     trainer = trl.GRPOTrainer(
@@ -155,13 +154,6 @@ def trl_worker(folder: Path, settings: dict) -> None:
     trained = folder / f"run/checkpoints/step-{settings['steps']}"
     trainer.model.save_pretrained(trained)
     trainer.processing_class.save_pretrained(trained)
-
-
-def trl_prompts(rows: list[dict], chats: bool) -> list[str] | list[list[dict]]:
-    """Return prompts as TRL takes them: all text, or all lists of messages."""
-    if chats or any(isinstance(row["prompt"], list) for row in rows):
-        return [messages_of(row["prompt"]) for row in rows]
-    return [row["prompt"] for row in rows]
 
 
 class Watch(transformers.TrainerCallback):
@@ -222,11 +214,10 @@ def trl_config(trl, settings: dict, folder: Path):
     if settings["peer"] == "trl":
         objective |= {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}
         objective |= {"epsilon": settings["clip_low"], "epsilon_high": settings["clip_high"]}
-    completions = settings["prompts_per_step"] * settings["group_size"]
     return trl.GRPOConfig(
         **objective,
         # one rollout of all completions, then one optimiser step for each part of it
-        per_device_train_batch_size=completions // settings["updates"],
+        per_device_train_batch_size=completions_per_update(settings),
         steps_per_generation=settings["updates"],
         num_generations=settings["group_size"],
         max_completion_length=settings["max_new_tokens"],

@@ -44,15 +44,15 @@ GSPO_BAND = (1 - 3e-4, 1 + 4e-4)
 PERCENT = {0: "0%", 0.25: "25%", 0.5: "50%", 0.75: "75%", 1: "100%"}  # labels of an axis
 WIDTH = 480  # shown 640 wide: letters of 14 are 19 there, and 10 on a phone
 STYLE = """
-svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card: #f3f5f7;
+svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de;
   --c0: #0067b1; --c1: #b84a00; --c2: #00775a; --c3: #9a3a75; --c4: #6a5f00;
   font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 14px }
 @media (prefers-color-scheme: dark) { svg { --page: #0d1117; --text: #e6edf3; --dim: #9aa4af;
-  --line: #373e47; --card: #1b222b; --c0: #58b0f0; --c1: #f4a25c; --c2: #3fcb9f; --c3: #e795c8;
+  --line: #373e47; --c0: #58b0f0; --c1: #f4a25c; --c2: #3fcb9f; --c3: #e795c8;
   --c4: #d9c94a } }
 .page { fill: var(--page) } text { fill: var(--text) } .dim { fill: var(--dim) }
 .title { font-size: 16px; font-weight: 600 } .bold { font-weight: 600 }
-.card { fill: var(--card); stroke: var(--line) } .axis { stroke: var(--line); fill: none }
+.axis { stroke: var(--line); fill: none }
 .color0 { --c: var(--c0) } .color1 { --c: var(--c1) }
 .color2 { --c: var(--c2) } .color3 { --c: var(--c3) }
 .color4 { --c: var(--c4) }
@@ -61,10 +61,7 @@ svg { --page: #ffffff; --text: #1f2328; --dim: #57606a; --line: #d0d7de; --card:
 .edge { stroke: var(--c); stroke-width: 1.4; stroke-dasharray: 5 4; fill: none }
 .band, .area { fill: var(--c); opacity: 0.16 } .dot { fill: var(--c); stroke: var(--page) }
 .word { fill: var(--c) }
-.policy { fill: var(--card); stroke: var(--c); stroke-width: 2 }
-.flow { stroke: var(--dim); stroke-width: 1.6; fill: none; marker-end: url(#head) }
 .null { stroke: var(--dim); stroke-width: 1.6; stroke-dasharray: 2 3; fill: none }
-.head { fill: var(--dim) }
 """
 
 
@@ -96,8 +93,8 @@ def words(x: float, y: float, said: str, look: str = "", anchor: str = "start") 
     return tag("text", html.escape(said), x=float(x), y=float(y), class_=look, text_anchor=anchor)
 
 
-def box(look: str, x: float, y: float, width: float, height: float, rx: int = 5) -> str:
-    size = {"width": float(width), "height": float(height), "rx": rx}
+def box(look: str, x: float, y: float, width: float, height: float, rx: float = 0) -> str:
+    size = {"width": float(width), "height": float(height), "rx": float(rx)}
     return tag("rect", class_=look, x=float(x), y=float(y), **size)
 
 
@@ -125,44 +122,37 @@ class Plot(NamedTuple):
         places = [f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points]
         return f'<path class="{look}" d="M{"L".join(places)}"/>'
 
-    def dots(self, points: list[tuple[float, float]], look: str, radius: float):
-        """Draw dots that show their numbers under the mouse."""
-        for x, y in points:
-            place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
-            note = f"<title>step {x:g}: {y:,.3g}</title>"
-            yield f'<circle class="{look}" {place}>{note}</circle>'
-
     def ticks_of_y(self, labels: dict[float, str]) -> Iterator[str]:
         """Draw lines across, each with its label."""
         for value, label in labels.items():
-            y = self.y(value)
-            yield f'<path class="axis" d="M{self.left} {y:.1f}H{self.right}"/>'
-            yield f'<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+            yield self.line([(x, value) for x in self.x_range], "axis")
+            yield words(self.left - 6, self.y(value) + 4, label, anchor="end")
 
-    def ticks_of_x(self, values: list[float], name: str) -> Iterator[str]:
-        """Write the numbers of the steps below, after the axis's name."""
-        y = self.bottom + 15
-        yield f'<text x="{self.left - 6}" y="{y}" text-anchor="end">{name}</text>'
-        for value in values:
-            yield f'<text x="{self.x(value):.1f}" y="{y}" text-anchor="middle">{value:g}</text>'
+    def ticks_of_x(self, labels: dict[float, str]) -> Iterator[str]:
+        for value, label in labels.items():
+            yield words(self.x(value), self.bottom + 16, label, anchor="middle")
+
+
+def some_of(values: list[float]) -> dict[float, str]:
+    """Return labels of at most seven values of an axis."""
+    return {value: f"{value:g}" for value in values[:: math.ceil(len(values) / 7)]}
 
 
 def band(plot: Plot, low: float, high: float, look: str) -> str:
     """Return a strip between two values."""
     top, bottom = plot.y(high), plot.y(low)
-    return box(look, plot.left, top, plot.right - plot.left, bottom - top, rx=0)
+    return box(look, plot.left, top, plot.right - plot.left, bottom - top)
 
 
 def across(plot: Plot, y: float, look: str) -> str:
     return plot.line([(x, y) for x in plot.x_range], look)
 
 
-def marks(plot: Plot, points: list[tuple[float, float]], color: int) -> list[str]:
+def marks(plot: Plot, points: list[tuple[float, float]], color: int, size: float = 8) -> list[str]:
     """Return dots, or squares for every other colour."""
-    look = f"dot color{color}"
-    if color % 2 == 0:
-        return [*plot.dots(points, look, radius=4.0)]
-    return [box(look, plot.x(x) - 4, plot.y(y) - 4, 8, 8, rx=0) for x, y in points]
+    places = [(plot.x(x) - size / 2, plot.y(y) - size / 2) for x, y in points]
+    rx = 0 if color % 2 else size / 2
+    return [box(f"dot color{color}", *place, size, size, rx) for place in places]
 
 
 # ---- measured ------------------------------------------------------------------------------------
@@ -240,7 +230,7 @@ def curve_picture(stories: list[Story]) -> str:
     steps = list(solved)
     plot = Plot((0, steps[-1]), (0, 1), left=58, right=368, top=62, bottom=262)
     drawn = [*plot.ticks_of_y(PERCENT)]
-    drawn += plot.ticks_of_x(steps[:: math.ceil(len(steps) / 7)], "")  # where marks are
+    drawn += plot.ticks_of_x(some_of(steps))
     drawn.append(words(368, 294, "training step", "dim", "end"))
     model = Path(flags["model"]).name.removesuffix("-Instruct")
     model = "the built-in model" if model == "tiny" else model
@@ -293,8 +283,7 @@ def outcomes_picture(title: str, about: str, axis: str, ticks: dict, lines: list
     places = list(ticks)
     plot = Plot((places[0] - 0.1, places[-1] + 0.1), (0, 1), 58, 356, 66, 306)
     drawn = [*plot.ticks_of_y(PERCENT)]
-    for place, label in ticks.items():
-        drawn.append(words(plot.x(place), 322, label, anchor="middle"))
+    drawn += plot.ticks_of_x(ticks)
     before = statistics.fmean(map(long.start, lines[0].runs[places[0]])) / 100
     drawn.append(across(plot, before, "null"))
     drawn.append(words(62, plot.y(before) + 16, "start", "dim"))
@@ -322,35 +311,33 @@ def outcomes_picture(title: str, about: str, axis: str, ticks: dict, lines: list
 
 def rates_picture(rows: list[dict]) -> str:
     """Draw the outcome by learning rate, a line a row of the experiment."""
-    runs = long.runs_of(rows, **long.USUAL)
-    runs = long.whole_blocks({row: runs[row] for row in RATES_ROWS})
-    rates = long.rates_of(runs)
-    lines = []
-    for row, seeds in runs.items():
-        look, mark = RATES_ROWS[row]
-        by_rate = {math.log(lr): long.at_rate(seeds, lr) for lr in rates}
+    runs = long.of_rows(long.runs_with(rows, ""), RATES_ROWS)
+    rates, lines = long.values_of(runs, "lr"), []
+    for row, (look, mark) in RATES_ROWS.items():
+        by_rate = {math.log(lr): long.where(runs, row=row, lr=lr) for lr in rates}
         lines.append(Line(look, f"{mark} {row}", by_rate))
-    about = f"16 updates a rollout, answers of 80 tokens, {len(runs['gspo'])} seeds"
     ticks = {math.log(lr): long.short(lr) for lr in rates}
+    seeds = len(long.values_of(runs, "seed"))
+    about = f"16 updates a rollout, answers of 80 tokens, {seeds} seeds"
     title = "Held-out problems solved, by learning rate"
     return outcomes_picture(title, about, "learning rate", ticks, lines)
 
 
 def bands_picture(rows: list[dict]) -> str:
     """Draw gspo's outcome by the width of its band, a line a learning rate."""
-    runs = long.bands_of(long.runs_of(rows, **long.USUAL))
-    del runs["gspo, luspo's band"]  # its label has no room beside that of 3e-3
-    ticks = {}
-    for row in runs:
-        name = row.removeprefix("gspo").strip(", ") or "paper"
-        ticks[math.log10(long.WIDTHS[row])] = name
+    runs = long.bands_of(long.runs_with(rows, ""))
+    # the label of luspo's band has no room beside that of 3e-3
+    shown = [row for row in long.WIDTHS if row != "gspo, luspo's band"]
+    places = [math.log10(long.WIDTHS[row]) for row in shown]
+    labels = [row.removeprefix("gspo").strip(", ") or "paper" for row in shown]
     lines = []
     for lr, mark in zip(long.BAND_RATES, "●■●"):
-        by_width = {place: long.at_rate(runs[row], lr) for place, row in zip(ticks, runs)}
+        by_width = {place: long.where(runs, row=row, lr=lr) for place, row in zip(places, shown)}
         lines.append(Line("curve", f"{mark} lr {long.short(lr)}", by_width))
-    about = f"gspo, 16 updates a rollout, answers of 80 tokens, {len(runs['gspo'])} seeds"
+    seeds = len(long.values_of(runs, "seed"))
+    about = f"gspo, 16 updates a rollout, answers of 80 tokens, {seeds} seeds"
     title = "Held-out problems solved, by GSPO's ε"
-    return outcomes_picture(title, about, "ε", ticks, lines)
+    return outcomes_picture(title, about, "ε", dict(zip(places, labels)), lines)
 
 
 # ---- ratios.svg and length.svg -------------------------------------------------------------------
@@ -374,7 +361,7 @@ def ratios_picture(shown: Completion) -> str:
         for i, ratio in enumerate(ratios):
             drawn.append(plot.line([(i, 1), (i, ratio)], "thin color0"))
             if plot.y_range[0] <= ratio <= plot.y_range[1]:
-                drawn += plot.dots([(i, ratio)], "dot color0", radius=3.5)
+                drawn += marks(plot, [(i, ratio)], 0, size=7)
         drawn.append(across(plot, s, "curve color1"))
     for i, token in enumerate(shown.tokens):
         if i == len(ratios) - 1 and len(token) > 1:
@@ -414,7 +401,7 @@ def length_picture(groups: dict[int, list[Completion]]) -> str:
     last = max(groups)
     plot = Plot((0, last + 4), (-4, 0), left=70, right=462, top=62, bottom=262)
     drawn = [*plot.ticks_of_y({-power: f"{10**-power:.{power}f}" for power in range(5)})]
-    drawn += plot.ticks_of_x(list(groups)[:: math.ceil(len(groups) / 7)], "")
+    drawn += plot.ticks_of_x(some_of(list(groups)))
     drawn.append(words(462, 294, "tokens of the completion", "dim", "end"))
     drawn.append(words(16, 48, "|log ratio| after a step; middle 80% shaded", "dim"))
     told = []

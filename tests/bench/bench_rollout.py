@@ -4,7 +4,7 @@
     python tests/bench/bench_rollout.py --model qwen3-0.6b --rows 64 256 --longest 1024    # a GPU
 
 The same model, prompts and long-tailed lengths for all. Contestants take turns, and the ratios are
-medians over the turns. Completions of random weights share their prompt alone. The last table is of
+medians over the turns. Completions of random tokens share their prompt alone. The last row is of
 completions of the built-in policy, which share more."""
 
 import statistics
@@ -114,18 +114,25 @@ def random_rollout(model, rows, longest):
     return R.Rollout.of(prompts, tokens, torch.zeros(rows, longest), lengths, lengths > 0, 0)
 
 
-def score(model, out, tokens, shares):
-    """Forward and backward of a rollout, as trees or rows."""
-    for part in R.micro_batches(out, torch.arange(len(out.tokens)), tokens, shares):
-        logprobs, entropy = R.completion_logprobs(model, part.rollout, 1.0, part.trees)
-        (logprobs.sum() + entropy.sum()).backward()
-    model.zero_grad()
+def built_in():
+    """Return the built-in policy and 256 of its completions, in groups of 8, which share more."""
+    task = tasks.TASKS["arithmetic"]
+    source = str(tasks.built_in_policy(task, "tiny"))
+    model, tokenizer = R.load_model(source, "cpu"), R.inspect_model(source)[0]
+    problems = tasks.problems(task, seed=0)
+    prompts = [tokenizer.encode(next(problems)["prompt"]) for _ in range(32)]
+    uniforms = torch.rand(32, GROUP, 64, generator=generator(0))
+    return model, R.generate(model, prompts, uniforms, **R.end_and_pad_ids(model, tokenizer))
 
 
-def scoring(model, rows, longest):
-    """Micro-batches of 16 rows, or of as many tokens."""
-    out = random_rollout(model, rows, longest).to(model.device)
-    tokens = 2 * (SCORED_PROMPT + longest) * GROUP
+def scoring(model, out, tokens):
+    """Time forward and backward passes: micro-batches of so many tokens, or of 16 padded rows."""
+
+    def ours(shares):
+        for part in R.micro_batches(out, torch.arange(len(out.tokens)), tokens, shares):
+            logprobs, entropy = R.completion_logprobs(model, part.rollout, 1.0, part.trees)
+            (logprobs.sum() + entropy.sum()).backward()
+        model.zero_grad()
 
     def theirs():
         for part in out.lengths.argsort(descending=True).split(16):
@@ -133,36 +140,13 @@ def scoring(model, rows, longest):
             (logprobs.sum() + entropy.sum()).backward()
         model.zero_grad()
 
-    contestants = {
-        "trees": lambda: score(model, out, tokens, True),
-        "rows": lambda: score(model, out, tokens, False),
-        "padded": theirs,
-    }
+    contestants = {"trees": lambda: ours(True), "rows": lambda: ours(False), "padded": theirs}
     times = in_turns(model.device, contestants)
     useful = [f"{1e6 * statistics.median(t) / out.lengths.sum():.0f}" for t in times.values()]
-    return [str(rows), *useful, ratio(times, "trees", "rows"), ratio(times, "rows", "padded")]
-
-
-def sharing():
-    """32 groups of 8 completions of the built-in policy, and a pass with gradients over 64: shared
-    prefixes go through the model once, or once per completion."""
-    task = tasks.TASKS["arithmetic"]
-    source = str(tasks.built_in_policy(task, "tiny"))
-    model, tokenizer = R.load_model(source, "cpu"), R.inspect_model(source)[0]
-    problems = tasks.problems(task, seed=0)
-    prompts = [tokenizer.encode(next(problems)["prompt"]) for _ in range(32)]
-    uniforms = torch.rand(32, GROUP, 64, generator=generator(0))
-    out = R.generate(model, prompts, uniforms, **R.end_and_pad_ids(model, tokenizer))
-
-    quarter = out.select(list(range(64)))
-    layouts = {
-        "trees": lambda: score(model, quarter, 2**14, True),
-        "rows": lambda: score(model, quarter, 2**14, False),
-    }
-    times = in_turns(model.device, layouts)
     texts = zip(out.sequences(), out.prompt_lengths.tolist())
     prefixes = {tuple(text[:n]) for text, size in texts for n in range(size, len(text))}
-    return [str(int(out.lengths.sum())), str(len(prefixes)), ratio(times, "trees", "rows")]
+    counts = [str(int(out.lengths.sum())), str(len(prefixes))]
+    return [*counts, *useful, ratio(times, "trees", "rows"), ratio(times, "rows", "padded")]
 
 
 def main():
@@ -179,11 +163,13 @@ def main():
     head = ["sampled", "ours, tokens/s", "`generate`", "ours / `generate`"]
     sampled = [sampling(model, rows, given.longest) for rows in given.rows]
     print(common.markdown(head, *sampled), flush=True)
-    head = ["scored", "trees, µs a token", "rows", "padded", "trees / rows", "rows / padded"]
-    print(f"\n{common.markdown(head, scoring(model, 64, given.longest // 2))}", flush=True)
+    head = ["scored", "distinct prefixes", "trees, µs a token", "rows", "padded"]
+    longest = given.longest // 2
+    out = random_rollout(model, 64, longest).to(model.device)
+    scored = [scoring(model, out, 2 * (SCORED_PROMPT + longest) * GROUP)]
     if model.device.type == "cpu":
-        head = ["tokens", "distinct prefixes", "trees / rows, forward and backward of 64"]
-        print(f"\n{common.markdown(head, sharing())}")
+        scored.append(scoring(*built_in(), 2**14))
+    print(f"\n{common.markdown([*head, 'trees / rows', 'rows / padded'], *scored)}")
 
 
 if __name__ == "__main__":

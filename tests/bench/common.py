@@ -31,17 +31,16 @@ def add_row(path: Path | str, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def train(flags: list[str], kept: Path | None = None) -> tuple[float, list[dict]]:
+def train(flags: list[str]) -> tuple[float, list[dict]]:
     """Run train.py silently to its end, with one thread. Return the held-out share solved before,
-    and the metrics. kept: a folder for the run, if it should stay."""
+    and the metrics."""
     import torch
 
     import train  # as the benchmark has changed it
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        folder = kept or Path(folder)
-        folder.mkdir(exist_ok=True)
+        folder = Path(folder)
         with open(folder / "log", "w") as log, contextlib.redirect_stdout(log):
             status = train.main([*flags, "--runs", str(folder), "--name", "run"])
         assert status == 0, f"{flags}: {(folder / 'log').read_text()[-2000:]}"
@@ -49,30 +48,33 @@ def train(flags: list[str], kept: Path | None = None) -> tuple[float, list[dict]
         return before, read_rows(folder / "run/metrics.jsonl")
 
 
-def attempt(call: tuple) -> tuple[dict | None, str]:
+def attempt(call: tuple) -> tuple[dict, dict | None, str]:
     work, given = call
     os.nice(10)
     try:
-        row, said = work(given)
+        numbers, said = work(given)
     except Exception as error:  # the others go on
-        row, said = None, repr(error)
-    return row, f"{given}: {said}"
+        numbers, said = None, repr(error)
+    return given, numbers, said
 
 
-def run_each(work, wanted: list, out: Path, jobs: int, start: str = "fork") -> None:
-    """Append a row to a file for each of these. work(one) returns it, and words about it.
+def run_missing(work, wanted: list[dict], out: Path, jobs: int, start: str = "fork") -> None:
+    """Append a row to a file for each of these that it does not have yet: one | work(one). The
+    work returns its numbers, and words about them.
 
     Each has a process of its own. A fork need not import torch again. One of start="spawn" has the
     memory of a program that a person starts."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    failed = 0
+    done, failed = read_rows(out), 0
+    left = [one for one in wanted if not any(one.items() <= row.items() for row in done)]
+    print(len(left), "runs are missing", file=sys.stderr, flush=True)
     with multiprocessing.get_context(start).Pool(jobs, maxtasksperchild=1) as pool:
-        for row, said in pool.imap_unordered(attempt, [(work, given) for given in wanted]):
-            print(said, file=sys.stderr, flush=True)
-            if row is None:
+        for given, numbers, said in pool.imap_unordered(attempt, [(work, one) for one in left]):
+            print(f"{given}: {said}", file=sys.stderr, flush=True)
+            if numbers is None:
                 failed += 1
             else:
-                add_row(out, row)
+                add_row(out, given | numbers)
         pool.close()
         pool.join()  # without it the last one is stopped by a signal, which train.py answers
     if failed:

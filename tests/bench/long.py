@@ -1,19 +1,15 @@
 """Runs the experiment on learning rates, a process a run, and prints its tables.
 
     python tests/bench/long.py                     # every missing run
-    python tests/bench/long.py --parts rates norm  # of these parts alone
     python tests/bench/long.py --table --write     # the tables, and no run
 
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
 lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
 
-import hashlib
+import collections
 import itertools
 import math
-import random
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,13 +18,13 @@ import train  # noqa: F401  # each fork then has it
 from common import markdown, read_rows
 from support import tasks
 
-STEPS, EVERY, PROMPTS = 16, 4, 256  # rollout steps, between evaluations, held-out prompts
-COMPLETIONS = 16  # of an update: 256 of a step make 16 updates
+OPERATIONS = (12, 15)  # of a chain, fewest and most: a mean answer has 80 tokens
 WARM_STARTS = 5  # a seed of runs uses warm start seed % 5: other demonstrations, other weights
 SEEDS = tuple(range(100, 110))  # in this order each warm start is used once, then once more
-# fewest and most operations of a chain, by the tokens of a mean answer
-LENGTHS = {80: (12, 15), 170: (24, 32)}
-
+FLAGS = (  # 256 completions of a step make 16 updates. No warm-up, as for a policy named tiny
+    "--task chains --steps 16 --completions-per-update 16 --warmup-steps 0 "
+    "--eval-every 4 --eval-prompts 256 --eval-samples 0 --save-every 0"
+)
 ROWS = {  # name -> flags of train.py
     "gspo": "--algo gspo",
     "gspo, 3e-3": "--algo gspo --clip-low 3e-3 --clip-high 3e-3",
@@ -47,9 +43,7 @@ ROWS = {  # name -> flags of train.py
     "gspo, 3e-2": "--algo gspo --clip-low 3e-2 --clip-high 3e-2",
     "gspo, luspo's band": "--algo gspo --clip-low 2e-3 --clip-high 2.5e-3",
 }
-MAIN = tuple(ROWS)[:5]
-OTHERS = tuple(ROWS)[5:11]
-BANDS = tuple(ROWS)[11:15]
+MAIN, OTHERS = tuple(ROWS)[:5], tuple(ROWS)[5:11]
 WIDTHS = {  # gspo's bands -> their mean width
     "gspo, 1e-4": 1e-4,
     "gspo": 3.5e-4,
@@ -62,63 +56,37 @@ WIDTHS = {  # gspo's bands -> their mean width
 }
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 BAND_RATES = (1e-4, 2e-4, 4e-4)
-
-
-USUAL = {"tokens": 80, "more": ""}  # tokens of a mean answer, further flags
-# name -> rows, rates, seeds, settings that are not the usual ones; in the order of their importance
-PARTS = {
-    "rates": (MAIN, RATES, SEEDS, {}),
-    "norm": (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, {"more": "--max-grad-norm 0.03"}),
-    "longer": (MAIN, (5e-5, 1e-4, 2e-4), SEEDS, {"tokens": 170}),
-    "others": (OTHERS, RATES, SEEDS[:5], {}),
-    "bands": (BANDS, BAND_RATES, SEEDS, {}),
-    "sum": (("gspo, luspo's band",), RATES, SEEDS, {}),
-}
-METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy")
-LATER_METRICS = ("policy_sequence_std",)  # which the first runs did not keep
+NORM = "--max-grad-norm 0.03"
+PARTS = (  # rows, rates, seeds, further flags
+    (MAIN, RATES, SEEDS, ""),
+    (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, NORM),
+    (OTHERS, RATES, SEEDS[:5], ""),
+    (WIDTHS, BAND_RATES, SEEDS, ""),
+    (("gspo, luspo's band",), RATES, SEEDS, ""),
+)
+METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "policy_sequence_std")
+Runs = list[dict]
 
 
 # ---- one run -------------------------------------------------------------------------------------
 
 
-def flags_of(run: dict) -> str:
-    flags = f"{ROWS[run['row']]} --lr {run['lr']:g} {run['more']} --seed {run['seed']} "
-    flags += f"--task chains --steps {STEPS} --completions-per-update {COMPLETIONS} "
-    flags += f"--eval-every {EVERY} --eval-prompts {PROMPTS} --eval-samples 0 --save-every 0 "
-    return flags + "--warmup-steps 0"  # as for a policy that is named tiny
-
-
 def train_once(run: dict) -> tuple[dict, str]:
     """Run train.py to its end. Return the numbers that the tables need, and words about them."""
-    begun, warm = time.monotonic(), run["seed"] % WARM_STARTS
-    tasks.TASKS["chains"] = tasks.chains(LENGTHS[run["tokens"]])
-    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", warm)
-    before, metrics = common.train(["--model", str(policy), *flags_of(run).split()])
+    tasks.TASKS["chains"] = tasks.chains(OPERATIONS)
+    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", run["seed"] % WARM_STARTS)
+    flags = f"{ROWS[run['row']]} {run['more']} --lr {run['lr']:g} --seed {run['seed']} {FLAGS}"
+    before, metrics = common.train(["--model", str(policy), *flags.split()])
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
-    found = run | {"warm": warm, "solved": {0: before} | solved}
-    exact = {name: [row.get(name, 0.0) for row in metrics] for name in METRICS}  # of every step
-    # two versions of the code that train the same bits have the same digest
-    found["digest"] = hashlib.sha256(repr((found["solved"], exact)).encode()).hexdigest()[:12]
-    for name in (*METRICS, *LATER_METRICS):
+    found = {"solved": {0: before} | solved}
+    for name in METRICS:
         found[name] = [float(f"{row.get(name, 0.0):.3g}") for row in metrics]
-    found["seconds"] = round(time.monotonic() - begun)
-    said = " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
-    return found, f"{said} ({found['seconds']} s)"
+    return found, " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
 
 
-def missing(given) -> list[dict]:
-    """Return the runs that --out does not hold. All runs of a part with one seed, in random order,
-    come before those with the next seed. So an early end leaves whole blocks."""
-    names = ("row", "lr", "tokens", "more", "seed")
-    done = [{name: run[name] for name in names} for run in read_rows(given.out)]
-    left = []
-    for rows, rates, seeds, others in map(PARTS.get, given.parts):
-        block = [{"row": row, "lr": lr} for row, lr in itertools.product(rows, rates)]
-        for seed in given.seeds or seeds:
-            shuffled = random.Random(seed).sample(block, len(block))
-            runs = [run | USUAL | others | {"seed": seed} for run in shuffled]
-            left += [run for run in runs if run not in done]
-    return left
+def every_run() -> Runs:
+    keys = [key for *lists, more in PARTS for key in itertools.product(*lists, [more])]
+    return [dict(zip(("row", "lr", "seed", "more"), key)) for key in dict.fromkeys(keys)]
 
 
 # ---- statistics ----------------------------------------------------------------------------------
@@ -130,8 +98,6 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 def interval(values: list[float]) -> tuple[float, float]:
     """Return the mean, and the half width of its 95% interval."""
     mean, count = statistics.fmean(values), len(values)
-    if count == 1:
-        return mean, math.nan
     return mean, T_QUANTILES[count - 2] * statistics.stdev(values) / math.sqrt(count)
 
 
@@ -178,10 +144,18 @@ def at_own_best(ends: dict[int, dict[float, float]]) -> dict[int, float]:
     return found
 
 
-# ---- tables --------------------------------------------------------------------------------------
+def widest_run(points: list[tuple[float, bool, float]]) -> list[tuple[float, bool, float]]:
+    """Return the most neighbours, in the order of their first number, that are all good and that
+    have every rate. points: (number, whether it is good, rate)."""
+    rates, best, run = {rate for *_, rate in points}, [], []
+    for point in sorted(points):
+        run = [*run, point] if point[1] else []
+        if {rate for *_, rate in run} == rates and len(run) > len(best):
+            best = run
+    return best
 
-COMPARISONS = (("gspo", "grpo"), ("gspo", "gspo, 0.2"), ("gspo, 3e-3", "gspo"))
-Runs = dict[str, dict[int, dict[float, dict]]]  # row -> seed -> rate -> run
+
+# ---- numbers of runs -----------------------------------------------------------------------------
 
 
 def start(run: dict) -> float:
@@ -198,30 +172,68 @@ def gain(run: dict) -> float:
     return outcome(run) - start(run)
 
 
-def runs_of(rows: list[dict], **settings) -> Runs:
-    """Return the runs of these settings, in the order of ROWS, of the seeds and of the rates."""
-    found: Runs = {name: {} for name in ROWS}
-    for run in sorted(rows, key=lambda run: (run["seed"], run["lr"])):
-        if all(run[name] == value for name, value in settings.items()):
-            found[run["row"]].setdefault(run["seed"], {})[run["lr"]] = run
-    return {name: seeds for name, seeds in found.items() if seeds}
+def at_step_4(run: dict) -> float:
+    return 100 * run["solved"]["4"]
 
 
-def rates_of(runs: Runs) -> list[float]:
-    return sorted({lr for seeds in runs.values() for by_rate in seeds.values() for lr in by_rate})
+def clipped(run: dict, steps: int | None = None) -> float:
+    """Return the percent that the clip stops, mean of the first steps."""
+    return 100 * statistics.fmean(run["clip_fraction"][:steps])
 
 
-def at_rate(seeds: dict[int, dict[float, dict]], lr: float) -> list[dict]:
-    return [by_rate[lr] for by_rate in seeds.values() if lr in by_rate]
+def clipped_early(run: dict) -> float:
+    return clipped(run, 4)
 
 
-def whole_blocks(runs: Runs) -> Runs:
-    """Leave out the seeds of which a run is not there yet."""
-    rates, whole = rates_of(runs), set.intersection(*map(set, runs.values()))
-    whole = [
-        seed for seed in sorted(whole) if all(len(runs[row][seed]) == len(rates) for row in runs)
-    ]
-    return {row: {seed: seeds[seed] for seed in whole} for row, seeds in runs.items()}
+def width_over_spread(run: dict) -> float:
+    """Return the width of the band over the spread of log s in a step, mean of the first four."""
+    return WIDTHS[run["row"]] / statistics.fmean(run["policy_sequence_std"][:4])
+
+
+def where(runs: Runs, **settings) -> Runs:
+    return [run for run in runs if all(run[name] == value for name, value in settings.items())]
+
+
+def of_rows(runs: Runs, rows) -> Runs:
+    """Return the runs of these rows, in their order, of the seeds that have as many as any."""
+    found = [run for row in rows for run in where(runs, row=row)]
+    count = collections.Counter(run["seed"] for run in found)
+    return [run for run in found if count[run["seed"]] == max(count.values())]
+
+
+def values_of(runs: Runs, name: str) -> list:
+    return list(dict.fromkeys(run[name] for run in runs))
+
+
+def runs_with(rows: Runs, more: str) -> Runs:
+    """Return the runs with these further flags, in the order of seeds and rates."""
+    return sorted(where(rows, more=more), key=lambda run: (run["seed"], run["lr"]))
+
+
+def bands_of(plain: Runs) -> Runs:
+    """Return gspo's runs at three rates, in the order of the width of their band."""
+    return of_rows([run for run in plain if run["lr"] in BAND_RATES], WIDTHS)
+
+
+def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
+    """Return name -> row -> seed -> number, of the numbers that are compared."""
+    means, largest, best = {}, {}, {}
+    for row in values_of(runs, "row"):
+        ends, means[row], largest[row] = {}, {}, {}
+        for seed in values_of(runs, "seed"):
+            some = where(runs, row=row, seed=seed)
+            ends[seed] = {run["lr"]: outcome(run) for run in some}
+            means[row][seed] = statistics.fmean(ends[seed].values())
+            largest[row][seed] = math.log2(largest_rate({run["lr"]: gain(run) for run in some}))
+        best[row] = at_own_best(ends)
+    return {MEANS: means, "log2 of the largest rate": largest, "at its own best rate, points": best}
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+MEANS = "mean over the rates, points"
+COMPARISONS = (("gspo", "grpo"), ("gspo", "gspo, 0.2"), ("gspo, 3e-3", "gspo"))
+HEAD = ["", "difference", "95% interval", "pairs above", "p", "p, Holm", "by warm start"]
 
 
 def short(lr: float) -> str:
@@ -233,46 +245,32 @@ def spread(values: list[float]) -> str:
     return f"{mean:.0f} ± {half:.0f}"
 
 
-def clipped(run: dict) -> float:
-    return 100 * statistics.fmean(run["clip_fraction"])
+def below(gains: list[float]) -> str:
+    """Return how many runs ended below their start."""
+    return str(sum(each < 0 for each in gains))
 
 
-def at_step_4(run: dict) -> float:
-    return 100 * run["solved"]["4"]
+def plainly(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.2g}"
 
 
-def cells(runs: Runs, number=outcome, said=spread) -> str:
+def percent(values: list[float]) -> str:
+    return f"{plainly(values)}%"
+
+
+def cells(runs: Runs, number: Callable = outcome, said: Callable = spread) -> str:
     """Return a number of the runs by row and rate: mean over seeds and its 95% interval. It is in
     italics where the row breaks: on average it ends below its start."""
-    rates = rates_of(runs)
+    rates = values_of(runs, "lr")
     lines = [["", *map(short, rates)]]
-    for row, seeds in runs.items():
+    for row in values_of(runs, "row"):
         line = [f"`{row}`"]
         for lr in rates:
-            there = at_rate(seeds, lr)
-            text = said([number(run) for run in there]) if there else ""
-            breaks = there and statistics.fmean(map(gain, there)) < 0
-            line.append(f"*{text}*" if breaks else text)
+            there = where(runs, row=row, lr=lr)
+            text = said([number(run) for run in there])
+            line.append(f"*{text}*" if statistics.fmean(map(gain, there)) < 0 else text)
         lines.append(line)
     return markdown(*lines)
-
-
-def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
-    """Return name -> row -> seed -> number, of the numbers that are compared."""
-    means, largest, best = {}, {}, {}
-    for row, seeds in runs.items():
-        ends, means[row], largest[row] = {}, {}, {}
-        for seed, by_rate in seeds.items():
-            ends[seed] = {lr: outcome(run) for lr, run in by_rate.items()}
-            gains = {lr: gain(run) for lr, run in by_rate.items()}
-            means[row][seed] = statistics.fmean(ends[seed].values())
-            largest[row][seed] = math.log2(largest_rate(gains))
-        best[row] = at_own_best(ends)
-    return {
-        "mean over the rates, points": means,
-        "log2 of the largest rate": largest,
-        "at its own best rate, points": best,
-    }
 
 
 def numbers(runs: Runs) -> str:
@@ -280,37 +278,33 @@ def numbers(runs: Runs) -> str:
     is the geometric mean."""
     means, largest, best = primary(runs).values()
     lines = [["", "mean over the rates", "largest rate", "at its own best rate", "which is"]]
-    for row, seeds in runs.items():
+    for row in means:
         middle, half = interval([*largest[row].values()])
         rates = [short(2 ** (middle + some)) for some in (0, -half, half)]
-        highest = max(rates_of(runs), key=lambda lr: sum(map(outcome, at_rate(seeds, lr))))
+        ends = {lr: sum(map(outcome, where(runs, row=row, lr=lr))) for lr in RATES}
         line = [f"`{row}`", spread([*means[row].values()])]
         line.append(f"{rates[0]} ({rates[1]} to {rates[2]})")
-        lines.append([*line, spread([*best[row].values()]), short(highest)])
+        lines.append([*line, spread([*best[row].values()]), short(max(ends, key=ends.get))])
     return markdown(*lines)
 
 
 def by_warm_start(gaps: dict[int, float]) -> str:
     """Return the mean difference of each warm start."""
-    found: dict[int, list[float]] = {}
-    for seed, gap in gaps.items():
-        found.setdefault(seed % WARM_STARTS, []).append(gap)
-    return ", ".join(f"{statistics.fmean(found[warm]):+.1f}" for warm in sorted(found))
+    found = [[gaps[seed] for seed in gaps if seed % WARM_STARTS == i] for i in range(WARM_STARTS)]
+    return ", ".join(f"{statistics.fmean(some):+.1f}" for some in found)
 
 
 def pairs_above(gaps) -> str:
     return f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
 
 
-def compared(pairs: list[tuple[str, str, dict[int, float], dict[int, float]]]) -> list[list[str]]:
+def compared(pairs: list[tuple[str, str, dict]]) -> list[list[str]]:
     """Return lines of a table: two rows of the experiment, paired by seed, and p corrected for the
-    number of lines. pairs: their names, and the number of each seed."""
-    gaps = [
-        {seed: mine - theirs[seed] for seed, mine in ours.items()} for *_, ours, theirs in pairs
-    ]
+    number of lines. pairs: their names, and row -> seed -> number."""
+    gaps = [{seed: of[one][seed] - of[other][seed] for seed in of[one]} for one, other, of in pairs]
     ps = [permutation_p([*each.values()]) for each in gaps]
     lines = []
-    for (one, other, *_), each, p, corrected in zip(pairs, gaps, ps, holm(ps)):
+    for (one, other, _), each, p, corrected in zip(pairs, gaps, ps, holm(ps)):
         mean, half = interval([*each.values()])
         line = [f"{one} − {other}", f"{mean:+.2f}", f"{mean - half:+.2f} to {mean + half:+.2f}"]
         line += [pairs_above(each.values()), f"{p:.3f}", f"{corrected:.3f}", by_warm_start(each)]
@@ -318,151 +312,79 @@ def compared(pairs: list[tuple[str, str, dict[int, float], dict[int, float]]]) -
     return lines
 
 
-HEAD = ["", "difference", "95% interval", "pairs above", "p", "p, Holm", "by warm start"]
-
-
 def comparisons(runs: Runs) -> str:
     """Compare rows by their primary numbers, with p of each and p corrected for the three."""
     lines = [["", *HEAD]]
     for name, by_row in primary(runs).items():
-        pairs = [(one, other, by_row[one], by_row[other]) for one, other in COMPARISONS]
+        pairs = [(one, other, by_row) for one, other in COMPARISONS]
         lines += [[name, *line] for line in compared(pairs)]
     return markdown(*lines)
 
 
 def by_rate_comparisons(runs: Runs) -> str:
     """Compare rows at each rate: mean difference, its 95% interval, pairs above, p."""
-    rates = rates_of(runs)
-    lines = [["", *map(short, rates)]]
+    lines = [["", *map(short, RATES)]]
     for one, other in COMPARISONS:
         line = [f"{one} − {other}"]
-        for lr in rates:
-            pairs = zip(at_rate(runs[one], lr), at_rate(runs[other], lr))
+        for lr in RATES:
+            pairs = zip(where(runs, row=one, lr=lr), where(runs, row=other, lr=lr))
             gaps = [outcome(mine) - outcome(theirs) for mine, theirs in pairs]
             mean, half = interval(gaps)
-            compared = f"{mean:+.0f} ± {half:.0f}, {pairs_above(gaps)}"
-            line.append(f"{compared}, {permutation_p(gaps):.3f}")
+            above = f"{mean:+.0f} ± {half:.0f}, {pairs_above(gaps)}"
+            line.append(f"{above}, {permutation_p(gaps):.3f}")
         lines.append(line)
     return markdown(*lines)
-
-
-def below(gains: list[float]) -> str:
-    """Return how many runs ended below their start."""
-    return str(sum(each < 0 for each in gains))
-
-
-def share(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.2g}%"
-
-
-def early_clip(run: dict) -> float:
-    """Return the percent of completions that the clip stops, mean of the first four steps."""
-    return 100 * statistics.fmean(run["clip_fraction"][:4])
-
-
-def width_over_spread(run: dict) -> float:
-    """Return the width of the band over the spread of log s in a step, mean of the first four."""
-    return WIDTHS[run["row"]] / statistics.fmean(run["policy_sequence_std"][:4])
-
-
-def widest_run(points: list[tuple[float, bool, float]]) -> list[tuple[float, bool, float]]:
-    """Return the most neighbours, in the order of their first number, that are all good and that
-    have every rate. points: (number, whether it is good, rate)."""
-    rates, best, run = {rate for *_, rate in points}, [], []
-    for point in sorted(points):
-        run = [*run, point] if point[1] else []
-        if {rate for *_, rate in run} == rates and len(run) > len(best):
-            best = run
-    return best
 
 
 def rule(runs: Runs, number: Callable) -> str:
     """Say in which interval of a number all bands are within 5 points of the best of their rate."""
     points = []
-    for lr in rates_of(runs):
-        means = {row: statistics.fmean(map(outcome, at_rate(runs[row], lr))) for row in runs}
+    for lr in BAND_RATES:
+        some = {row: where(runs, row=row, lr=lr) for row in WIDTHS}
+        means = {row: statistics.fmean(map(outcome, some[row])) for row in WIDTHS}
         for row, mean in means.items():
-            value = statistics.fmean(map(number, at_rate(runs[row], lr)))
+            value = statistics.fmean(map(number, some[row]))
             points.append((value, mean >= max(means.values()) - 5, lr))
     found = widest_run(points)
-    if not found:
-        return "no interval holds for all rates"
     holds = f"{found[0][0]:.2g} to {found[-1][0]:.2g} holds {len(found)} of {len(points)} cells"
     return f"{holds}, of which {sum(good for _, good, _ in points)} are within 5 points"
 
 
-def bands_of(plain: Runs) -> Runs:
-    """Return gspo's runs at three rates, in the order of the width of their band."""
-    found = {}
-    for row in WIDTHS:
-        found[row] = {}
-        for seed, by_rate in plain[row].items():
-            found[row][seed] = {lr: by_rate[lr] for lr in BAND_RATES if lr in by_rate}
-    return whole_blocks(found)
-
-
-def bands(plain: Runs) -> dict[str, str]:
-    """Return the tables on the width of gspo's band."""
-    narrow = bands_of(plain)
-    both = whole_blocks({row: plain[row] for row in ("luspo", "gspo, luspo's band")})
-    three, six = primary(narrow), primary(both)
-    pairs = [("luspo", "gspo, luspo's band", six), ("gspo, 1e-3", "gspo", three)]
-    pairs.append(("gspo, 1e-2", "gspo, 3e-2", three))
-    name = "mean over the rates, points"
-    lines = compared([(one, other, of[name][one], of[name][other]) for one, other, of in pairs])
-    ratio = width_over_spread
-    rules = (
-        f"Percent clipped: {rule(narrow, early_clip)}. ε over the spread: {rule(narrow, ratio)}."
-    )
-
-    def plainly(values: list[float]) -> str:
-        return f"{statistics.fmean(values):.2g}"
-
-    seeds = f"{len(narrow['gspo'])} seeds a row."
-    return {
-        "Bands. Outcome, mean and 95% interval.": f"{cells(narrow)}\n\n{seeds}",
-        "Bands. Share of completions that is clipped, first four steps.": cells(
-            narrow, early_clip, share
-        ),
-        "Bands. ε over `policy_sequence_std`, first four steps.": cells(narrow, ratio, plainly),
-        "Bands. A rule.": rules,
-        "`gspo` with the band of `luspo`, and `luspo`.": cells(both),
-        "Three comparisons, mean over their rates.": markdown(HEAD, *lines),
-    }
-
-
-def tables(rows: list[dict]) -> str:
+def tables(rows: Runs) -> str:
     """Return everything that docs/results.md has of these runs."""
-    plain = runs_of(rows, **USUAL)
-    runs = whole_blocks({row: seeds for row, seeds in plain.items() if row in MAIN})
-    seeds = runs["gspo"]
-    starts = ", ".join(f"{start(by_rate[RATES[0]]):.0f}" for by_rate in seeds.values())
-    said = f"{len(seeds)} seeds from {min(seeds)} on, which start at {starts}%."
-    found = {
-        "Outcome, mean and 95% interval.": cells(runs) + "\n\n" + said,
+    plain = runs_with(rows, "")
+    runs, others, narrow = of_rows(plain, MAIN), of_rows(plain, OTHERS), bands_of(plain)
+    eleven, both = of_rows(plain, MAIN + OTHERS), of_rows(plain, ("luspo", "gspo, luspo's band"))
+    limited = of_rows(runs_with(rows, NORM), ("gspo", "grpo"))
+    starts = ", ".join(f"{start(run):.0f}" for run in where(runs, row="gspo", lr=RATES[0]))
+    said = f"{len(SEEDS)} seeds from {SEEDS[0]} on, which start at {starts}%."
+    three = primary(narrow)[MEANS]
+    pairs = [("luspo", "gspo, luspo's band", primary(both)[MEANS])]
+    pairs += [("gspo, 1e-3", "gspo", three), ("gspo, 1e-2", "gspo, 3e-2", three)]
+    ratio = width_over_spread
+    rules = f"Percent clipped: {rule(narrow, clipped_early)}. "
+    rules += f"ε over the spread: {rule(narrow, ratio)}."
+    titles = {
+        "Outcome, mean and 95% interval.": f"{cells(runs)}\n\n{said}",
         "Numbers of a row.": numbers(runs),
         "Comparisons, paired by seed.": comparisons(runs),
         "The same by rate: points, pairs above, p.": by_rate_comparisons(runs),
         "Runs that end below their start.": cells(runs, gain, below),
         "Held-out percent at step 4.": cells(runs, at_step_4),
-        "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, share),
+        "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, percent),
+        f"With `{NORM}`. Outcome.": f"{cells(limited)}\n\n10 seeds a row.",
+        "Other objectives. Outcome.": f"{cells(others)}\n\n5 seeds a row.",
+        "Numbers of every row, of the seeds that all have.": numbers(eleven),
+        "Bands. Outcome, mean and 95% interval.": f"{cells(narrow)}\n\n10 seeds a row.",
+        "Bands. Share of completions that is clipped, first four steps.": cells(
+            narrow, clipped_early, percent
+        ),
+        "Bands. ε over `policy_sequence_std`, first four steps.": cells(narrow, ratio, plainly),
+        "Bands. A rule.": rules,
+        "`gspo` with the band of `luspo`, and `luspo`.": cells(both),
+        "Three comparisons, mean over their rates.": markdown(HEAD, *compared(pairs)),
     }
-    further = {
-        "With `--max-grad-norm 0.03`.": runs_of(rows, **USUAL | PARTS["norm"][-1]),
-        "Answers of 170 tokens.": runs_of(rows, **USUAL | PARTS["longer"][-1]),
-        "Other objectives.": {row: plain[row] for row in OTHERS if row in plain},
-    }
-    for name, some in further.items():
-        if some:
-            found[f"{name} Outcome."] = (
-                f"{cells(some)}\n\n{min(map(len, some.values()))} seeds a row."
-            )
-    if plain.keys() >= set(OTHERS):
-        some = {row: plain[row] for row in (*MAIN, *OTHERS)}
-        found["Numbers of every row, of the seeds that all have."] = numbers(whole_blocks(some))
-    if plain.keys() >= WIDTHS.keys():
-        found |= bands(plain)
-    return "\n\n".join(f"**{name}**\n\n{table}" for name, table in found.items())
+    return "\n\n".join(f"**{title}**\n\n{table}" for title, table in titles.items())
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -470,17 +392,13 @@ def tables(rows: list[dict]) -> str:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: as the plan says")
     parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
     given = parser.parse_args()
     if not given.table:
-        left = missing(given)
-        print(len(left), "runs are missing", file=sys.stderr, flush=True)
-        common.run_each(train_once, left, given.out, given.jobs)
+        common.run_missing(train_once, every_run(), given.out, given.jobs)
     found = tables(read_rows(given.out))
     print(found)
     if given.write:

@@ -6,6 +6,7 @@
 192 of 695 questions are held out, the same ones for every seed. A finished run is a line of --out.
 docs/results.md, "The real model", has the results."""
 
+import functools
 import itertools
 import json
 import os
@@ -16,13 +17,11 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import torch
-import transformers
 
 import common
 import rewards
-import rollout
+import train
 from long import ROWS
-from support.models import end_and_pad_ids
 
 HELD_OUT, LIMIT = 192, 24
 COIN = '''
@@ -67,53 +66,41 @@ def write_questions(folder: Path) -> None:
                 file.write(json.dumps({"prompt": prompt, "answer": str(answer)}) + "\n")
 
 
-@torch.no_grad()
-def measure(model_folder: Path, folder: Path) -> dict:
-    """Answer the held-out questions greedily. Return the share that is right, the share that is cut
-    off, the share that is right of those that are not, and the mean length."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
-    rows = common.read_rows(folder / "test.jsonl")
-    prompts = []
-    for row in rows:
-        chat = [{"role": "user", "content": row["prompt"]}]
-        options = {"add_generation_prompt": True, "return_dict": False}
-        prompts.append(tokenizer.apply_chat_template(chat, **options))
-    uniforms = torch.zeros(len(prompts), 1, LIMIT)
-    ends = end_and_pad_ids(model, tokenizer)
-    answers = rollout.generate(model, prompts, uniforms, temperature=0.0, **ends)
-    right = []
-    for row, ids, length in zip(rows, answers.completions.tolist(), answers.lengths.tolist()):
-        text = tokenizer.decode(ids[:length], skip_special_tokens=True)
-        right.append(float(rewards.math_lenient(text, row["answer"])))
-    right, cut = torch.tensor(right), answers.truncated
+def shares(rollout, samples: list) -> dict:
+    """Return the share of greedy answers that is right, the share that is cut off, the share that
+    is right of those that are not, and the mean length."""
+    right = [rewards.math_lenient(each.text, each.problem["answer"]) for each in samples]
+    right, cut = torch.tensor(right).float(), rollout.truncated
     return {
         "right": float(right.mean()),
         "cut": float(cut.float().mean()),
         "right_of_whole": float(right[~cut].mean()),
-        "length": float(answers.lengths.float().mean()),
+        "length": float(rollout.lengths.float().mean()),
     }
 
 
-def train_once(run: dict) -> tuple[dict, str]:
+def train_once(model: Path, run: dict) -> tuple[dict, str]:
     """Run train.py to its end. Return accuracies before and after, and metrics of each step."""
-    model = Path(run["model"])
+    sample, evaluations = train.sample_and_verify, []
+
+    def sample_and_note(run, model, problems, group_size, temperature, kind):
+        found = sample(run, model, problems, group_size, temperature, kind)
+        if temperature == 0:
+            evaluations.append(shares(*found))
+        return found
+
+    train.sample_and_verify = sample_and_note  # in this process, which makes one run
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_questions(folder)
         (folder / "coin.py").write_text(COIN)
         os.chdir(folder)
-        flags = f"--model {model} --data train.jsonl --eval-data test.jsonl --seed {run['seed']} "
+        flags = f"--model {model} --data train.jsonl --eval-data test.jsonl --save-every 0 "
         flags += f"--max-new-tokens {LIMIT} --prompts-per-step 16 --warmup-steps 0 "
-        flags += f"--eval-every 4 --eval-prompts {HELD_OUT} --eval-samples 0 --save-every 0 "
-        if "--reward" not in run["flags"]:
-            flags += "--reward math_lenient "
-        kept = folder / "kept"  # the folder of the run, with its checkpoint
-        _, metrics = common.train((flags + run["flags"]).split(), kept)
-        (trained,) = kept.glob("run/checkpoints/step-*")
-        found = {"row": run["row"], "seed": run["seed"]}
-        found |= {"before": measure(model, folder), "after": measure(trained, folder)}
-    found["solved"] = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
+        flags += f"--eval-every 4 --eval-prompts {HELD_OUT} --eval-samples 0 "
+        flags += f"--reward math_lenient --seed {run['seed']} {run['flags']}"
+        _, metrics = common.train(flags.split())
+    found = {"before": evaluations[0], "after": evaluations[-1]}
     for metric in ("reward", "truncated", "length_mean", "clip_fraction", "policy_kl", "grad_norm"):
         found[metric] = [float(f"{row.get(metric, 0.0):.4g}") for row in metrics]
     return found, f"{found['before']}, {found['after']}"
@@ -127,14 +114,13 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one thread each")
     given = parser.parse_args()
-    done = {(row["row"], row["seed"]) for row in common.read_rows(given.out)}
     wanted = [
-        {"model": str(given.model.resolve()), "row": row, "flags": flags, "seed": seed}
+        {"row": row, "flags": flags, "seed": seed}
         for part, seed in itertools.product(given.parts, given.seeds)
         for row, flags in PARTS[part].items()
-        if (row, seed) not in done
     ]
-    common.run_each(train_once, wanted, given.out.resolve(), given.jobs)
+    work = functools.partial(train_once, given.model.resolve())
+    common.run_missing(work, wanted, given.out.resolve(), given.jobs)
 
 
 if __name__ == "__main__":
