@@ -533,7 +533,9 @@ class Reward:
             if term.function is VERIFIERS.get(name):
                 continue
             expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
+            names = list(term.signature.parameters)
             with expecting(f"--reward {name}{term.signature}: expected {expected}"):
+                need("answer" not in names[:1], "the completion comes first")
                 faults = [Reward({name: term}).score_one(text, row).fault for text in texts]
                 need(not all(faults), faults[0])
 
@@ -588,10 +590,8 @@ def main() -> None:
     print(f"reward {mean:.4f} of {len(rows)}; those of less than 1:")
     for number, (row, score) in enumerate(zip(rows, scores), 1):
         if score.reward < 1:
-            print(
-                f"row {number}: {row['answer']!r:.80} from {row['completion'][-160:]!r}",
-                score.fault,
-            )
+            answer, completion = row["answer"], row["completion"][-160:]
+            print(f"row {number}: {answer!r:.80} from {completion!r} {score.fault}")
 
 
 if __name__ == "__main__":

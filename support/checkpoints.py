@@ -61,7 +61,9 @@ def newest(config) -> tuple[Path | None, Progress]:
     if saved is None:
         return None, Progress()
     progress = Progress(**json.loads((saved / "trainer/progress.json").read_text()))
-    need(progress.step < config.steps, f"--steps {config.steps}: {saved} has them already")
+    complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
+    page = f"for its report: python train.py --report {Path(config.runs, config.name)}"
+    need(progress.step < config.steps, f"--steps {config.steps}: {complete}; {page}")
     return saved, progress
 
 

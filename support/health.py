@@ -14,6 +14,11 @@ def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str
     sentences = {}
     if row["truncated"] > MANY:
         sentences["truncated"] = TRUNCATED.format(row["truncated"])
+    groups = round(row["prompts_drawn"])
+    kept = round(groups * (1 - row["dead"]))
+    if config.dynamic_sampling and kept < config.prompts_per_step:
+        few = f"{kept} of {groups} groups have different rewards"
+        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
     if faults:
         sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
     same_weights = config.dtype == "float32" and config.stale_steps == 1

@@ -67,11 +67,13 @@ def test_a_reward_that_does_not_rise_names_the_learning_rate():
 
 def test_the_console_warns_of_a_step():
     """More than a third is many. With --stale-steps the sampler may be apart."""
-    row = {"truncated": 0.4, "sampler_kl": 0.003}
-    config = SimpleNamespace(dtype="float32", stale_steps=1)
+    row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0, "sampler_kl": 0.003}
+    flags = dict(dynamic_sampling=True, prompts_per_step=4, dtype="float32", stale_steps=1)
+    config = SimpleNamespace(**flags)
     found = warnings(row, config, ["KeyError: 'a'"], quiet_steps=10)
+    assert "2 of 8 groups have different rewards, expected 4" in found["refills"]
     assert found["truncated"] == "40% of completions are truncated: raise --max-new-tokens"
     assert found["fault"].endswith("KeyError: 'a'") and "all rewards are equal" in found["quiet"]
     assert "another distribution, sampler_kl 0.003" in found["sampler"]
-    config.stale_steps = 4
+    config.stale_steps, config.dynamic_sampling = 4, False
     assert warnings(row | {"truncated": 0.3}, config, [], quiet_steps=11) == {}

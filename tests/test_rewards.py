@@ -251,7 +251,7 @@ def hostile():
     texts = MANY.split("|")
     many = [*texts, "\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
     found = [piece * (200_000 // len(piece)) for piece in many]
-    found += ["", boxed("1" * 999_000), "\\boxed{" * 120_000 + "}" * 120_000]
+    found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000]
     found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
     found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
     rng = random.Random(0)
@@ -513,6 +513,7 @@ CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion, answer): return [1.0, 0.5]": ["[1.0, 0.5]", "number"],
     "def f(completion, answer): return anwser": ["anwser"],
     "def f(completion, answer): return None": ["returned None", "expected a number"],
+    "def f(answer, completion): return 1.0": ["the completion comes first"],
     "async def f(completion, answer): return 1.0": ["returned <coroutine object f"],
 }
 
