@@ -29,7 +29,6 @@ import statistics
 import sys
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 try:
     import torch
@@ -42,10 +41,11 @@ import gspo
 import rewards
 import rollout
 from rollout import MicroBatch, Rollout
-from support import checkpoints, console, data, flags, folders, health, report
+from support import checkpoints, console, data, flags, health, report
 from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
+from support.folders import Output, open_output
 from support.metrics import measure, readable_samples
 from support.models import (
     context_of,
@@ -145,7 +145,7 @@ MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more 
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def train(run: "Run", output: "Output") -> None:
+def train(run: "Run", output: Output) -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
@@ -324,14 +324,6 @@ class Run(typing.NamedTuple):
     optimizer: torch.optim.Optimizer
     progress: checkpoints.Progress
     log: console.Log
-
-
-class Output(typing.NamedTuple):
-    """Where a run writes. Only the first process holds the lock and the tracker."""
-
-    folder: Path
-    lock: typing.IO | None  # stays open: no other process writes into the folder
-    tracker: Callable[[dict], None] | None  # gets each row of metrics.jsonl
 
 
 # ---- 1. snapshot ---------------------------------------------------------------------------------
@@ -866,23 +858,6 @@ def evaluate_before(run: Run) -> list[dict]:
     return answers
 
 
-def open_output(run: Run, answers: list[dict]) -> Output:
-    """Make the run's folder, with the answers before the first step."""
-    config, progress = run.config, run.progress
-    folder, lock, tracker = None, None, None
-    if run.ranks.first:
-        folder, lock = folders.claim(config, progress.step, progress.before)
-        data.append_rows(folder / "evaluations.jsonl", answers)
-        if config.track:
-            from support.extras.trackers import open_tracker
-
-            began, steps_done = progress.began, progress.step
-            tracker = open_tracker(config.track, folder, vars(config), began, steps_done)
-    folder = run.ranks.from_first(folder)
-    config.name = folder.name
-    return Output(folder, lock, tracker)
-
-
 # ---- main ----------------------------------------------------------------------------------------
 
 
@@ -909,7 +884,7 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = start(config, ranks)
             answers = evaluate_before(run)  # a run that fails here writes nothing
-            train(run, open_output(run, answers))
+            train(run, open_output(config, ranks, run.progress, answers))
         return 0
     except BaseException as error:
         return fail(error, ranks, config)
