@@ -339,7 +339,8 @@ def near(left: Fraction | complex, right: Fraction | complex) -> bool:
 @verifier
 def arithmetic(completion: str, answer: str) -> bool:
     """1 if the text after the last `#` is exactly the answer."""
-    return completion.rpartition("#")[1:] == ("#", gold_answer(answer))
+    need(type(answer) in (str, int, float) and str(answer).strip(), "it has no final answer")
+    return completion.rpartition("#")[1:] == ("#", str(answer))
 
 
 @verifier
@@ -533,9 +534,8 @@ class Reward:
             if term.function is VERIFIERS.get(name):
                 continue
             expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
-            names = list(term.signature.parameters)
             with expecting(f"--reward {name}{term.signature}: expected {expected}"):
-                need("answer" not in names[:1], "the completion comes first")
+                need(str(term.signature)[:7] != "(answer", "the completion comes first")
                 faults = [Reward({name: term}).score_one(text, row).fault for text in texts]
                 need(not all(faults), faults[0])
 
