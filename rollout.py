@@ -15,7 +15,10 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}: pip install -r requirements.txt")
 import torch.nn.functional as F
 import transformers
 from torch import Tensor

@@ -78,7 +78,9 @@ class OwnFlags:
     task: str = flag("arithmetic", "built-in problems", choices=tuple(TASKS))
     data: str | None = flag(None, "JSONL file to train on: prompt and answer")
     eval_data: str | None = flag(None, "JSONL file of held-out rows, else a tenth", needs="data")
-    reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default: the task's")
+    reward: str | None = flag(
+        None, "'math + 0.1*format' or file.py:function; default: the task's, or math"
+    )
     teacher: str | None = flag(None, "OPD: a larger model, folder or hub name")
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
     sampler: str | None = flag(None, "file.py:function with the signature of rollout.generate")
@@ -95,7 +97,7 @@ class OwnFlags:
     stop: list[str] | None = flag(None, "text that ends a completion; may be given several times")
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     cache_gb: float | None = flag(None, "memory for KV caches; default: what is free", above=0)
-    old_logprobs: str = flag("trainer", "who computes pi_old's", choices=("trainer", "sampler"))
+    old_logprobs: str = flag("trainer", "who computes old_logprobs", choices=("trainer", "sampler"))
     stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
     tis_cap: float | None = flag(None, "bound of importance weights, sampler to pi_old", above=0)
 
@@ -133,7 +135,8 @@ class OwnFlags:
 
 
 # Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
-# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. `start` binds it to the loss
+# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. --help lists them. `start` binds
+# them to the functions
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
 NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
@@ -153,7 +156,6 @@ def train(run: "Run", output: Output) -> None:
     needs_constants = algorithm.kl_in == "reward" or bool(algorithm.inputs & {*Constants._fields})
     # terms of the loss that have a gradient where the advantage is 0, too
     has_other_terms = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
-    skips_rows = not needs_constants and not has_other_terms
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
@@ -167,9 +169,11 @@ def train(run: "Run", output: Output) -> None:
         batch = collect(run, step)
 
         # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
+        is_active = batch.mask.any(1)
         if not needs_constants:
             advantages, returns = compute_advantages(run, batch)
-        is_active = has_advantage(advantages, batch.mask) if skips_rows else batch.mask.any(1)
+            if not has_other_terms:
+                is_active = has_advantage(advantages, batch.mask)
 
         # 4. plan        groups in a random order, in updates, in micro-batches
         updates = plan(run, batch, is_active)
@@ -260,7 +264,7 @@ class Improvement(typing.NamedTuple):
     """The result of the updates of a step."""
 
     metrics: list[dict[str, float]]  # of each update with active rows
-    new_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
+    last_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
     first_logprobs: Tensor  # (N, T) of the first update: old_logprobs, if the trainer computes them
     bad_updates: int  # skipped, because they were not finite
 
@@ -360,13 +364,14 @@ def collect(run: Run, step: int) -> Batch:
             break
     faults = [sample.score.fault for sample in samples if sample.score.fault]
 
-    # a batch is never empty: without a group that can teach, the first one stays, and is masked
-    groups = kept[:count] or [0]
+    groups = kept[:count] or [0]  # a batch is never empty
     chosen = [size * group + member for group in groups for member in range(size)]
     rollout = Rollout.cat(rollouts, run.endings["pad_id"]).select(chosen)
     samples = [samples[i] for i in chosen]
-    mask = rollout.completion_mask & bool(kept)
-    if config.overlong_filter:  # the rollout's own mask stays: scoring and metrics read it
+    mask = rollout.completion_mask  # that of the loss. Scoring and metrics read the rollout's own
+    if not kept:
+        mask = torch.zeros_like(mask)
+    if config.overlong_filter:
         mask = mask & ~rollout.truncated[:, None]
     shaped = [sample.score.reward for sample in samples]
     if cache := config.overlong_cache:
@@ -535,14 +540,14 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 def improve(run: Run, step_data: StepData) -> Improvement:
     """Make the updates of a step, --epochs times in the same order."""
     config, progress, step = run.config, run.progress, step_data.batch.step
-    new_logprobs, first_logprobs = torch.zeros_like(step_data.constants.old_logprobs), None
+    last_logprobs, first_logprobs = torch.zeros_like(step_data.constants.old_logprobs), None
     all_metrics, bad_updates = [], 0
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_factor(config, step)
     with run.log.timer("improve"):
         for update in step_data.updates * config.epochs:
             metrics, logprobs = accumulate_gradients(run, step_data, update)
-            new_logprobs[update.active_rows] = logprobs[update.active_rows]
+            last_logprobs[update.active_rows] = logprobs[update.active_rows]
             if first_logprobs is None:
                 first_logprobs = logprobs
             wrong = ", ".join(name for name in metrics if not math.isfinite(metrics[name]))
@@ -558,8 +563,8 @@ def improve(run: Run, step_data: StepData) -> Improvement:
                 progress.bad_in_a_row = 0
                 all_metrics.append(metrics)
         run.optimizer.zero_grad()  # sampling needs their memory
-        run.ranks.sum(new_logprobs, first_logprobs)  # rows of other processes are 0
-    return Improvement(all_metrics, new_logprobs, first_logprobs, bad_updates)
+        run.ranks.sum(last_logprobs, first_logprobs)  # rows of other processes are 0
+    return Improvement(all_metrics, last_logprobs, first_logprobs, bad_updates)
 
 
 def lr_factor(config: Config, step: int) -> float:
@@ -580,9 +585,8 @@ def accumulate_gradients(
     # of the loss's mean: tokens, or completions that have some
     units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
     # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
-    # are not computed
-    denom = units[update.rows].sum()
-    to_active = denom / units[update.active_rows].sum()  # metrics are means over active rows
+    # are not computed. Metrics are means over the active rows
+    denom, active_units = units[update.rows].sum(), units[update.active_rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
     wanted = "gradient" if config.entropy_coef > 0 else "value"
@@ -612,7 +616,7 @@ def accumulate_gradients(
         all_logprobs[rows] = logprobs.detach()
         totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
-            totals[name] += float(value * to_active)
+            totals[name] += float(value * denom / active_units)
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
@@ -623,7 +627,9 @@ def sum_and_clip_gradients(run: Run) -> dict[str, float]:
     norms = {}
     for group in run.optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None:  # this process had no active row
+            if (
+                parameter.grad is None
+            ):  # no active row here, or a critic's head, which nothing reads
                 parameter.grad = torch.zeros_like(parameter)
         run.ranks.sum(*[parameter.grad for parameter in group["params"]])
         norm = torch.nn.utils.clip_grad_norm_(group["params"], run.config.max_grad_norm)
@@ -805,15 +811,15 @@ def make_models(
     scorer_of = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
     dtype = getattr(torch, config.dtype)
     # The order matters: copies without adapters, then adapters, then checkpointing of layers, then
-    # a critic, a copy that has both. Nothing changes while the policy samples: in float32 on one
-    # step's weights it needs no copy
+    # a critic, a copy that has both
     sampling_model, ref_policy, teacher, critic, routing = policy, None, None, None, None
+    # in float32, without adapters and stale steps, the policy samples itself
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
         sampling_model = frozen_copy(policy, dtype)
     if config.kl_coef:
         ref_policy = scorer_of(frozen_copy(policy, dtype))
     if config.teacher:
-        teacher = scorer_of(load_model(config.teacher, config.device, dtype))
+        teacher = scorer_of(load_model(config.teacher, config.device, dtype, "--teacher"))
         share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
     rerun_context = contextlib.nullcontext  # of layers that run again in the backward pass
     if has_experts(policy.config) and config.old_logprobs == "trainer":

@@ -130,9 +130,9 @@ class PromptFormat:
         self.vocabulary = vocabulary
         self.context = context
         self.system = flags.system
-        # a shell passes \\n as two characters, and a line break is meant. Before a small letter it
-        # begins a LaTeX command: \\neq, \\nabla, \\nu
-        self.template = re.sub(r"\\n(?![a-z])", "\n", flags.prompt_template)
+        # a shell passes \n as two characters, and a line break is meant, but in LaTeX: \neq, \nabla
+        line_break = r"\\n(?!(?:eq?|eg|abla|u|ot|otin|mid|exists)\b)"
+        self.template = re.sub(line_break, "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
         fits = tokenizer.chat_template or (self.system is None and not self.template_args)

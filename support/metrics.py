@@ -22,10 +22,12 @@ def measure(run, step_data, result) -> dict:
     dead, correct = batch.dead, batch.correct
     lengths = rollout.completion_mask.sum(1).float()
     row = {}
+    # completions that are trained on
     row["reward"] = batch.rewards.mean()
     row["reward_std"] = batch.rewards.std()
     for name in run.reward.terms:
         row[f"reward/{name}"] = statistics.fmean(each.score.terms[name] for each in batch.samples)
+    # all groups that were sampled
     if correct is not None:
         row["solved"] = correct.mean()
         row["solved_any"] = correct.amax(1).mean()
@@ -33,19 +35,21 @@ def measure(run, step_data, result) -> dict:
         row["dead_wrong"] = (dead & (correct.amax(1) <= 0)).float().mean()
     row["dead"] = dead.float().mean()
     row["prompts_drawn"] = len(dead)
+    # completions that are trained on
     row["length_mean"] = lengths.mean()
     row["length_min"] = lengths.min()
     row["length_max"] = lengths.max()
     row["truncated"] = rollout.truncated.float().mean()
     magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
     row["advantage_abs"] = magnitude.mean()
+    # active rows
     if result.metrics:
         for name in result.metrics[0]:  # clip_fraction, ratio_mean, ...
             row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
     row["bad_updates"] = result.bad_updates
     first = updates[0].active_rows
     active = torch.cat([update.active_rows for update in updates])
-    moved = result.new_logprobs - constants.old_logprobs
+    moved = result.last_logprobs - constants.old_logprobs
     apart = result.first_logprobs - rollout.sampler_logprobs
     row |= drift("policy", moved[active], mask[active])
     row |= drift("sampler", apart[first], mask[first])
@@ -85,7 +89,7 @@ def readable_samples(run, step_data, result) -> list[dict]:
     token, the active completions of one group of the last update."""
     batch, size = step_data.batch, run.config.group_size
     shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
-    log_ratios = result.new_logprobs - step_data.constants.old_logprobs
+    log_ratios = result.last_logprobs - step_data.constants.old_logprobs
     advantages = step_data.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
     active = step_data.updates[-1].active_rows.tolist()
     for row in active:

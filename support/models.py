@@ -74,16 +74,16 @@ def has_experts(config) -> bool:
     return "expert" in config.to_json_string()
 
 
-def load_model(source: str, device: str, dtype: torch.dtype = torch.float32):
+def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: str = "--model"):
     """Load a model in evaluation mode: no pass has dropout. UserError where weights are missing or
     have other shapes, because transformers would continue with random ones."""
     configure_torch()
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # the report lists them
-    model, report = load(AutoModelForCausalLM, source, **options)
+    model, report = load(AutoModelForCausalLM, source, flag, **options)
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     bad = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
-    need(not wrong, f"--model {source}: expected weights that fit its config.json; {bad}")
+    need(not wrong, f"{flag} {source}: expected weights that fit its config.json; {bad}")
     for parameter in model.parameters():  # not buffers: bf16 rotary frequencies blur positions
         parameter.data = parameter.data.to(dtype)
     return model.to(device).eval()

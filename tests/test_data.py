@@ -140,7 +140,8 @@ def test_what_the_model_sees_of_a_prompt(template, flags, expected):
 def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
     latex = r"Say if {prompt} \neq 0, \nabla f, \nu"
     assert form(prompt_template=latex).template == latex
-    assert form(prompt_template=r"\n\n{prompt}\nSo\n#\n").template == "\n\n{prompt}\nSo\n#\n"
+    spelled, meant = r"\n\n{prompt}\nSo\n#\nnote\nanswer:", "\n\n{prompt}\nSo\n#\nnote\nanswer:"
+    assert form(prompt_template=spelled).template == meant
 
 
 @pytest.mark.parametrize(

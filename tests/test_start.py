@@ -226,8 +226,9 @@ def test_threads_spin_briefly_before_torch_loads(given, found, tmp_path):
     assert ended == (1, "", f"{found}\n")
 
 
-def test_python_without_torch_is_one_sentence():
-    program = "import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_path('train.py')\n"
+@pytest.mark.parametrize("script", ["train.py", "rollout.py"])
+def test_python_without_torch_is_one_sentence(script):
+    program = f"import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_path({script!r})\n"
     status, out, errors = python("-c", program)
     assert (status, out) == (1, "")
     assert re.fullmatch("error: .*torch.*: pip install -r requirements.txt\n", errors)

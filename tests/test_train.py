@@ -64,7 +64,7 @@ def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
     for step in seen.steps:
         rows = torch.cat([rows_of(update) for update in step.updates])
         old = step.constants.old_logprobs
-        assert old[rows].any() and torch.equal(step.result.new_logprobs, old)
+        assert old[rows].any() and torch.equal(step.result.last_logprobs, old)
     parts = [part for step in seen.steps for update in step.updates for part in update.parts]
     assert len(parts) > 8  # several micro-batches an update
     assert len({part.trees is None for part in parts}) == 2 or "--max-new-tokens 40" in flags
@@ -76,7 +76,7 @@ def test_the_sampler_may_be_pi_old_and_ratios_leave_1_when_the_policy_moves(seen
     [step] = seen.steps
     first, old = step.updates[0].active_rows, step.constants.old_logprobs
     before = (step.result.first_logprobs - old)[first].abs().max()
-    after = (step.result.new_logprobs - old)[first].abs().max()
+    after = (step.result.last_logprobs - old)[first].abs().max()
     assert 0 < before < 1e-4 < 1e-3 < after
 
 
@@ -264,7 +264,7 @@ def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
     assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active_rows)
     assert sorted(after.updates[0].active_rows.tolist()) == whole.nonzero()[:, 0].tolist()
     assert torch.equal(after.batch.mask, own & whole[:, None])
-    of_all, of_whole = (step.result.new_logprobs[whole] for step in (before, after))
+    of_all, of_whole = (step.result.last_logprobs[whole] for step in (before, after))
     torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
 
 
