@@ -399,7 +399,7 @@ OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: power, ast
 OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
-@functools.lru_cache(10_000)
+@functools.lru_cache(10_000)  # by node: each part of a list is compared with many
 def value_of(node: ast.expr, point: int = 0) -> Fraction | complex:
     """Return the value of an expression. Its letters lie between point and point + 1."""
     match node:
