@@ -192,6 +192,8 @@ def generate(
 
             # samples with different tokens get rows of their own; finished rows are dropped. A pair
             # (row, token) is one number. parent: the old row of each new one
+            #   sample   0 1 2      row_of 0 0 0, token a b a, so the pairs are 0a and 0b:
+            #   row_of   0 1 0      two new rows, both of parent 0, with tokens a and b
             vocabulary = logits.shape[1]
             pairs, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
             parent, token = pairs // vocabulary, pairs % vocabulary

@@ -135,8 +135,7 @@ class OwnFlags:
 
 
 # Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
-# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. --help lists them. `start` binds
-# them to the functions
+# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. `start` binds them; see --help
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
 NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
@@ -558,8 +557,9 @@ def improve(run: Run, step_data: StepData) -> Improvement:
                 need(progress.bad_in_a_row <= MAX_BAD_UPDATES, f"step {step}: {too_many}")
                 run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
                 continue
+            # without active rows AdamW moves by its momentum, and there are no metrics
             run.optimizer.step()
-            if len(update.active_rows) > 0:  # else AdamW moved by its momentum, and no metrics
+            if len(update.active_rows) > 0:
                 progress.bad_in_a_row = 0
                 all_metrics.append(metrics)
         run.optimizer.zero_grad()  # sampling needs their memory

@@ -76,8 +76,12 @@ def read_data(config, reward) -> tuple[list[dict], list[dict]]:
     rows = read_rows(config.data, "--data", reward.check_answer)
     reward.check(rows)
     if config.eval_data:
-        return rows, read_rows(config.eval_data, "--eval-data", reward.check_answer)
-    return hold_out(rows, f"--data {config.data}")
+        held_out = read_rows(config.eval_data, "--eval-data", reward.check_answer)
+    else:
+        rows, held_out = hold_out(rows, f"--data {config.data}")
+    if len(held_out) > config.eval_prompts:  # not the first: a file may be sorted
+        held_out = random.Random(0).sample(held_out, config.eval_prompts)
+    return rows, held_out
 
 
 def text_of(prompt: str | list[dict]) -> str:

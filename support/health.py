@@ -3,6 +3,8 @@
 import math
 from statistics import fmean, variance
 
+from support.tasks import BUILT_IN
+
 RECENT = 10  # the sentences about a run are about so many steps
 MANY = 1 / 3  # of a step's completions that are truncated
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
@@ -52,12 +54,12 @@ def health(rows: list[dict], flags: dict) -> list[str]:
     completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
     clipped = now.get("clip_fraction")
-    if updates == 1:
-        found.append("one update a step: every ratio is 1. Lower --completions-per-update")
-    elif flags["clip_low"] is not None and clipped is not None:
-        if clipped == 0:
+    if flags["clip_low"] is not None and clipped is not None:
+        if updates == 1:
+            found.append("one update a step: every ratio is near 1. Lower --completions-per-update")
+        elif clipped == 0:
             found.append("nothing is clipped: the policy hardly moves. Raise --lr")
-        if clipped > 0.95 * (1 - 1 / updates):  # the first update clips nothing
+        elif clipped > 0.95 * (1 - 1 / updates):  # the first update clips nothing
             found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
     if now.get("entropy", 1.0) < 0.01 and now.get("solved", 0.0) < 0.9:
         found.append("exploration ended, the entropy is near 0: lower --lr or use --entropy-coef")
@@ -70,7 +72,8 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
     best = max(levels)
     last = fmean(rewards[-RECENT:])
-    if last < (best + min(levels[0], 0.0)) / 2:
+    is_noise = best - last < 0.1 * abs(best)  # where rewards are below 0
+    if last < (best + min(levels[0], 0.0)) / 2 and not is_noise:
         return [f"the reward fell from {best:.2f} to {last:.2f}: lower --lr or the updates a step"]
     size = min(RECENT, len(rewards) // 2)
     if size < 5 or now.get("solved", 0.0) > 0.9:
@@ -82,4 +85,6 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
         return []
     change = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
     best = "below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
+    if flags["model"] in BUILT_IN:
+        best = "its default is 2e-4"
     return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is the usual cause: {best}"]

@@ -1,6 +1,7 @@
 """Models and tokenizers: load them, copy them, and find their parts."""
 
 import copy
+import re
 from pathlib import Path
 
 import torch
@@ -70,8 +71,8 @@ def context_of(config) -> int:
 
 
 def has_experts(config) -> bool:
-    """Tell whether the config mentions experts. That of a dense model may, too."""
-    return "expert" in config.to_json_string()
+    """Tell whether the config has a field for experts. That of a dense model may, too."""
+    return re.search('expert[^"]*":', config.to_json_string()) is not None
 
 
 def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: str = "--model"):
@@ -113,8 +114,7 @@ def grouped_in_autocast(experts, hidden, chosen, weights):
 def end_and_pad_ids(model, tokenizer) -> dict:
     """Return eos_ids, those of the tokenizer and of the generation config, and pad_id."""
     ends = model.generation_config.eos_token_id
-    if not isinstance(ends, list):
-        ends = [ends]
+    ends = ends if isinstance(ends, list) else [ends]
     eos_ids = sorted({*ends, tokenizer.eos_token_id} - {None})
     pad_id = tokenizer.pad_token_id
     return {"eos_ids": eos_ids, "pad_id": eos_ids[0] if pad_id is None else pad_id}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import rewards
-from support.data import IDS, PromptFormat, hold_out, read_rows, shuffled_epochs
+from support.data import IDS, PromptFormat, hold_out, read_data, read_rows, shuffled_epochs
 from support.user import UserError
 from tools import BASE, character_tokenizer, copied, good, metrics, write_rows
 
@@ -220,6 +220,17 @@ def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
     text = "#12;3+0*1=**="
     assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1
+
+
+def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path):
+    """A file may be sorted by level. The choice is the same in each run."""
+    path, nothing = tmp_path / "sorted.jsonl", SimpleNamespace(check=list, check_answer=str)
+    rows = [{"prompt": f"{level} {i}", "answer": "1"} for level in "ab" for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SimpleNamespace(data=str(path), eval_data=str(path), eval_prompts=20)
+    _, held_out = read_data(config, nothing)
+    assert len(held_out) == 20 and {row["prompt"][0] for row in held_out} == {"a", "b"}
+    assert read_data(config, nothing)[1] == held_out
 
 
 @pytest.mark.usefixtures("place")

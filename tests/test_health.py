@@ -12,6 +12,7 @@ STEPS = [
     ({"dead": 1.0, "dead_right": 0.0}, {"teacher": "models/large"}, ""),  # it needs no rewards
     ({"truncated": 0.4}, {}, "--max-new-tokens"),
     ({}, {"completions_per_update": 256}, "one update a step"),
+    ({}, {"completions_per_update": 256, "clip_low": None}, ""),  # reinforce has no ratio
     ({"clip_fraction": 0.0}, {}, "nothing is clipped"),
     ({"clip_fraction": 0.0}, {"clip_low": None}, ""),
     ({"clip_fraction": 0.74}, {}, "almost everything is clipped"),
@@ -48,6 +49,10 @@ def test_health_sees_a_collapse_and_no_slow_beginning():
     [sentence] = health(rows, FLAGS)
     assert "fell from 0.80 to 0.30" in sentence
     assert health(rows[:30], FLAGS) == []
+    below_0 = run_of(
+        [-1.05, -1.01] * 5 + [-1.02] * 10 + [-1.04] * 10
+    )  # half of a tiny rise is lost
+    assert not any("fell" in sentence for sentence in health(below_0, FLAGS))
 
 
 def test_a_reward_that_does_not_rise_names_the_learning_rate():
