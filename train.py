@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
 
 import gspo
 import rewards
-import rollout
+import rollout as rollouts  # below, `rollout` is a Rollout
 from rollout import MicroBatch, Rollout
 from support import checkpoints, console, data, flags, health, report
 from support.command_line import flag, parse
@@ -151,10 +151,10 @@ def train(run: "Run", output: Output) -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    # whether advantages read them; a KL in the reward reads log-probs
+    # whether advantages read them: those of ppo do, those of gspo read rewards alone
     needs_constants = algorithm.kl_in == "reward" or bool(algorithm.inputs & {*Constants._fields})
-    # terms of the loss that have a gradient where the advantage is 0, too
-    has_other_terms = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
+    # whether a term of it has a gradient where the advantage is 0
+    loss_needs_all_rows = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
@@ -171,7 +171,7 @@ def train(run: "Run", output: Output) -> None:
         is_active = batch.mask.any(1)
         if not needs_constants:
             advantages, returns = compute_advantages(run, batch)
-            if not has_other_terms:
+            if not loss_needs_all_rows:
                 is_active = has_advantage(advantages, batch.mask)
 
         # 4. plan        groups in a random order, in updates, in micro-batches
@@ -285,14 +285,14 @@ class Scorer:
         """Return log-probs and entropies, (n, T) each: `completion_logprobs` of rollout.py."""
         routed = self.routing.over(part) if self.routing else contextlib.nullcontext()
         with self.autocast(), routed:
-            return rollout.completion_logprobs(
+            return rollouts.completion_logprobs(
                 self.module, part.rollout, self.temperature, part.trees, entropy=entropy
             )
 
     def values(self, part: MicroBatch) -> Tensor:
         """Return the values (n, T) of a critic."""
         with self.autocast():
-            return rollout.completion_values(self.module, part.rollout, part.trees)
+            return rollouts.completion_values(self.module, part.rollout, part.trees)
 
     def autocast(self) -> torch.autocast:
         kind, enabled = self.module.device.type, self.dtype == "bfloat16"
@@ -498,7 +498,7 @@ def plan(run: Run, batch: Batch, is_active: Tensor) -> list[Update]:
         active_rows = rows[is_active[rows]]
         own_rows = run.ranks.share(active_rows)
         tokens, shares = config.micro_batch_tokens, run.models.share_prefixes
-        parts = rollout.micro_batches(batch.rollout, own_rows, tokens, shares)
+        parts = rollouts.micro_batches(batch.rollout, own_rows, tokens, shares)
         updates.append(Update(rows, active_rows, parts))
     return updates
 
@@ -738,7 +738,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = "token_rewards" in algorithm.inputs
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
-    generate = rollout.generate
+    generate = rollouts.generate
     if config.sampler:
         from support.extras.samplers import checked
 
@@ -802,7 +802,7 @@ def make_models(
     """Check the scorer on the ids of a prompt, and make all models beside the policy."""
     prompt = ids[-63:]
     longer = [*prompt, prompt[-1]]  # of another length: errors of padding show
-    share_prefixes = rollout.check_scorer(policy, [prompt, longer], pad_id)
+    share_prefixes = rollouts.check_scorer(policy, [prompt, longer], pad_id)
     if config.device == "cuda" and config.dtype == "bfloat16":
         # the float32 head would take most of the time. TF32 moves log s by 5e-5, a bf16 body by
         # 2.5e-3 (on a CPU, random weights, docs/metrics.md). The check has compared in float32
@@ -820,7 +820,7 @@ def make_models(
         ref_policy = scorer_of(frozen_copy(policy, dtype))
     if config.teacher:
         teacher = scorer_of(load_model(config.teacher, config.device, dtype, "--teacher"))
-        share_prefixes = share_prefixes and rollout.shares_prefixes(teacher.module)
+        share_prefixes = share_prefixes and rollouts.shares_prefixes(teacher.module)
     rerun_context = contextlib.nullcontext  # of layers that run again in the backward pass
     if has_experts(policy.config) and config.old_logprobs == "trainer":
         from support.extras.experts import Experts, routing_now

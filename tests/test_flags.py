@@ -196,7 +196,7 @@ def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
 def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
     """Of a forker's own, while the sampler is checked. In the loop it would be the same."""
-    monkeypatch.setattr(train.rollout, "check_scorer", raising(error))
+    monkeypatch.setattr(train.rollouts, "check_scorer", raising(error))
     with pytest.raises(type(error), match=str(error)):
         launch(tmp_path, BASE)
     monkeypatch.setenv("GSPO_TRACEBACK", "1")  # for a bug that looks like a mistake of the user
