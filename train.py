@@ -627,9 +627,7 @@ def sum_and_clip_gradients(run: Run) -> dict[str, float]:
     norms = {}
     for group in run.optimizer.param_groups:
         for parameter in group["params"]:
-            if (
-                parameter.grad is None
-            ):  # no active row here, or a critic's head, which nothing reads
+            if parameter.grad is None:  # no active row here, or an unread head of a critic
                 parameter.grad = torch.zeros_like(parameter)
         run.ranks.sum(*[parameter.grad for parameter in group["params"]])
         norm = torch.nn.utils.clip_grad_norm_(group["params"], run.config.max_grad_norm)
