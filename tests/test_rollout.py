@@ -473,6 +473,13 @@ def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(
         assert len({mask.data_ptr() for mask in masks}) == masks_of_a_pass
 
 
+def test_long_prompts_are_read_a_few_at_a_time(monkeypatch):
+    """Their activations take memory that the size of the KV cache does not count."""
+    monkeypatch.setattr(R, "PROMPT_TOKENS", 20)
+    parts = R.batches(tiny(), [[5] * 10] * 5, random_numbers(5, 3, 4), cache_gb=1.0)
+    assert [len(part) for part in parts] == [6, 6, 3]
+
+
 # ---- results of a user's sampler
 
 
