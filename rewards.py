@@ -516,7 +516,7 @@ class Reward:
         if not term or term.function is not math:
             return None
         twin = Reward(self.terms | {"math": term._replace(function=math_lenient)})
-        twin.shaping = self.shaping  # some terms became shaping during the run
+        twin.shaping |= self.shaping  # some terms became shaping during the run
         return twin
 
     def check_answer(self, answer: object) -> None:
@@ -535,7 +535,7 @@ class Reward:
                 continue
             expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
             with expecting(f"--reward {name}{term.signature}: expected {expected}"):
-                need(str(term.signature)[:7] != "(answer", "the completion comes first")
+                need([*term.signature.parameters][:1] != ["answer"], "the completion comes first")
                 faults = [Reward({name: term}).score_one(text, row).fault for text in texts]
                 need(not all(faults), faults[0])
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 
 from support.command_line import flag, parse
-from support.data import IDS, PromptFormat, StopTexts, printable
+from support.data import IDS, PromptFormat, StopTexts, printable, printable_lines
 from support.models import (
     body_of,
     context_of,
@@ -191,15 +191,15 @@ def generate(
                 break
 
             # samples with different tokens get rows of their own; finished rows are dropped. A pair
-            # (row, token) is one number. parent: the old row of each new one
-            #   sample   0 1 2      row_of 0 0 0, token a b a, so the pairs are 0a and 0b:
-            #   row_of   0 1 0      two new rows, both of parent 0, with tokens a and b
+            # (row, token) is one number. parent: the old row of each new one. Tokens a, b, a of
+            # three samples in row 0 make the pairs 0a and 0b: two new rows of parent 0
             vocabulary = logits.shape[1]
             pairs, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
             parent, token = pairs // vocabulary, pairs % vocabulary
-            if not torch.equal(parent, torch.arange(len(mask), device=parent.device)):
+            stays = torch.equal(parent, torch.arange(len(mask), device=parent.device))
+            if not stays:  # else each row goes on in its place
                 cache.reorder_cache(parent)
-                mask = mask[parent]  # else each row goes on in its place
+                mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)
             logits = next_logits(model, token[:, None], mask, cache)
     rollout = Rollout.of(prompt_of, tokens, logprobs, lengths, ended, pad_id)
@@ -547,8 +547,7 @@ def print_completions(flags: Flags) -> None:
     rollout = generate(model, [ids], uniforms, **options)
     for completion in rollout.sequences():
         text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
-        for line in text.split("\n"):  # a completion may hold escape sequences
-            print(printable(line))
+        print(printable_lines(text))  # a completion may hold escape sequences
 
 
 def main(arguments: list[str] | None = None) -> int:

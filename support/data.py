@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def printable_lines(text: str) -> str:
+    """Return a text of several lines with its control characters shown by their codes."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 

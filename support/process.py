@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support import folders
 from support.console import duration, percent, say
-from support.data import messages_of, printable
+from support.data import messages_of, printable, printable_lines
 from support.user import UserError, dashed
 
 
@@ -32,7 +32,7 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
             command += [dashed(name), getattr(config, name)]
     for text in config.stop or []:
         command += ["--stop", text]
-    return "\n".join(map(printable, shlex.join(command).split("\n")))
+    return printable_lines(shlex.join(command))
 
 
 class StopSignal:

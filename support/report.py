@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from support.data import printable
+from support.data import printable, printable_lines
 from support.folders import replace_text
 from support.health import health
 from support.user import expecting, need
@@ -77,7 +77,7 @@ def at_most(most: int, items: list) -> list:
 def visible(value) -> str:
     """Return text as escaped HTML. Characters that hide or reorder text are shown by their code."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return html.escape("\n".join(map(printable, text.split("\n"))))
+    return html.escape(printable_lines(text))
 
 
 class Chart(NamedTuple):

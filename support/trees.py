@@ -75,9 +75,11 @@ def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree
     trees = grow(sequences, widest)
     fewest, nodes = len(trees), sum(len(tree.ids) for tree in trees)
     width = max(longest, multiple_of_8(nodes / fewest))
-    while len(trees := grow(sequences, width)) > fewest:
+    while True:  # at the widest they fit
+        trees = grow(sequences, width)
+        if len(trees) <= fewest:
+            return trees, width
         width += 8
-    return trees, width
 
 
 def multiple_of_8(number: float) -> int:
