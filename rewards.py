@@ -424,7 +424,7 @@ def value_of(node: ast.expr, point: int = 0) -> Fraction | complex:
 # ---- rewards -------------------------------------------------------------------------------------
 
 
-class Score(NamedTuple):
+class Verdict(NamedTuple):
     """The reward of one completion, and its parts."""
 
     reward: float  # the weighted sum
@@ -469,8 +469,8 @@ class Reward:
             if term.weight < 0 or getattr(term.function, "shaping", False):
                 self.shaping.add(name)
 
-    def score(self, completions: list[str], rows: list[dict]) -> list[Score]:
-        """Score completions, each with its row of the data ("prompt", "answer", ...)."""
+    def verify(self, completions: list[str], rows: list[dict]) -> list[Verdict]:
+        """Verify completions, each with its row of the data ("prompt", "answer", ...)."""
         for term in self.terms.values():
             if hasattr(term.function, "read"):
                 term.function.read(completions, rows)
@@ -478,10 +478,10 @@ class Reward:
             # torchrun: how many processes of this run share the machine's cores
             workers = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
             with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-                return list(pool.map(self.score_one, completions, rows))
-        return list(map(self.score_one, completions, rows))
+                return list(pool.map(self.verify_one, completions, rows))
+        return list(map(self.verify_one, completions, rows))
 
-    def score_one(self, completion: str, row: dict) -> Score:
+    def verify_one(self, completion: str, row: dict) -> Verdict:
         terms, steps, rewarded, fault = {}, [], {}, ""
         for name, term in self.terms.items():
             try:
@@ -494,20 +494,20 @@ class Reward:
             steps += weighted
             rewarded[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
-        return Score(reward, terms, steps, rewarded, fault)
+        return Verdict(reward, terms, steps, rewarded, fault)
 
-    def verdicts(self, scores: list[Score]) -> tuple[list[float], list[float] | None]:
+    def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
         """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
         shaping. If all are, return (whole reward, None). A term that gives a value below 0 or above
         1 is shaping from then on."""
-        for score in scores:
-            self.shaping |= {name for name, value in score.terms.items() if not 0 <= value <= 1}
+        for each in verdicts:
+            self.shaping |= {name for name, value in each.terms.items() if not 0 <= value <= 1}
         counting = [name for name in self.terms if name not in self.shaping]
-        earned = [sum(score.rewarded[name] for name in counting or self.terms) for score in scores]
+        earned = [sum(each.rewarded[name] for name in counting or self.terms) for each in verdicts]
         if not counting:
             return earned, None
         weights = {name: self.terms[name].weight for name in counting}
-        right = [sum(weights[name] * score.terms[name] for name in counting) for score in scores]
+        right = [sum(weights[name] * each.terms[name] for name in counting) for each in verdicts]
         return earned, [value / sum(weights.values()) for value in right]
 
     def lenient_twin(self) -> "Reward | None":
@@ -536,7 +536,7 @@ class Reward:
             expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
             with expecting(f"--reward {name}{term.signature}: expected {expected}"):
                 need([*term.signature.parameters][:1] != ["answer"], "the completion comes first")
-                faults = [Reward({name: term}).score_one(text, row).fault for text in texts]
+                faults = [Reward({name: term}).verify_one(text, row).fault for text in texts]
                 need(not all(faults), faults[0])
 
 
@@ -585,13 +585,13 @@ def main() -> None:
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
 
-    scores = reward.score([row["completion"] for row in rows], rows)
-    mean = sum(score.reward for score in scores) / len(rows)
+    verdicts = reward.verify([row["completion"] for row in rows], rows)
+    mean = sum(each.reward for each in verdicts) / len(rows)
     print(f"reward {mean:.4f} of {len(rows)}; those of less than 1:")
-    for number, (row, score) in enumerate(zip(rows, scores), 1):
-        if score.reward < 1:
+    for number, (row, each) in enumerate(zip(rows, verdicts), 1):
+        if each.reward < 1:
             answer, completion = row["answer"], row["completion"][-160:]
-            print(f"row {number}: {answer!r:.80} from {completion!r} {score.fault}")
+            print(f"row {number}: {answer!r:.80} from {completion!r} {each.fault}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
 from support.folders import Output, open_output
-from support.metrics import measure, readable_samples
+from support.metrics import measure, readable, readable_samples
 from support.models import (
     context_of,
     critic_of,
@@ -142,6 +142,7 @@ Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
+REWARDS_ALONE = ("rewards", "steps")  # kinds of Algorithm.reads that need no log-probs and values
 MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more ends the run
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -151,10 +152,6 @@ def train(run: "Run", output: Output) -> None:
     """Run the loop. By default on a CPU there is one model: it samples, its log-probs before the
     first update are old_logprobs, and without a KL penalty no reference is loaded."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    # whether advantages read them: those of ppo do, those of gspo read rewards alone
-    needs_constants = algorithm.kl_in == "reward" or bool(algorithm.inputs & {*Constants._fields})
-    # whether a term of it has a gradient where the advantage is 0
-    loss_needs_all_rows = algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
     stop = StopSignal()
     for step in range(run.progress.step + 1, config.steps + 1):
         run.log.start_step()
@@ -167,114 +164,45 @@ def train(run: "Run", output: Output) -> None:
         #                drops groups of equal rewards and asks further prompts
         batch = collect(run, step)
 
-        # 3. advantages  where rewards alone decide: then rows with advantage 0 need no forward pass
-        is_active = batch.mask.any(1)
-        if not needs_constants:
+        # 3. advantages  where rewards alone decide
+        advantages, returns = None, None
+        if algorithm.reads in REWARDS_ALONE:
             advantages, returns = compute_advantages(run, batch)
-            if not loss_needs_all_rows:
-                is_active = has_advantage(advantages, batch.mask)
 
-        # 4. plan        groups in a random order, in updates, in micro-batches
-        updates = plan(run, batch, is_active)
+        # 4. plan        groups in a random order, in updates, in micro-batches. Rows of advantage 0
+        #                need no forward pass
+        updates = plan(run, batch, advantages)
 
         # 5. constants   log-probs of pi_old, pi_ref and a teacher, values of a critic: no gradient
         constants = compute_constants(run, batch, updates)
 
         # 6. advantages  where those decide, and weights of tokens whose sampler was not pi_old
-        if needs_constants:
+        if advantages is None:
             advantages, returns = compute_advantages(run, batch, constants)
         if config.tis_cap:
             advantages = weigh(advantages, batch, constants.old_logprobs, config.tis_cap)
 
         # 7. improve     for each update: accumulate micro-batches, clip, step
-        step_data = StepData(batch, updates, constants, advantages, returns)
-        result = improve(run, step_data)
+        result = improve(run, batch, updates, constants, advantages, returns)
 
         # 8. report      metrics, evaluation, checkpoint, console line, page
         run.progress.step = step
         run.progress.seconds = run.log.elapsed()
-        row = measure(run, step_data, result)
+        row = measure(run, batch, updates, constants, advantages, returns, result)
+        shown = readable_samples(run, batch, updates, constants, advantages, result)
         stopping = any(run.ranks.gather(stop.asked))
-        report_step(run, output, step_data, result, row, stopping)
+        report_step(run, output, batch, advantages, row, shown, stopping)
         if stopping and step < config.steps:
             raise KeyboardInterrupt  # `main` prints "stopped", exit status 130
     farewell(config, output.folder, run.progress, row, run.held_out[0]["prompt"])
 
 
-# ---- data of a step ------------------------------------------------------------------------------
-
-
-class Sample(typing.NamedTuple):
-    """A completion as text, the problem that it answers, and its score."""
-
-    text: str
-    problem: dict  # a row of data, with "tokens", the completion's length, for the reward
-    score: rewards.Score
-
-    def readable(self, step: int) -> dict:
-        """Return it as a row of samples.jsonl or evaluations.jsonl."""
-        asked = {"prompt": data.text_of(self.problem["prompt"]), "answer": self.problem["answer"]}
-        return {"step": step, **asked, "completion": self.text, "reward": self.score.reward}
-
-
-class Batch(typing.NamedTuple):
-    """The N completions of a step, in groups of G, T tokens wide."""
-
-    step: int
-    rollout: Rollout  # as tokens
-    samples: list[Sample]  # as texts
-    mask: Tensor  # (N, T) tokens of the loss
-    rewards: Tensor  # (N,) with overlong shaping
-    # of all groups that were sampled, also those that dynamic sampling dropped
-    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
-    correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
-    faults: list[str]  # of verifiers
-
-
-class Update(typing.NamedTuple):
-    """One optimiser step. The loss is a mean over its rows; only the active ones can change it."""
-
-    rows: Tensor  # (n,) indices into the batch
-    active_rows: Tensor  # those that need a forward pass
-    parts: list[MicroBatch]  # those of this process
-
-
-class Constants(typing.NamedTuple):
-    """(N, T) each, without gradient, 0 in rows that are not active. None for a model that the run
-    does not have."""
-
-    old_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    teacher_logprobs: Tensor | None
-    values: Tensor | None  # of the critic
-
-
-class StepData(typing.NamedTuple):
-    """Everything that the updates of a step read."""
-
-    batch: Batch
-    updates: list[Update]
-    constants: Constants
-    advantages: Tensor  # (N,) or (N, T)
-    returns: Tensor | None  # (N, T) targets of a critic
-
-
-class Improvement(typing.NamedTuple):
-    """The result of the updates of a step."""
-
-    metrics: list[dict[str, float]]  # of each update with active rows
-    last_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
-    first_logprobs: Tensor  # (N, T) of the first update: old_logprobs, if the trainer computes them
-    bad_updates: int  # skipped, because they were not finite
-
-
-# ---- data of a run -------------------------------------------------------------------------------
+# ---- the models, and all that outlives a step ----------------------------------------------------
 
 
 @dataclasses.dataclass
 class Scorer:
-    """Computes log-probs, or a critic's values, of micro-batches by one of the models. The scores
-    of verifiers are something else: `Sample.score`."""
+    """Computes log-probs, or a critic's values, of micro-batches by one of the models."""
 
     module: transformers.PreTrainedModel
     temperature: float
@@ -344,6 +272,28 @@ def refresh_models(models: Models, config: Config, step: int) -> None:
 # ---- 2. sample -----------------------------------------------------------------------------------
 
 
+class Sample(typing.NamedTuple):
+    """A completion as text, the problem that it answers, and its reward."""
+
+    text: str
+    problem: dict  # a row of data, with "tokens", the completion's length, for the reward
+    verdict: rewards.Verdict
+
+
+class Batch(typing.NamedTuple):
+    """The N completions of a step, in groups of G, T tokens wide."""
+
+    step: int
+    rollout: Rollout  # as tokens
+    samples: list[Sample]  # as texts
+    mask: Tensor  # (N, T) tokens of the loss
+    rewards: Tensor  # (N,) with overlong shaping
+    # of all groups that were sampled, also those that dynamic sampling dropped
+    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
+    correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
+    faults: list[str]  # of verifiers
+
+
 def collect(run: Run, step: int) -> Batch:
     """Sample and score the completions of a step."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
@@ -361,7 +311,7 @@ def collect(run: Run, step: int) -> Batch:
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
         if len(kept) >= count:
             break
-    faults = [sample.score.fault for sample in samples if sample.score.fault]
+    faults = [sample.verdict.fault for sample in samples if sample.verdict.fault]
 
     groups = kept[:count] or [0]  # a batch is never empty
     chosen = [size * group + member for group in groups for member in range(size)]
@@ -372,7 +322,7 @@ def collect(run: Run, step: int) -> Batch:
         mask = torch.zeros_like(mask)
     if config.overlong_filter:
         mask = mask & ~rollout.truncated[:, None]
-    shaped = [sample.score.reward for sample in samples]
+    shaped = [sample.verdict.reward for sample in samples]
     if cache := config.overlong_cache:
         for i, length in enumerate(rollout.lengths.tolist()):
             shaped[i] += rewards.soft_overlong_penalty(length, config.max_new_tokens, cache)
@@ -407,15 +357,15 @@ def sample_and_verify(
         problem.pop(data.IDS)
         answered.append(problem)
     with run.log.timer("score"):
-        scores = run.reward.score(ranks.share(texts), ranks.share(answered))
-        scores = [score for share in ranks.gather(scores) for score in share]
-    return rollout, list(map(Sample, texts, answered, scores))
+        verdicts = run.reward.verify(ranks.share(texts), ranks.share(answered))
+        verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
+    return rollout, list(map(Sample, texts, answered, verdicts))
 
 
 def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int):
     """Return (groups,) which groups have equal rewards, before shaping, and (groups, G) how right
     completions are, in [0, 1]. The second is None where no verifier tells right from wrong."""
-    rewarded, correct = reward.verdicts([sample.score for sample in samples])
+    rewarded, correct = reward.without_shaping([sample.verdict for sample in samples])
     rewarded = torch.tensor(rewarded, dtype=torch.float64).view(-1, group_size)
     if correct is not None:
         correct = torch.tensor(correct, dtype=torch.float64).view(-1, group_size)
@@ -426,32 +376,37 @@ def judge_groups(reward: rewards.Reward, samples: list[Sample], group_size: int)
 
 
 def compute_advantages(
-    run: Run, batch: Batch, constants: Constants | None = None
+    run: Run, batch: Batch, constants: "Constants | None" = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return advantages (N,) or (N, T), and returns (N, T), the targets of a critic, else None.
-    The advantages of the algorithm get those inputs that they name."""
-    algorithm, config = run.algorithm, run.config
-    # shapes: gspo.py. A new input is a line here
-    inputs = {"rewards": batch.rewards, "group_size": config.group_size, "mask": batch.mask}
-    if constants is not None:
-        inputs |= constants._asdict()
-    if "token_rewards" in algorithm.inputs:
-        reasoning = [sample.score.steps for sample in batch.samples]
-        placed = place_rewards(run.tokenizer, batch.rollout, batch.rewards, reasoning)
-        inputs["token_rewards"], inputs["step_ends"] = placed
-    if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
+    `reads` of gspo.ALGOS names a case."""
+    algorithm, size = run.algorithm, run.config.group_size
+    if algorithm.reads == "rewards":
+        return algorithm.advantages(batch.rewards, size), None
+    if algorithm.reads == "teacher":
+        teacher, old = constants.teacher_logprobs, constants.old_logprobs
+        return algorithm.advantages(batch.rewards, size, teacher, old, batch.mask), None
+
+    token_rewards, step_ends = place_rewards(
+        run.tokenizer, batch.rollout, batch.rewards, [each.verdict.steps for each in batch.samples]
+    )
+    if algorithm.reads == "steps":
+        return algorithm.advantages(token_rewards, step_ends, size), None
+    if algorithm.kl_in == "reward" and run.config.kl_coef > 0:  # k1 per token
         kl = constants.old_logprobs - constants.ref_logprobs
-        inputs["token_rewards"] -= config.kl_coef * batch.mask * kl
-    if "bootstrap" in algorithm.inputs:
+        token_rewards -= run.config.kl_coef * batch.mask * kl
+    if algorithm.reads == "tokens":
+        return algorithm.advantages(token_rewards, batch.mask), None
+    if algorithm.reads == "values":
         # a truncated completion is not over: the value before its last token stands for the rest
         last = batch.rollout.latest_action[:, -1:]
-        inputs["bootstrap"] = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
-    found = algorithm.advantages(**{name: inputs[name] for name in algorithm.inputs})
-    return found if algorithm.value_loss else (found, None)
+        bootstrap = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
+        return algorithm.advantages(token_rewards, constants.values, batch.mask, bootstrap)
+    raise ValueError(f"reads={algorithm.reads!r}: compute_advantages has no such case")
 
 
 def place_rewards(
-    tokenizer, rollout: Rollout, outcomes: Tensor, reasoning: list[list]
+    tokenizer, rollout: Rollout, outcomes: Tensor, steps: list[list]
 ) -> tuple[Tensor, Tensor]:
     """Return rewards at tokens and the ends of steps of reasoning, (N, T) each. The outcome (N,) is
     at a completion's last token, the reward of a step, (end in characters, reward), at the token
@@ -462,9 +417,9 @@ def place_rewards(
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
     completions, lengths = rollout.completions.tolist(), rollout.lengths.tolist()
-    for i, steps in enumerate(reasoning):
+    for i, steps_of_row in enumerate(steps):
         ids = completions[i][: lengths[i]]
-        for end, reward in steps:
+        for end, reward in steps_of_row:
             token = latest[i, data.token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward
             step_ends[i, token] = True
@@ -486,10 +441,24 @@ def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) ->
 # ---- 4. plan -------------------------------------------------------------------------------------
 
 
-def plan(run: Run, batch: Batch, is_active: Tensor) -> list[Update]:
+class Update(typing.NamedTuple):
+    """One optimiser step. The loss is a mean over its rows; only the active ones can change it."""
+
+    rows: Tensor  # (n,) indices into the batch
+    active_rows: Tensor  # those that need a forward pass
+    parts: list[MicroBatch]  # those of this process
+
+
+def plan(run: Run, batch: Batch, advantages: Tensor | None) -> list[Update]:
     """Divide the rows, group after group in a random order, into updates, and the active rows of
     this process into micro-batches."""
-    config, is_active = run.config, is_active.cpu()
+    config, shares = run.config, run.models.share_prefixes
+    # a term of the loss may have a gradient where the advantage is 0
+    needs_all_rows = run.algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
+    if advantages is None or needs_all_rows:
+        is_active = batch.mask.any(1).cpu()
+    else:
+        is_active = has_advantage(advantages, batch.mask).cpu()
     groups = torch.arange(len(is_active)).view(-1, config.group_size)
     rng = random.Random(f"{config.seed} {batch.step}")
     order = rng.sample(range(len(groups)), len(groups))
@@ -497,13 +466,25 @@ def plan(run: Run, batch: Batch, is_active: Tensor) -> list[Update]:
     for rows in groups[order].flatten().split(config.completions_per_update):
         active_rows = rows[is_active[rows]]
         own_rows = run.ranks.share(active_rows)
-        tokens, shares = config.micro_batch_tokens, run.models.share_prefixes
-        parts = rollouts.micro_batches(batch.rollout, own_rows, tokens, shares)
+        parts = rollouts.micro_batches(batch.rollout, own_rows, config.micro_batch_tokens, shares)
         updates.append(Update(rows, active_rows, parts))
     return updates
 
 
 # ---- 5. constants --------------------------------------------------------------------------------
+
+
+class Constants(typing.NamedTuple):
+    """(N, T) each, without gradient, 0 in rows that are not active. None for a model that the run
+    does not have."""
+
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    teacher_logprobs: Tensor | None
+    values: Tensor | None  # of the critic
+
+    def select(self, rows: Tensor) -> "Constants":
+        return Constants(*[None if column is None else column[rows] for column in self])
 
 
 @torch.no_grad()
@@ -536,16 +517,29 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 # ---- 7. improve ----------------------------------------------------------------------------------
 
 
-def improve(run: Run, step_data: StepData) -> Improvement:
+class Improvement(typing.NamedTuple):
+    """The result of the updates of a step."""
+
+    metrics: list[dict[str, float]]  # of each update with active rows
+    last_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
+    first_logprobs: Tensor  # (N, T) of the first update: old_logprobs, if the trainer computes them
+    bad_updates: int  # skipped, because they were not finite
+
+
+def improve(
+    run: Run, batch: Batch, updates: list[Update], constants: Constants, advantages, returns
+) -> Improvement:
     """Make the updates of a step, --epochs times in the same order."""
-    config, progress, step = run.config, run.progress, step_data.batch.step
-    last_logprobs, first_logprobs = torch.zeros_like(step_data.constants.old_logprobs), None
+    config, progress, step = run.config, run.progress, batch.step
+    last_logprobs, first_logprobs = torch.zeros_like(constants.old_logprobs), None
     all_metrics, bad_updates = [], 0
     for group in run.optimizer.param_groups:
         group["lr"] = group["initial_lr"] * lr_factor(config, step)
     with run.log.timer("improve"):
-        for update in step_data.updates * config.epochs:
-            metrics, logprobs = accumulate_gradients(run, step_data, update)
+        for update in updates * config.epochs:
+            metrics, logprobs = accumulate_gradients(
+                run, batch, update, constants, advantages, returns
+            )
             last_logprobs[update.active_rows] = logprobs[update.active_rows]
             if first_logprobs is None:
                 first_logprobs = logprobs
@@ -576,12 +570,11 @@ def lr_factor(config: Config, step: int) -> float:
 
 
 def accumulate_gradients(
-    run: Run, step_data: StepData, update: Update
+    run: Run, batch: Batch, update: Update, constants: Constants, advantages, returns
 ) -> tuple[dict[str, float], Tensor]:
     """Sum the gradient of one update over micro-batches and processes. Return its metrics, and the
     log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    batch, constants = step_data.batch, step_data.constants
     # of the loss's mean: tokens, or completions that have some
     units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
     # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
@@ -592,34 +585,49 @@ def accumulate_gradients(
     wanted = "gradient" if config.entropy_coef > 0 else "value"
     run.optimizer.zero_grad()
     for part in update.parts:
-        rows, mask = part.rows, batch.mask[part.rows]
-        old_logprobs, advantages = constants.old_logprobs[rows], step_data.advantages[rows]
+        rows, values, targets = part.rows, None, None
         logprobs, entropy = models.policy.logprobs(part, entropy=wanted)
-        loss, metrics = algorithm.loss(logprobs, old_logprobs, advantages, mask, denom)
-        mean_entropy = gspo.masked_mean(entropy, mask, algorithm.unit, denom)
-        loss = loss - config.entropy_coef * mean_entropy
-        metrics["entropy"] = mean_entropy.detach()
-        if models.ref_policy:
-            ref_logprobs = constants.ref_logprobs[rows]
-            kl, of_kl = gspo.kl_penalty(logprobs, ref_logprobs, mask, denom, per=algorithm.unit)
-            if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
-                loss = loss + config.kl_coef * kl
-            metrics |= of_kl
         if models.critic:
-            values, returns = models.critic.values(part), step_data.returns[rows]
-            critic_loss, of_critic = algorithm.value_loss(
-                values, constants.values[rows], returns, mask, denom, per=algorithm.unit
-            )
-            loss = loss + critic_loss
-            metrics |= of_critic
+            values, targets = models.critic.values(part), returns[rows]
+        fixed, some, mask = constants.select(rows), advantages[rows], batch.mask[rows]
+        loss, metrics = total_loss(
+            algorithm, config, logprobs, entropy, values, fixed, some, targets, mask, denom
+        )
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
-        totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] += float(value * denom / active_units)
+        totals["loss"] += float(loss.detach())
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
+
+
+def total_loss(
+    algorithm, config, logprobs, entropy, values, constants, advantages, returns, mask, denom
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of n rows, the sum of all its terms, and their metrics.
+
+    logprobs, entropy (n, T) are of the policy, values (n, T) of a critic, and these have a
+    gradient. constants, advantages (n,) or (n, T), returns and mask (n, T) are those of the rows,
+    denom is that of the update. Without a critic values and returns are None."""
+    unit = algorithm.unit
+    loss, metrics = algorithm.loss(logprobs, constants.old_logprobs, advantages, mask, denom)
+    mean_entropy = gspo.masked_mean(entropy, mask, unit, denom)
+    loss = loss - config.entropy_coef * mean_entropy
+    metrics["entropy"] = mean_entropy.detach()
+    if constants.ref_logprobs is not None:
+        kl, of_kl = gspo.kl_penalty(logprobs, constants.ref_logprobs, mask, denom, per=unit)
+        if algorithm.kl_in == "loss":  # else it is part of the reward, and here a metric
+            loss = loss + config.kl_coef * kl
+        metrics |= of_kl
+    if values is not None:
+        critic_loss, of_critic = algorithm.value_loss(
+            values, constants.values, returns, mask, denom, per=unit
+        )
+        loss = loss + critic_loss
+        metrics |= of_critic
+    return loss, metrics
 
 
 def sum_and_clip_gradients(run: Run) -> dict[str, float]:
@@ -639,12 +647,12 @@ def sum_and_clip_gradients(run: Run) -> dict[str, float]:
 
 
 def report_step(
-    run: Run, output: Output, step_data: StepData, result: Improvement, row: dict, stopping: bool
+    run: Run, output: Output, batch: Batch, advantages, row: dict, shown: list, stopping: bool
 ) -> None:
-    """Evaluate, warn, write the console line and the rows of the step, and save a checkpoint. The
-    tracker and the page come last: they may fail without ending the run."""
-    config, batch, folder = run.config, step_data.batch, output.folder
-    step = batch.step
+    """Evaluate, warn, write the console line, the row of metrics.jsonl and those `shown` of
+    samples.jsonl, and save a checkpoint. The tracker and the page come last: they may fail without
+    ending the run."""
+    config, step, folder = run.config, batch.step, output.folder
     last, answers = step == config.steps, []
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
     if evaluates:
@@ -653,7 +661,7 @@ def report_step(
         if routing := run.models.policy.routing:
             row |= routing.measure_flips(run.models.policy, run.ranks)
 
-    taught = bool(has_advantage(step_data.advantages, batch.mask).any())
+    taught = bool(has_advantage(advantages, batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
     for kind, sentence in health.warnings(row, config, batch.faults, quiet_steps).items():
@@ -664,7 +672,7 @@ def report_step(
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
         data.append_rows(folder / "metrics.jsonl", [row])
-        data.append_rows(folder / "samples.jsonl", readable_samples(run, step_data, result))
+        data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
 
     if last or stopping or (config.save_every and step % config.save_every == 0):
@@ -696,25 +704,25 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = sample_and_verify(run, model, held_out, 1, 0.0, "eval")
-    faults = [sample.score.fault for sample in greedy]
+    faults = [sample.verdict.fault for sample in greedy]
     begun = run.progress.step > 0
     need(begun or not all(faults), f"--reward: it failed on every completion: {faults[0]}")
     _, correct = judge_groups(run.reward, greedy, 1)
-    answers = [sample.readable(run.progress.step) for sample in greedy[:SHOWN_PROMPTS]]
+    answers = [readable(sample, run.progress.step) for sample in greedy[:SHOWN_PROMPTS]]
     for i, answer in enumerate(answers):
         answer["correct"] = None if correct is None else float(correct[i, 0])
     first = answers[0]
     asked, said = printable(first["prompt"][-200:]), printable(first["completion"][-200:])
     say(f"held out: '{asked}' -> '{said}' has reward {first['reward']:g}")
     if correct is None:
-        earned = statistics.fmean(sample.score.reward for sample in greedy)
+        earned = statistics.fmean(sample.verdict.reward for sample in greedy)
         return {"eval_reward": earned}, answers
     metrics = {"eval_solved": float(correct.mean())}
     if lenient := run.reward.lenient_twin():
         # the same completions: a rise of eval_solved alone is format
         texts = [sample.text for sample in greedy]
         problems = [sample.problem for sample in greedy]
-        _, right = lenient.verdicts(lenient.score(texts, problems))
+        _, right = lenient.without_shaping(lenient.verify(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
         temperature = run.config.temperature
@@ -734,7 +742,7 @@ def start(config: Config, ranks: Ranks) -> Run:
         say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
     reward = rewards.parse_reward(config.reward, config.device)
-    reward.reads_steps = "token_rewards" in algorithm.inputs
+    reward.reads_steps = algorithm.reads in ("steps", "tokens", "values")
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
     generate = rollouts.generate
     if config.sampler:
@@ -852,16 +860,6 @@ def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 
-def evaluate_before(run: Run) -> list[dict]:
-    """Evaluate the policy before its first step, and return some answers. A resumed run has this
-    evaluation in its checkpoint."""
-    progress, answers = run.progress, []
-    if progress.step == 0:
-        progress.before, answers = evaluate(run, pass_k=run.config.eval_samples)
-    say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
-    return answers
-
-
 # ---- main ----------------------------------------------------------------------------------------
 
 
@@ -887,8 +885,12 @@ def main(arguments: list[str] | None = None) -> int:
             if config.model in BUILT_IN:  # more threads only wait for each other at this size
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = start(config, ranks)
-            answers = evaluate_before(run)  # a run that fails here writes nothing
-            train(run, open_output(config, ranks, run.progress, answers))
+            progress, answers = run.progress, []
+            if progress.step == 0:  # else it is in the checkpoint
+                progress.before, answers = evaluate(run, pass_k=config.eval_samples)
+            say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
+            # a run that has failed by now has written nothing
+            train(run, open_output(config, ranks, progress, answers))
         return 0
     except BaseException as error:
         return fail(error, ranks, config)

@@ -7,17 +7,16 @@ import torch
 from torch import Tensor
 
 from gspo import completion_mean
+from support.data import text_of
 
 SHOWN_GROUPS = 4  # of a step in samples.jsonl
 
 
-def measure(run, step_data, result) -> dict:
+def measure(run, batch, updates, constants, advantages, returns, result) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
 
-    Every process calls it once a step: it gathers over processes, and ends the step's clock.
-    step_data, result: the `StepData` and the `Improvement` of train.py."""
-    batch, updates, constants = step_data.batch, step_data.updates, step_data.constants
-    advantages, returns = step_data.advantages, step_data.returns
+    Every process calls it once a step: it gathers over processes, and ends the step's clock. The
+    arguments are those of train.py's loop."""
     rollout, mask = batch.rollout, batch.mask
     dead, correct = batch.dead, batch.correct
     lengths = rollout.completion_mask.sum(1).float()
@@ -26,7 +25,7 @@ def measure(run, step_data, result) -> dict:
     row["reward"] = batch.rewards.mean()
     row["reward_std"] = batch.rewards.std()
     for name in run.reward.terms:
-        row[f"reward/{name}"] = statistics.fmean(each.score.terms[name] for each in batch.samples)
+        row[f"reward/{name}"] = statistics.fmean(each.verdict.terms[name] for each in batch.samples)
     # all groups that were sampled
     if correct is not None:
         row["solved"] = correct.mean()
@@ -84,20 +83,26 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def readable_samples(run, step_data, result) -> list[dict]:
+def readable(sample, step: int) -> dict:
+    """Return a Sample as a row of samples.jsonl or evaluations.jsonl."""
+    asked = {"prompt": text_of(sample.problem["prompt"]), "answer": sample.problem["answer"]}
+    return {"step": step, **asked, "completion": sample.text, "reward": sample.verdict.reward}
+
+
+def readable_samples(run, batch, updates, constants, advantages, result) -> list[dict]:
     """Return the rows of samples.jsonl: a completion of each of the first groups, then, token by
     token, the active completions of one group of the last update."""
-    batch, size = step_data.batch, run.config.group_size
-    shown = [sample.readable(batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
-    log_ratios = result.last_logprobs - step_data.constants.old_logprobs
-    advantages = step_data.advantages.view(len(log_ratios), -1).expand_as(log_ratios)
-    active = step_data.updates[-1].active_rows.tolist()
+    size = run.config.group_size
+    shown = [readable(sample, batch.step) for sample in batch.samples[::size][:SHOWN_GROUPS]]
+    log_ratios = result.last_logprobs - constants.old_logprobs
+    advantages = advantages.view(len(log_ratios), -1).expand_as(log_ratios)
+    active = updates[-1].active_rows.tolist()
     for row in active:
         if row // size != active[0] // size:
             continue
         own = batch.rollout.completion_mask[row]  # without tokens of a tool
         ids = batch.rollout.completions[row, own].tolist()
-        shown.append(batch.samples[row].readable(batch.step))
+        shown.append(readable(batch.samples[row], batch.step))
         shown[-1]["group"] = row // size
         shown[-1]["tokens"] = [run.tokenizer.decode([token]) for token in ids]
         shown[-1]["advantage"] = [round(value, 6) for value in advantages[row, own].tolist()]

@@ -70,15 +70,15 @@ def prompts(place):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and of every step its `train.StepData` and the result."""
+    """Keeps the run, and of every step the arguments of `measure`."""
     kept = SimpleNamespace(run=None, steps=[])
-    Step = namedtuple("Step", [*train.StepData._fields, "result"])
+    Step = namedtuple("Step", "batch updates constants advantages returns result")
     measure = train.measure
 
-    def keep(run, step_data, result):
+    def keep(run, *step):
         kept.run = run
-        kept.steps.append(Step(*step_data, result))
-        return measure(run, step_data, result)
+        kept.steps.append(Step(*step))
+        return measure(run, *step)
 
     monkeypatch.setattr(train, "measure", keep)
     return kept

@@ -192,7 +192,7 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     good(tmp_path, f"--model models/tiny {flags} --steps 3")
     assert seen.run.config.reward == "math"
-    assert all(each.score.fault == "" for step in seen.steps for each in step.batch.samples)
+    assert all(each.verdict.fault == "" for step in seen.steps for each in step.batch.samples)
     held_out = [row["prompt"] for row in seen.run.held_out]
     trained = [each.problem["prompt"] for step in seen.steps for each in step.batch.samples[::2]]
     assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch

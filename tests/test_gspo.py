@@ -655,12 +655,7 @@ def test_truncated_importance_weights_match_scalar_loop():
 # ---- the table of algorithms ---------------------------------------------------------------------
 
 LOSSES = {"reinforce++": "ppo", "rloo": "reinforce", "maxrl": "reinforce", "opd": "importance"}
-INPUTS = {  # of advantages that read more than rewards and group_size
-    "gspo-token": {"token_rewards", "step_ends", "group_size"},
-    "ppo": {"token_rewards", "values", "mask", "bootstrap"},
-    "reinforce++": {"token_rewards", "mask"},
-    "opd": {"rewards", "group_size", "teacher_logprobs", "old_logprobs", "mask"},
-}
+READS = {"gspo-token": "steps", "ppo": "values", "reinforce++": "tokens", "opd": "teacher"}
 Z = 0.5**0.5  # the z-score of two unequal rewards
 OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' are z-scores
     "dr-grpo": [0.5, -0.5, -2, 2],
@@ -682,8 +677,8 @@ def test_algorithms_are_those_of_the_papers():
         assert row.kl_in == ("reward" if name in ("ppo", "reinforce++") else "loss"), name
         assert row.dynamic_sampling == row.overlong_shaping == (name == "dapo"), name
         assert row.kl_coef == (0.04 if name == "grpo" else 0.0), name
-        assert row.inputs == INPUTS.get(name, {"rewards", "group_size"}), name
-        if name not in INPUTS:
+        assert row.reads == READS.get(name, "rewards"), name
+        if row.reads == "rewards":
             values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
             assert values == pytest.approx(OUTCOMES.get(name, [Z, -Z, -Z, Z]), abs=1e-5), name
     other = functools.partial(gspo.reinforce_loss, per="completion")
@@ -709,8 +704,8 @@ def test_a_row_tells_the_trainer_how_to_train(name):
     assert whole.item() == pytest.approx(sum(parts).item())
     whole.backward()
     assert row.needs_all_rows or not logprobs.grad[2].any()
-    assert ("values" in row.inputs) == (row.value_loss is not None)
-    assert row.kl_in == "loss" or "token_rewards" in row.inputs
+    assert (row.reads == "values") == (row.value_loss is not None)
+    assert row.kl_in == "loss" or row.reads in ("tokens", "values")
 
 
 def test_a_number_has_one_default_and_no_name_of_a_runs_flag():
@@ -720,7 +715,7 @@ def test_a_number_has_one_default_and_no_name_of_a_runs_flag():
     def numbers_of(number):
         text = f"def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, {number}): ..."
         exec(text, scope := {})
-        row = gspo.Algorithm(scope["loss"], gspo.ppo_advantages, gspo.value_loss)
+        row = gspo.Algorithm(scope["loss"], gspo.ppo_advantages, "values", gspo.value_loss)
         return own_numbers(row, train.OwnFlags)
 
     assert "lr" not in numbers_of("lr")

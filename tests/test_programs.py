@@ -155,7 +155,7 @@ def test_code_refuses_malformed_tests():
 def rewarded(programs: dict[str, str], answer) -> list[str]:
     """Names of the programs that `code` rewards, as many at a time as there are cores."""
     texts = [fenced(source) for source in programs.values()]
-    scores = rewards.parse_reward("code").score(
+    scores = rewards.parse_reward("code").verify(
         texts, [{"prompt": "", "answer": answer}] * len(texts)
     )
     return [name for name, score in zip(programs, scores) if score.reward]

@@ -61,10 +61,10 @@ def interrupted(runs, flags, monkeypatch, at):
     """Run until a signal comes in step `at`."""
     measure = train.measure
 
-    def stopping(run, step_data, result):
-        if step_data.batch.step == at:
+    def stopping(run, batch, *others):
+        if batch.step == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return measure(run, step_data, result)
+        return measure(run, batch, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "measure", stopping)

@@ -327,8 +327,8 @@ ROW = {"prompt": "1+5?", "answer": "6"}
 def scored(spec, *completions, **row):
     """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
-    scores = reward.score(list(completions), [ROW | row] * len(completions))
-    return scores, *reward.verdicts(scores)
+    scores = reward.verify(list(completions), [ROW | row] * len(completions))
+    return scores, *reward.without_shaping(scores)
 
 
 def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
@@ -339,7 +339,7 @@ def test_reward_is_a_weighted_sum_of_which_shaping_is_not_right():
     assert (good.reward, bad.reward) == (pytest.approx(0.6), pytest.approx(0.1))
     assert (rewarded, correct) == ([0.5, 0.0], [1.0, 0.0])
     assert scored("format", right, wrong)[1:] == ([1.0, 1.0], None)  # there is nothing but it
-    assert rewards.parse_reward("math").score([], []) == []
+    assert rewards.parse_reward("math").verify([], []) == []
 
 
 @pytest.fixture
@@ -389,17 +389,17 @@ def test_reward_calls_users_functions_with_copies_of_the_fields_that_they_name(m
     row = {"prompt": "?", "answer": {"target": 1}, "level": [0]}
     reward = rewards.parse_reward(f"{mine}:changes")
     reward.check([row])
-    assert [score.reward for score in reward.score(["a", "b"], [row, row])] == [0.5, 0.5]
+    assert [score.reward for score in reward.verify(["a", "b"], [row, row])] == [0.5, 0.5]
     assert row == {"prompt": "?", "answer": {"target": 1}, "level": [0]}
 
 
 def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
-    first, second = reward.score(["7", "6"], [ROW, ROW])
-    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == set()
-    assert reward.verdicts([first, second]) == ([0.0, 1.0], [0.0, 1.0])
-    assert reward.verdicts([first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
+    first, second = reward.verify(["7", "6"], [ROW, ROW])
+    assert reward.without_shaping([first]) == ([0.0], [0.0]) and reward.shaping == set()
+    assert reward.without_shaping([first, second]) == ([0.0, 1.0], [0.0, 1.0])
+    assert reward.without_shaping([first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
 SUMS = [  # sum, completions, reward, rewarded, correct
@@ -445,7 +445,7 @@ FAULTS = r"""
 def test_reward_survives_a_users_faults(body, own):
     path = own(f"def broken(completion, answer):\n    {body}\n")
     reward = rewards.parse_reward(f"math + {path}:broken")
-    scores = reward.score(["\\boxed{6}", "\x1b[31m" + "long " * 1000], [ROW, ROW])
+    scores = reward.verify(["\\boxed{6}", "\x1b[31m" + "long " * 1000], [ROW, ROW])
     assert [score.reward for score in scores] == [1.0, 0.0]
     assert scores[0].terms == {"math": 1.0, "broken": 0.0}
     for score, shown in zip(scores, ("boxed{6}", "long"), strict=True):
@@ -489,7 +489,7 @@ def test_a_verifier_is_added_by_a_decorator(monkeypatch):
 
     assert shorter("abc", 1, "abcd") is True
     reward = rewards.parse_reward("shorter + 0.5*exact")
-    score, zero = reward.score(["abc", "abc"], [{"prompt": "abcd", "answer": n} for n in (1, 0)])
+    score, zero = reward.verify(["abc", "abc"], [{"prompt": "abcd", "answer": n} for n in (1, 0)])
     assert score.terms == {"shorter": 1.0, "exact": 0.0} and score.fault == ""
     assert zero.reward == 0 and zero.fault.startswith("shorter: a length is positive")
     reward.check_answer(1)
@@ -503,7 +503,7 @@ def test_a_users_function_may_have_the_name_of_a_verifier(own):
         own("def math(completion, answer): return answer == {}") + ":math"
     )
     assert reward.check_answer({}) is None and reward.lenient_twin() is None
-    assert reward.score(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
+    assert reward.verify(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
 
 
 CHECKED = {  # a user's function, and words of the sentence that refuses it
@@ -542,7 +542,7 @@ WORKING = [
 def test_check_accepts_functions_that_can_work(source, own):
     reward = rewards.parse_reward(f"{own(source)}:f")
     assert reward.check([ROW]) is None
-    [score] = reward.score(["6"], [ROW])
+    [score] = reward.verify(["6"], [ROW])
     assert score.reward != 0 and score.fault == ""
 
 
@@ -551,9 +551,9 @@ def test_a_reward_has_a_lenient_twin_where_it_has_math():
     texts = ["so \\boxed{6}", "so 6", "so 7"]
     reward = rewards.parse_reward("2*math + 0.1*format + exact")
     reward.shaping.add("exact")  # as if it had returned 2
-    assert reward.verdicts(reward.score(texts, [ROW] * 3))[1] == [1, 0, 0]
+    assert reward.without_shaping(reward.verify(texts, [ROW] * 3))[1] == [1, 0, 0]
     twin = reward.lenient_twin()
-    assert twin.verdicts(twin.score(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
+    assert twin.without_shaping(twin.verify(texts, [ROW] * 3)) == ([2, 2, 0], [1, 1, 0])
     assert rewards.parse_reward("exact + format").lenient_twin() is None
 
 
@@ -565,7 +565,7 @@ def test_rewards_can_be_copied_with_one_small_file(tmp_path):
     program = """if True:
         import sys, rewards
         reward = rewards.parse_reward("math + countdown + choice")
-        assert reward.score(["\\\\boxed{1/2}"], [{"prompt": "", "answer": "0.5"}])[0].reward == 1
+        assert reward.verify(["\\\\boxed{1/2}"], [{"prompt": "", "answer": "0.5"}])[0].reward == 1
         assert not {"torch", "mpmath"} & sys.modules.keys()
         rewards.parse_reward("math_symbolic")
     """

@@ -59,7 +59,7 @@ def test_task_demonstrations_are_well_formed_and_often_wrong(name):
         assert set(problem["prompt"] + demonstration) <= set(task.alphabet)
         assert len(demonstration) < task.max_new_tokens
         assert reward.check_answer(problem["answer"]) is None
-        [score] = reward.score([demonstration], [problem])
+        [score] = reward.verify([demonstration], [problem])
         assert not score.fault
         correct += score.reward
     assert 0.05 < correct / 1000 < 0.6

@@ -100,7 +100,7 @@ def same_gradient(ours, theirs, tolerance=1e-4):
 
 
 def pays_of(batch) -> list[float]:
-    return [each.score.reward for each in batch.samples]
+    return [each.verdict.reward for each in batch.samples]
 
 
 ONE_UPDATE = "--steps 1 --completions-per-update 16 --max-grad-norm 1e9 --max-new-tokens 20"
@@ -223,7 +223,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
             assert prompt in (f"3+{answer}=", f"4+{answer}=")
             assert seen.run.tokenizer.decode(ids, skip_special_tokens=True) == prompt + each.text
         for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
-            assert len({each.score.reward for each in group}) > 1
+            assert len({each.verdict.reward for each in group}) > 1
             assert len({each.problem["prompt"] for each in group}) == 1
         assert len(batch.samples) == 16
         assert row["prompts_drawn"] >= 8  # refilled, and dropped prompts are still counted
@@ -234,7 +234,7 @@ def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_p
     """pay.py:steps rewards steps, too. dapo reads outcomes alone: equal ones make a dead group."""
     good(tmp_path, f"{BASE} --algo dapo --reward pay.py:steps")
     for step in seen.steps:
-        outcomes = torch.tensor([each.score.reward for each in step.batch.samples]).view(-1, 4)
+        outcomes = torch.tensor([each.verdict.reward for each in step.batch.samples]).view(-1, 4)
         assert (outcomes.amin(1) < outcomes.amax(1)).all()
         assert step.advantages.view(-1, 4).any(1).all()
 
@@ -376,7 +376,7 @@ def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, see
     still differ, so that they move the policy."""
     [row] = metrics(good(tmp_path, f"{OTHERS}{reward} --prompts-per-step 8").folder)
     [step] = seen.steps
-    correct = [each.score.terms["right"] for each in step.batch.samples]
+    correct = [each.verdict.terms["right"] for each in step.batch.samples]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
     assert row["solved"] == pytest.approx(sum(correct) / 32)
     assert row["solved_any"] == sum(max(group) for group in groups) / 8
@@ -399,8 +399,7 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     assert not seen.steps[0].constants.values.any()
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
     batch, _, constants, advantages, returns, *_ = seen.steps[1]
-    _, inputs, _ = calls[1]
-    bootstrap = inputs["bootstrap"]
+    (_, _, _, bootstrap), *_ = calls[1]
     truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
     last = constants.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
@@ -417,14 +416,13 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
     calls = spied(monkeypatch, algorithm, "advantages")
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
-    _, inputs, _ = calls[1]
-    token_rewards = inputs["token_rewards"]
+    (token_rewards, *_), *_ = calls[1]
     batch, _, constants, *_ = seen.steps[1]
     kl, nonzero = constants.old_logprobs - constants.ref_logprobs, 0
     for i, n in enumerate(batch.rollout.lengths.tolist()):
         expected = (-0.2 * kl[i, :n]).tolist()
         nonzero += sum(abs(x) > 1e-6 for x in expected)
-        expected[-1] += batch.samples[i].score.reward
+        expected[-1] += batch.samples[i].verdict.reward
         assert token_rewards[i, :n].tolist() == pytest.approx(expected, abs=1e-6)
     assert nonzero > 16
 
@@ -448,11 +446,20 @@ def test_rows_of_advantage_0_are_trained_on_where_the_loss_needs_them(seen, monk
 
 
 def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
-    row = gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, gspo.value_loss)
+    row = gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, "values", gspo.value_loss)
     monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     calls = spied(monkeypatch, "ppo", "value_loss")
     good(tmp_path, f"{BASE} --algo ppo --steps 1")
     assert calls and all(keywords["per"] == "completion" for _, keywords, _ in calls)
+
+
+def test_advantages_that_read_something_unknown_are_an_error(seen, monkeypatch, tmp_path):
+    """They would be trained on as if they were those of a critic."""
+    good(tmp_path, f"{BASE} --steps 1")
+    row = gspo.Algorithm(gspo.gspo_loss, reads="value")
+    [step] = seen.steps
+    with pytest.raises(ValueError, match="'value'"):
+        train.compute_advantages(seen.run._replace(algorithm=row), step.batch, step.constants)
 
 
 # ---- metrics

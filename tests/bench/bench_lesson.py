@@ -132,7 +132,7 @@ def variance(_) -> None:
     with short_run() as run:
         for step in range(1, 15):
             step_data = sampled(run, step)
-            train.improve(run, step_data)
+            train.improve(run, *step_data)
             active = torch.cat([update.active_rows for update in step_data.updates]).tolist()
             for row in active if step > 6 else []:
                 length = int(step_data.batch.mask[row].sum())

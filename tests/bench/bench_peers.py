@@ -181,7 +181,7 @@ class Watch(transformers.TrainerCallback):
     def reward(self, completions, row, **_) -> list[float]:
         """Our reward as a function for TRL."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
-        scores = self.verifiers.score(texts, [json.loads(one) for one in row])
+        scores = self.verifiers.verify(texts, [json.loads(one) for one in row])
         found = [float(one.reward) for one in scores]
         self.rewards += found
         return found

@@ -187,28 +187,38 @@ def short_run() -> Iterator[train.Run]:
         yield train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
 
 
-def sampled(run: train.Run, step: int) -> train.StepData:
+class Step(NamedTuple):
+    """A step before its updates, as `improve` takes it."""
+
+    batch: train.Batch
+    updates: list[train.Update]
+    constants: train.Constants
+    advantages: torch.Tensor
+    returns: None
+
+
+def sampled(run: train.Run, step: int) -> Step:
     """Return a step before its updates."""
     batch = train.collect(run, step)
     advantages, returns = train.compute_advantages(run, batch)
-    updates = train.plan(run, batch, train.has_advantage(advantages, batch.mask))
+    updates = train.plan(run, batch, advantages)
     constants = train.compute_constants(run, batch, updates)
-    return train.StepData(batch, updates, constants, advantages, returns)
+    return Step(batch, updates, constants, advantages, returns)
 
 
-def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], train.StepData]:
+def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], Step]:
     """Return the completions of a step, scored before its updates and after them, and the step."""
-    step_data = sampled(run, step)
-    batch = step_data.batch
+    begun = sampled(run, step)
+    batch = begun.batch
     before = score(run, batch.rollout)
-    train.improve(run, step_data)
+    train.improve(run, *begun)
     log_ratios = score(run, batch.rollout) - before
     found = []
     for i, length in enumerate(batch.rollout.lengths.tolist()):
         ids = batch.rollout.completions[i, :length].tolist()
         tokens = [run.tokenizer.decode([id]) for id in ids]
         found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found, step_data
+    return found, begun
 
 
 @torch.no_grad()
