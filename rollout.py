@@ -320,14 +320,16 @@ def completion_logprobs(
     hidden = hidden_states(model, rollout, trees)
     both = token_logprobs(model, hidden, rollout.completions[mask], temperature, entropy)
     logprobs, entropies = both
-    return scattered(logprobs, mask), scattered(entropies, mask)
+    zeros = logprobs.new_zeros(mask.shape)
+    return zeros.masked_scatter(mask, logprobs), zeros.masked_scatter(mask, entropies)
 
 
 def completion_values(critic, rollout: Rollout, trees: Trees | None = None) -> Tensor:
     """Return the critic's value before each token, (N, T), 0 outside the mask."""
     hidden = hidden_states(critic, rollout, trees).float()
     values = (hidden * critic.value[:-1]).sum(-1) + critic.value[-1]
-    return scattered(values, rollout.completion_mask)
+    mask = rollout.completion_mask
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def hidden_states(model, rollout: Rollout, trees: Trees | None) -> Tensor:
@@ -353,11 +355,6 @@ def predicting(rollout: Rollout, trees: Trees | None) -> Tensor:
     # `hidden_states` pads the rows to the longest
     width = (rollout.prompt_lengths + rollout.lengths).max()
     return row * width + rollout.prompt_lengths[row] + t - 1
-
-
-def scattered(values: Tensor, mask: Tensor) -> Tensor:
-    """Put values (tokens,), row by row, where the mask (N, T) is; 0 elsewhere."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 LOGITS_AT_ONCE = 2**26  # float32: 256 MB

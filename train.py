@@ -41,12 +41,12 @@ import gspo
 import rewards
 import rollout as rollouts  # below, `rollout` is a Rollout
 from rollout import MicroBatch, Rollout
-from support import checkpoints, console, data, flags, health, report
+from support import checkpoints, console, data, flags, report
 from support.command_line import flag, parse
 from support.console import percent, say
 from support.data import printable
 from support.folders import Output, open_output
-from support.metrics import measure, readable, readable_samples
+from support.metrics import measure, readable, readable_samples, warnings_of
 from support.models import (
     context_of,
     critic_of,
@@ -206,25 +206,21 @@ class Scorer:
 
     module: transformers.PreTrainedModel
     temperature: float
-    dtype: str  # of the body's matrix products. The head is float32
+    in_bfloat16: bool  # the body's matrix products. The head is float32
     routing: typing.Any = None  # of a policy that is a mixture: extras.experts.Experts
 
     def logprobs(self, part: MicroBatch, entropy: str) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies, (n, T) each: `completion_logprobs` of rollout.py."""
         routed = self.routing.over(part) if self.routing else contextlib.nullcontext()
-        with self.autocast(), routed:
+        with torch.autocast(self.module.device.type, torch.bfloat16, self.in_bfloat16), routed:
             return rollouts.completion_logprobs(
                 self.module, part.rollout, self.temperature, part.trees, entropy=entropy
             )
 
     def values(self, part: MicroBatch) -> Tensor:
         """Return the values (n, T) of a critic."""
-        with self.autocast():
+        with torch.autocast(self.module.device.type, torch.bfloat16, self.in_bfloat16):
             return rollouts.completion_values(self.module, part.rollout, part.trees)
-
-    def autocast(self) -> torch.autocast:
-        kind, enabled = self.module.device.type, self.dtype == "bfloat16"
-        return torch.autocast(kind, torch.bfloat16, enabled=enabled)
 
 
 class Models(typing.NamedTuple):
@@ -297,7 +293,7 @@ class Batch(typing.NamedTuple):
 def collect(run: Run, step: int) -> Batch:
     """Sample and score the completions of a step."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
-    rollouts, samples = [], []
+    all_rollouts, samples = [], []
     if run.turns:
         run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
@@ -305,7 +301,7 @@ def collect(run: Run, step: int) -> Batch:
         run.progress.prompts_drawn += len(problems)
         model, seed = run.models.sampling_model, f"{step} {refill}"
         rollout, verified = sample_and_verify(run, model, problems, size, config.temperature, seed)
-        rollouts.append(rollout)
+        all_rollouts.append(rollout)
         samples += verified
         dead, correct = judge_groups(run.reward, samples, size)
         kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
@@ -315,7 +311,7 @@ def collect(run: Run, step: int) -> Batch:
 
     groups = kept[:count] or [0]  # a batch is never empty
     chosen = [size * group + member for group in groups for member in range(size)]
-    rollout = Rollout.cat(rollouts, run.endings["pad_id"]).select(chosen)
+    rollout = Rollout.cat(all_rollouts, run.endings["pad_id"]).select(chosen)
     samples = [samples[i] for i in chosen]
     mask = rollout.completion_mask  # that of the loss. Scoring and metrics read the rollout's own
     if not kept:
@@ -664,7 +660,7 @@ def report_step(
     taught = bool(has_advantage(advantages, batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
     quiet_steps = run.progress.quiet_steps
-    for kind, sentence in health.warnings(row, config, batch.faults, quiet_steps).items():
+    for kind, sentence in warnings_of(row, config, batch.faults, quiet_steps).items():
         run.log.warn(kind, sentence)
     if run.turns and run.turns.fault:
         run.log.warn("tool", f"the tool failed and gave no reply: {run.turns.fault}")
@@ -814,8 +810,9 @@ def make_models(
         # 2.5e-3 (on a CPU, random weights, docs/metrics.md). The check has compared in float32
         torch.set_float32_matmul_precision("high")
 
-    scorer_of = functools.partial(Scorer, temperature=config.temperature, dtype=config.dtype)
     dtype = getattr(torch, config.dtype)
+    autocast = dtype == torch.bfloat16
+    scorer_of = functools.partial(Scorer, temperature=config.temperature, in_bfloat16=autocast)
     # The order matters: copies without adapters, then adapters, then checkpointing of layers, then
     # a critic, a copy that has both
     sampling_model, ref_policy, teacher, critic, routing = policy, None, None, None, None

@@ -1,38 +1,12 @@
-"""Sentences about problems and remedies: of a step for the console, of a run for its page."""
+"""Sentences about the problems of a run and their remedies, for its page."""
 
 import math
 from statistics import fmean, variance
 
+from support.metrics import MANY_TRUNCATED, TRUNCATED
 from support.tasks import BUILT_IN
 
 RECENT = 10  # the sentences about a run are about so many steps
-MANY = 1 / 3  # of a step's completions that are truncated
-TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
-
-
-def warnings(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str, str]:
-    """Return kind -> sentence about a step, from its row of metrics.jsonl. The console shows each
-    kind once. For `quiet_steps` steps no completion had an advantage."""
-    sentences = {}
-    if row["truncated"] > MANY:
-        sentences["truncated"] = TRUNCATED.format(row["truncated"])
-    groups = round(row["prompts_drawn"])
-    kept = round(groups * (1 - row["dead"]))
-    if config.dynamic_sampling and kept < config.prompts_per_step:
-        few = f"{kept} of {groups} groups have different rewards"
-        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
-    if faults:
-        sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
-    same_weights = config.dtype == "float32" and config.stale_steps == 1
-    if same_weights and row.get("sampler_kl", 0.0) > 1e-3:
-        found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
-        sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
-    if quiet_steps == 10:
-        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
-        if row["truncated"] == 1:
-            why = "all completions are truncated (--max-new-tokens)"
-        sentences["quiet"] = f"10 steps taught nothing: {why}"
-    return sentences
 
 
 def health(rows: list[dict], flags: dict) -> list[str]:
@@ -48,7 +22,7 @@ def health(rows: list[dict], flags: dict) -> list[str]:
         found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
     elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
         found.append(f"{dead:.0%} of groups are dead: take easier prompts or a larger --group-size")
-    if now["truncated"] > MANY:
+    if now["truncated"] > MANY_TRUNCATED:
         found.append(TRUNCATED.format(now["truncated"]))
 
     completions = flags["prompts_per_step"] * flags["group_size"]

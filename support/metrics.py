@@ -1,4 +1,5 @@
-"""The numbers of a step, for metrics.jsonl, and some of its completions, for samples.jsonl."""
+"""A step as numbers, for metrics.jsonl, as warnings, for the console, and as some of its
+completions, for samples.jsonl."""
 
 import math
 import statistics
@@ -10,6 +11,8 @@ from gspo import completion_mean
 from support.data import text_of
 
 SHOWN_GROUPS = 4  # of a step in samples.jsonl
+MANY_TRUNCATED = 1 / 3  # of the completions
+TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
 
 
 def measure(run, batch, updates, constants, advantages, returns, result) -> dict:
@@ -81,6 +84,31 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
         f"{prefix}_token_std": tokens.std(correction=0),
         f"{prefix}_sequence_std": completion_mean(log_ratio, mask).std(correction=0),
     }
+
+
+def warnings_of(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str, str]:
+    """Return kind -> sentence about a step, from its row of metrics.jsonl. The console shows each
+    kind once. For `quiet_steps` steps no completion had an advantage."""
+    sentences = {}
+    if row["truncated"] > MANY_TRUNCATED:
+        sentences["truncated"] = TRUNCATED.format(row["truncated"])
+    groups = round(row["prompts_drawn"])
+    kept = round(groups * (1 - row["dead"]))
+    if config.dynamic_sampling and kept < config.prompts_per_step:
+        few = f"{kept} of {groups} groups have different rewards"
+        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
+    if faults:
+        sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
+    same_weights = config.dtype == "float32" and config.stale_steps == 1
+    if same_weights and row.get("sampler_kl", 0.0) > 1e-3:
+        found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
+        sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
+    if quiet_steps == 10:
+        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
+        if row["truncated"] == 1:
+            why = "all completions are truncated (--max-new-tokens)"
+        sentences["quiet"] = f"10 steps taught nothing: {why}"
+    return sentences
 
 
 def readable(sample, step: int) -> dict:

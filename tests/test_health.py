@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from support.health import health, warnings
+from support.health import health
+from support.metrics import warnings_of
 from test_report import FLAGS, step_row
 
 # (a row, flags, a word of the only sentence, or "" if all is healthy)
@@ -75,10 +76,10 @@ def test_the_console_warns_of_a_step():
     row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0, "sampler_kl": 0.003}
     flags = dict(dynamic_sampling=True, prompts_per_step=4, dtype="float32", stale_steps=1)
     config = SimpleNamespace(**flags)
-    found = warnings(row, config, ["KeyError: 'a'"], quiet_steps=10)
+    found = warnings_of(row, config, ["KeyError: 'a'"], quiet_steps=10)
     assert "2 of 8 groups have different rewards, expected 4" in found["refills"]
     assert found["truncated"] == "40% of completions are truncated: raise --max-new-tokens"
     assert found["fault"].endswith("KeyError: 'a'") and "all rewards are equal" in found["quiet"]
     assert "another distribution, sampler_kl 0.003" in found["sampler"]
     config.stale_steps, config.dynamic_sampling = 4, False
-    assert warnings(row | {"truncated": 0.3}, config, [], quiet_steps=11) == {}
+    assert warnings_of(row | {"truncated": 0.3}, config, [], quiet_steps=11) == {}
