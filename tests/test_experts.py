@@ -56,11 +56,11 @@ def part_of(model, samples):
 
 
 def scored(model, part, experts=None):
-    return Scorer(model, 1.0, "float32", experts).logprobs(part, "none")[0]
+    return Scorer(model, 1.0, False, experts).logprobs(part, "none")[0]
 
 
 def flips(model, experts) -> float:
-    return experts.measure_flips(Scorer(model, 1.0, "float32", experts), Ranks())["expert_flips"]
+    return experts.measure_flips(Scorer(model, 1.0, False, experts), Ranks())["expert_flips"]
 
 
 def module_of(model, ending):
