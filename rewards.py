@@ -94,6 +94,222 @@ def exact(completion: str, answer: str | int | float) -> bool:
     return final_answer(completion).casefold() == gold_answer(answer).casefold()
 
 
+def think_format(completion: str, answer: object = None) -> bool:
+    """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
+    text = completion.strip().removeprefix("<think>")
+    match [part.strip() for part in re.split("(</?(?:think|answer)>)", text)]:
+        case [thought, "</think>", "", "<answer>", said, "</answer>", ""]:
+            return thought != "" and said != ""
+    return False
+
+
+think_format.shaping = True  # it moves the policy, and does not say whether an answer is right
+VERIFIERS["format"] = think_format
+
+
+# ---- verifiers of the built-in tasks -------------------------------------------------------------
+
+
+@verifier
+def arithmetic(completion: str, answer: str) -> bool:
+    """1 if the text after the last `#` is exactly the answer."""
+    need(type(answer) in (str, int, float) and str(answer).strip(), "it has no final answer")
+    return completion.rpartition("#")[1:] == ("#", str(answer))
+
+
+@verifier
+def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
+    """Return (end in characters, reward) of each operation of the prompt, then of the outcome.
+
+    In `7+5=2;2*3=6#6` each step takes the prompt's next operation, modulo 10. A step earns 1 if it
+    continues from the last result and is right."""
+    value, end, steps = prompt[:1], 0, []
+    written = completion.partition("#")[0].split(";")
+    for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
+        end += len(step) + 1
+        is_digit = re.fullmatch("[0-9]", value) is not None
+        is_right = is_digit and step == f"{value}{operation}={exact_value(value + operation) % 10}"
+        steps.append((end, float(is_right)))
+        value = step[-1:]
+    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
+
+
+@verifier
+def countdown(completion: str, answer: dict) -> bool:
+    """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
+    with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
+        numbers, target = sorted(answer["numbers"]), answer["target"]
+        are_whole = all(type(number) is int for number in [*numbers, target])
+        need(are_whole and numbers and numbers[0] >= 0, "they are whole, and no number is below 0")
+
+    text = our_signs(final_answer(completion).removesuffix("."))
+    text = re.sub(rf"\A *{target} *=|= *{target} *\Z", "", text, count=1)  # 3*5-2 = 13
+    try:
+        is_right = exact_value(text) == target
+    except UNREADABLE:  # 1/0, open brackets, other signs
+        return False
+    return is_right and sorted(map(int, re.findall("[0-9]+", text))) == numbers
+
+
+def exact_value(text: str) -> Fraction:
+    """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
+    need(re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
+    return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
+
+
+# ---- rewards -------------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """The reward of one completion, and its parts."""
+
+    reward: float  # the weighted sum
+    terms: dict[str, float]  # verifier -> its value, before the weight
+    steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
+    rewarded: dict[str, float]  # verifier -> its value plus its steps, weighted
+    fault: str  # of the first verifier that raised or returned no number: it counts as 0
+
+
+class Term(NamedTuple):
+    """One verifier of a reward."""
+
+    weight: float
+    function: Callable
+    signature: inspect.Signature
+
+    def call(self, completion: str, row: dict) -> tuple[float, list[tuple[int, float]]]:
+        """Return (outcome, steps before it). The function gets copies of the fields it names."""
+        parameters = self.signature.parameters
+        names = row.keys() & list(parameters)[2:]
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            names = row.keys() - {"completion", "answer"}
+        fields = copy.deepcopy({name: row[name] for name in names})
+        value = self.function(completion, copy.deepcopy(row["answer"]), **fields)
+        with expecting(f"it returned {value!r:.80}; expected a number, or (end, number) of steps"):
+            steps = value if isinstance(value, (list, tuple)) else [(0, value)]
+            need(not any(isinstance(number, str) for _, number in steps), "a text is no number")
+            numbers = [(int(end), float(number)) for end, number in steps]
+            need(all(abs(number) <= 1e6 for _, number in numbers), "it is no number up to 1e6")
+            *before, (_, outcome) = numbers
+        return outcome, before
+
+
+class Reward:
+    """A weighted sum of verifiers."""
+
+    def __init__(self, terms: dict[str, Term]):
+        self.terms = terms
+        self.reads_steps = True  # whether rewards of steps before the outcome count
+        self.shaping = set()  # terms that do not say whether an answer is right
+        for name, term in terms.items():
+            if term.weight < 0 or getattr(term.function, "shaping", False):
+                self.shaping.add(name)
+        self.shaping_at_first = frozenset(self.shaping)
+
+    def verify(self, completions: list[str], rows: list[dict]) -> list[Verdict]:
+        """Verify completions, each with its row of the data ("prompt", "answer", ...)."""
+        for term in self.terms.values():
+            if hasattr(term.function, "read"):
+                term.function.read(completions, rows)
+        if any(hasattr(term.function, "threads") for term in self.terms.values()):
+            # torchrun: how many processes of this run share the machine's cores
+            workers = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                return list(pool.map(self.verify_one, completions, rows))
+        return list(map(self.verify_one, completions, rows))
+
+    def verify_one(self, completion: str, row: dict) -> Verdict:
+        terms, steps, rewarded, fault = {}, [], {}, ""
+        for name, term in self.terms.items():
+            try:
+                value, parts = term.call(completion, row)
+            except (Exception, SystemExit) as error:  # a user's function may do anything
+                fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
+                value, parts = 0.0, []
+            terms[name] = value
+            weighted = [(end, term.weight * part) for end, part in parts if self.reads_steps]
+            steps += weighted
+            rewarded[name] = term.weight * value + sum(part for _, part in weighted)
+        reward = sum(self.terms[name].weight * value for name, value in terms.items())
+        return Verdict(reward, terms, steps, rewarded, fault)
+
+    def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
+        """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
+        shaping. If all are, return (whole reward, None). A term that gives a value below 0 or above
+        1 is shaping from then on."""
+        for each in verdicts:
+            self.shaping |= {name for name, value in each.terms.items() if not 0 <= value <= 1}
+        counting = [name for name in self.terms if name not in self.shaping]
+        earned = [sum(each.rewarded[name] for name in counting or self.terms) for each in verdicts]
+        if not counting:
+            return earned, None
+        weights = {name: self.terms[name].weight for name in counting}
+        right = [sum(weights[name] * each.terms[name] for name in counting) for each in verdicts]
+        return earned, [value / sum(weights.values()) for value in right]
+
+    def lenient_twin(self) -> "Reward | None":
+        """Return this sum with `math_lenient` instead of `math`. None without `math`."""
+        term = self.terms.get("math")
+        if not term or term.function is not math:
+            return None
+        twin = Reward(self.terms | {"math": term._replace(function=math_lenient)})
+        twin.shaping |= self.shaping  # some terms became shaping during the run
+        return twin
+
+    def check_answer(self, answer: object) -> None:
+        """Raise UserError if a verifier of ours cannot use a gold answer."""
+        for name, term in self.terms.items():
+            if term.function is VERIFIERS.get(name):
+                with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
+                    term.function("<answer>A</answer>", answer)
+
+    def check(self, rows: list[dict]) -> None:
+        """Try users' functions on the first row. Raise UserError if one never gives a reward."""
+        row = {**rows[0], "tokens": 1}  # train.py adds the number of tokens of the completion
+        texts = ["", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"]
+        for name, term in self.terms.items():
+            if term.function is VERIFIERS.get(name):
+                continue
+            expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
+            with expecting(f"--reward {name}{term.signature}: expected {expected}"):
+                need([*term.signature.parameters][:1] != ["answer"], "the completion comes first")
+                faults = [Reward({name: term}).verify_one(text, row).fault for text in texts]
+                need(not all(faults), faults[0])
+
+
+def parse_reward(spec: str, device: str = "cpu") -> Reward:
+    """Read `--reward`, a sum of `[weight*]verifier`. `device` is for `judge:FOLDER_OR_NAME`."""
+    terms = {}
+    for part in spec.split("+"):
+        weight, _, place = (text.strip() for text in part.rpartition("*"))
+        name, function = place.rpartition(":")[2], None
+        if place.startswith("judge:"):
+            from support.extras.judge import Judge
+
+            name, function = "judge", Judge(place.removeprefix("judge:"), device)
+        elif place == "math_symbolic":
+            from support.extras import answers  # noqa: F401 - it registers its verifier
+        elif place == "code":
+            from support.extras import programs  # noqa: F401
+        known = [*VERIFIERS, *EXTRAS]
+        with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function or {known}"):
+            need(name not in terms, "a name stands there twice")
+            function = function or (function_of(place) if ":" in place else VERIFIERS.get(place))
+            need(function, f"rewards.py has no verifier {place!r}{did_you_mean(place, known)}")
+            terms[name] = Term(float(weight or 1), function, inspect.signature(function))
+            need(0 < abs(terms[name].weight) <= 1e6, "a weight is not 0 and at most 1e6")
+        if hasattr(function, "prepare"):
+            function.prepare()
+    return Reward(terms)
+
+
+def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
+    """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
+    return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
+
+
+# ---- the letter of a choice, and mathematics -----------------------------------------------------
+
 DENIAL = (  # words behind an answer that take it back. "Not given" may be the answer
     r"(?i:\b(?:(?:can)?not(?!\ (?:given|enough|be\ d))|never\ \w+|wrong|incorrect|eliminated|ruled"
     r"|is\ false)\b|n['’]t\b|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
@@ -115,21 +331,6 @@ def choice(completion: str, answer: str) -> bool:
     need(gold, "it names no letter")
     given = CHOICE.fullmatch(final_answer(completion))
     return given is not None and given["letter"].upper() == gold["letter"].upper()
-
-
-def think_format(completion: str, answer: object = None) -> bool:
-    """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
-    text = completion.strip().removeprefix("<think>")
-    match [part.strip() for part in re.split("(</?(?:think|answer)>)", text)]:
-        case [thought, "</think>", "", "<answer>", said, "</answer>", ""]:
-            return thought != "" and said != ""
-    return False
-
-
-think_format.shaping = True  # it moves the policy, and does not say whether an answer is right
-VERIFIERS["format"] = think_format
-
-# ---- mathematics ---------------------------------------------------------------------------------
 
 
 @verifier
@@ -333,56 +534,6 @@ def near(left: Fraction | complex, right: Fraction | complex) -> bool:
     return left == right or not are_exact and abs(left - right) < 1e-12 * abs(left)
 
 
-# ---- verifiers of the built-in tasks -------------------------------------------------------------
-
-
-@verifier
-def arithmetic(completion: str, answer: str) -> bool:
-    """1 if the text after the last `#` is exactly the answer."""
-    need(type(answer) in (str, int, float) and str(answer).strip(), "it has no final answer")
-    return completion.rpartition("#")[1:] == ("#", str(answer))
-
-
-@verifier
-def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """Return (end in characters, reward) of each operation of the prompt, then of the outcome.
-
-    In `7+5=2;2*3=6#6` each step takes the prompt's next operation, modulo 10. A step earns 1 if it
-    continues from the last result and is right."""
-    value, end, steps = prompt[:1], 0, []
-    written = completion.partition("#")[0].split(";")
-    for operation, step in zip(re.findall("[+*][0-9]", prompt), written):
-        end += len(step) + 1
-        is_digit = re.fullmatch("[0-9]", value) is not None
-        is_right = is_digit and step == f"{value}{operation}={exact_value(value + operation) % 10}"
-        steps.append((end, float(is_right)))
-        value = step[-1:]
-    return [*steps, (len(completion), float(arithmetic(completion, answer)))]
-
-
-@verifier
-def countdown(completion: str, answer: dict) -> bool:
-    """1 if an expression in + - * / ( ) takes each of `numbers` once and gives `target` exactly."""
-    with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
-        numbers, target = sorted(answer["numbers"]), answer["target"]
-        are_whole = all(type(number) is int for number in [*numbers, target])
-        need(are_whole and numbers and numbers[0] >= 0, "they are whole, and no number is below 0")
-
-    text = our_signs(final_answer(completion).removesuffix("."))
-    text = re.sub(rf"\A *{target} *=|= *{target} *\Z", "", text, count=1)  # 3*5-2 = 13
-    try:
-        is_right = exact_value(text) == target
-    except UNREADABLE:  # 1/0, open brackets, other signs
-        return False
-    return is_right and sorted(map(int, re.findall("[0-9]+", text))) == numbers
-
-
-def exact_value(text: str) -> Fraction:
-    """Return the value of an expression in + - * / ( ) and whole numbers, or raise."""
-    need(re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text), f"{text!r:.80} is no arithmetic")
-    return value_of(ast.parse(text.strip(), mode="eval").body)  # parsed, never evaluated
-
-
 def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | complex:
     """Return base**exponent. ValueError for values that take long, or that lose their digits."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
@@ -421,156 +572,6 @@ def value_of(node: ast.expr, point: int = 0) -> Fraction | complex:
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
 
 
-# ---- rewards -------------------------------------------------------------------------------------
-
-
-class Verdict(NamedTuple):
-    """The reward of one completion, and its parts."""
-
-    reward: float  # the weighted sum
-    terms: dict[str, float]  # verifier -> its value, before the weight
-    steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
-    rewarded: dict[str, float]  # verifier -> its value plus its steps, weighted
-    fault: str  # of the first verifier that raised or returned no number: it counts as 0
-
-
-class Term(NamedTuple):
-    """One verifier of a reward."""
-
-    weight: float
-    function: Callable
-    signature: inspect.Signature
-
-    def call(self, completion: str, row: dict) -> tuple[float, list[tuple[int, float]]]:
-        """Return (outcome, steps before it). The function gets copies of the fields it names."""
-        parameters = self.signature.parameters
-        names = row.keys() & list(parameters)[2:]
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
-            names = row.keys() - {"completion", "answer"}
-        fields = copy.deepcopy({name: row[name] for name in names})
-        value = self.function(completion, copy.deepcopy(row["answer"]), **fields)
-        with expecting(f"it returned {value!r:.80}; expected a number, or (end, number) of steps"):
-            steps = value if isinstance(value, (list, tuple)) else [(0, value)]
-            need(not any(isinstance(number, str) for _, number in steps), "a text is no number")
-            numbers = [(int(end), float(number)) for end, number in steps]
-            need(all(abs(number) <= 1e6 for _, number in numbers), "it is no number up to 1e6")
-            *before, (_, outcome) = numbers
-        return outcome, before
-
-
-class Reward:
-    """A weighted sum of verifiers."""
-
-    def __init__(self, terms: dict[str, Term]):
-        self.terms = terms
-        self.reads_steps = True  # whether rewards of steps before the outcome count
-        self.shaping = set()  # terms that do not say whether an answer is right
-        for name, term in terms.items():
-            if term.weight < 0 or getattr(term.function, "shaping", False):
-                self.shaping.add(name)
-
-    def verify(self, completions: list[str], rows: list[dict]) -> list[Verdict]:
-        """Verify completions, each with its row of the data ("prompt", "answer", ...)."""
-        for term in self.terms.values():
-            if hasattr(term.function, "read"):
-                term.function.read(completions, rows)
-        if any(hasattr(term.function, "threads") for term in self.terms.values()):
-            # torchrun: how many processes of this run share the machine's cores
-            workers = max(1, os.cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-                return list(pool.map(self.verify_one, completions, rows))
-        return list(map(self.verify_one, completions, rows))
-
-    def verify_one(self, completion: str, row: dict) -> Verdict:
-        terms, steps, rewarded, fault = {}, [], {}, ""
-        for name, term in self.terms.items():
-            try:
-                value, parts = term.call(completion, row)
-            except (Exception, SystemExit) as error:  # a user's function may do anything
-                fault = fault or f"{name}: {raised(error)} on {completion!r:.80}"
-                value, parts = 0.0, []
-            terms[name] = value
-            weighted = [(end, term.weight * part) for end, part in parts if self.reads_steps]
-            steps += weighted
-            rewarded[name] = term.weight * value + sum(part for _, part in weighted)
-        reward = sum(self.terms[name].weight * value for name, value in terms.items())
-        return Verdict(reward, terms, steps, rewarded, fault)
-
-    def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
-        """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
-        shaping. If all are, return (whole reward, None). A term that gives a value below 0 or above
-        1 is shaping from then on."""
-        for each in verdicts:
-            self.shaping |= {name for name, value in each.terms.items() if not 0 <= value <= 1}
-        counting = [name for name in self.terms if name not in self.shaping]
-        earned = [sum(each.rewarded[name] for name in counting or self.terms) for each in verdicts]
-        if not counting:
-            return earned, None
-        weights = {name: self.terms[name].weight for name in counting}
-        right = [sum(weights[name] * each.terms[name] for name in counting) for each in verdicts]
-        return earned, [value / sum(weights.values()) for value in right]
-
-    def lenient_twin(self) -> "Reward | None":
-        """Return this sum with `math_lenient` instead of `math`. None without `math`."""
-        term = self.terms.get("math")
-        if not term or term.function is not math:
-            return None
-        twin = Reward(self.terms | {"math": term._replace(function=math_lenient)})
-        twin.shaping |= self.shaping  # some terms became shaping during the run
-        return twin
-
-    def check_answer(self, answer: object) -> None:
-        """Raise UserError if a verifier of ours cannot use a gold answer."""
-        for name, term in self.terms.items():
-            if term.function is VERIFIERS.get(name):
-                with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
-                    term.function("<answer>A</answer>", answer)
-
-    def check(self, rows: list[dict]) -> None:
-        """Try users' functions on the first row. Raise UserError if one never gives a reward."""
-        row = {**rows[0], "tokens": 1}  # train.py adds the number of tokens of the completion
-        texts = ["", str(row["answer"]), "so <answer>1</answer> \\boxed{1}"]
-        for name, term in self.terms.items():
-            if term.function is VERIFIERS.get(name):
-                continue
-            expected = f"def f(completion, answer) and fields by name: {', '.join(row)}"
-            with expecting(f"--reward {name}{term.signature}: expected {expected}"):
-                need([*term.signature.parameters][:1] != ["answer"], "the completion comes first")
-                faults = [Reward({name: term}).verify_one(text, row).fault for text in texts]
-                need(not all(faults), faults[0])
-
-
-def parse_reward(spec: str, device: str = "cpu") -> Reward:
-    """Read `--reward`, a sum of `[weight*]verifier`. `device` is for `judge:FOLDER_OR_NAME`."""
-    terms = {}
-    for part in spec.split("+"):
-        weight, _, place = (text.strip() for text in part.rpartition("*"))
-        name, function = place.rpartition(":")[2], None
-        if place.startswith("judge:"):
-            from support.extras.judge import Judge
-
-            name, function = "judge", Judge(place.removeprefix("judge:"), device)
-        elif place == "math_symbolic":
-            from support.extras import answers  # noqa: F401 - it registers its verifier
-        elif place == "code":
-            from support.extras import programs  # noqa: F401
-        known = [*VERIFIERS, *EXTRAS]
-        with expecting(f"--reward {spec}: expected a sum of [weight*]file.py:function or {known}"):
-            need(name not in terms, "a name stands there twice")
-            function = function or (function_of(place) if ":" in place else VERIFIERS.get(place))
-            need(function, f"rewards.py has no verifier {place!r}{did_you_mean(place, known)}")
-            terms[name] = Term(float(weight or 1), function, inspect.signature(function))
-            need(0 < abs(terms[name].weight) <= 1e6, "a weight is not 0 and at most 1e6")
-        if hasattr(function, "prepare"):
-            function.prepare()
-    return Reward(terms)
-
-
-def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
-    """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
-    return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
-
-
 def main() -> None:
     from support.data import read_rows
 
@@ -590,8 +591,8 @@ def main() -> None:
     print(f"reward {mean:.4f} of {len(rows)}; those of less than 1:")
     for number, (row, each) in enumerate(zip(rows, verdicts), 1):
         if each.reward < 1:
-            answer, completion = row["answer"], row["completion"][-160:]
-            print(f"row {number}: {answer!r:.80} from {completion!r} {each.fault}")
+            completion = row["completion"][-160:]
+            print(f"row {number}: {row['answer']!r:.80} from {completion!r} {each.fault}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -135,7 +134,8 @@ class OwnFlags:
 
 
 # Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
-# gspo.py: clip_low of gspo_loss is --clip-low and config.clip_low. `start` binds them; see --help
+# gspo.py: `gspo_loss(..., *, clip_low=3e-4)` makes the flag --clip-low and the field `clip_low`,
+# None at first. `parse_flags` replaces the None by 3e-4, `start` binds the loss to it. See --help
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
 NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
@@ -164,7 +164,7 @@ def train(run: "Run", output: Output) -> None:
         #                drops groups of equal rewards and asks further prompts
         batch = collect(run, step)
 
-        # 3. advantages  where rewards alone decide
+        # 3. advantages  where rewards alone decide, as in GSPO
         advantages, returns = None, None
         if algorithm.reads in REWARDS_ALONE:
             advantages, returns = compute_advantages(run, batch)
@@ -276,18 +276,23 @@ class Sample(typing.NamedTuple):
     verdict: rewards.Verdict
 
 
+class Drawn(typing.NamedTuple):
+    """All groups that a step sampled, also those that dynamic sampling dropped."""
+
+    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
+    correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
+    faults: list[str]  # of verifiers
+
+
 class Batch(typing.NamedTuple):
-    """The N completions of a step, in groups of G, T tokens wide."""
+    """The N completions that a step trains on, in groups of G, T tokens wide."""
 
     step: int
     rollout: Rollout  # as tokens
     samples: list[Sample]  # as texts
     mask: Tensor  # (N, T) tokens of the loss
     rewards: Tensor  # (N,) with overlong shaping
-    # of all groups that were sampled, also those that dynamic sampling dropped
-    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
-    correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
-    faults: list[str]  # of verifiers
+    drawn: Drawn
 
 
 def collect(run: Run, step: int) -> Batch:
@@ -308,6 +313,7 @@ def collect(run: Run, step: int) -> Batch:
         if len(kept) >= count:
             break
     faults = [sample.verdict.fault for sample in samples if sample.verdict.fault]
+    drawn = Drawn(dead, correct, faults)
 
     groups = kept[:count] or [0]  # a batch is never empty
     chosen = [size * group + member for group in groups for member in range(size)]
@@ -323,7 +329,7 @@ def collect(run: Run, step: int) -> Batch:
         for i, length in enumerate(rollout.lengths.tolist()):
             shaped[i] += rewards.soft_overlong_penalty(length, config.max_new_tokens, cache)
     shaped = torch.tensor(shaped, device=config.device)
-    return Batch(step, rollout, samples, mask, shaped, dead, correct, faults)
+    return Batch(step, rollout, samples, mask, shaped, drawn)
 
 
 def sample_and_verify(
@@ -573,9 +579,10 @@ def accumulate_gradients(
     config, algorithm, models = run.config, run.algorithm, run.models
     # of the loss's mean: tokens, or completions that have some
     units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
-    # the loss is a mean over all rows of the update. Those that are not active add 0 to it, and
+    # the loss is a mean over all rows of the update: those that are not active add 0 to it, and
     # are not computed. Metrics are means over the active rows
-    denom, active_units = units[update.rows].sum(), units[update.active_rows].sum()
+    denom = units[update.rows].sum()
+    metric_scale = denom / units[update.active_rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
     wanted = "gradient" if config.entropy_coef > 0 else "value"
@@ -585,14 +592,12 @@ def accumulate_gradients(
         logprobs, entropy = models.policy.logprobs(part, entropy=wanted)
         if models.critic:
             values, targets = models.critic.values(part), returns[rows]
-        fixed, some, mask = constants.select(rows), advantages[rows], batch.mask[rows]
-        loss, metrics = total_loss(
-            algorithm, config, logprobs, entropy, values, fixed, some, targets, mask, denom
-        )
+        fixed = (constants.select(rows), advantages[rows], targets, batch.mask[rows], denom)
+        loss, metrics = total_loss(algorithm, config, logprobs, entropy, values, *fixed)
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
         for name, value in metrics.items():
-            totals[name] += float(value * denom / active_units)
+            totals[name] += float(value * metric_scale)
         totals["loss"] += float(loss.detach())
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
@@ -659,8 +664,7 @@ def report_step(
 
     taught = bool(has_advantage(advantages, batch.mask).any())
     run.progress.quiet_steps = 0 if taught else run.progress.quiet_steps + 1
-    quiet_steps = run.progress.quiet_steps
-    for kind, sentence in warnings_of(row, config, batch.faults, quiet_steps).items():
+    for kind, sentence in warnings_of(run, batch, row).items():
         run.log.warn(kind, sentence)
     if run.turns and run.turns.fault:
         run.log.warn("tool", f"the tool failed and gave no reply: {run.turns.fault}")
@@ -690,8 +694,7 @@ def report_step(
 
 def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     """Return held-out accuracy and some answers. Accuracy is greedy, and the fraction of prompts
-    that one of k samples solves. Where no verifier tells right from wrong, it is the greedy reward.
-    """
+    that one of k samples solves, or the greedy reward where no verifier tells right from wrong."""
     policy, model, held_out = run.models.policy.module, run.models.sampling_model, run.held_out
     if run.config.stale_steps > 1:  # the copy must stay stale
         model = policy
@@ -810,19 +813,18 @@ def make_models(
         # 2.5e-3 (on a CPU, random weights, docs/metrics.md). The check has compared in float32
         torch.set_float32_matmul_precision("high")
 
-    dtype = getattr(torch, config.dtype)
-    autocast = dtype == torch.bfloat16
-    scorer_of = functools.partial(Scorer, temperature=config.temperature, in_bfloat16=autocast)
-    # The order matters: copies without adapters, then adapters, then checkpointing of layers, then
-    # a critic, a copy that has both
     sampling_model, ref_policy, teacher, critic, routing = policy, None, None, None, None
-    # in float32, without adapters and stale steps, the policy samples itself
+    dtype = getattr(torch, config.dtype)
+    scoring = (config.temperature, dtype == torch.bfloat16)
+    # 1. copies, which have no adapters. In float32, without adapters and stale steps, the policy
+    #    samples itself
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
         sampling_model = frozen_copy(policy, dtype)
     if config.kl_coef:
-        ref_policy = scorer_of(frozen_copy(policy, dtype))
+        ref_policy = Scorer(frozen_copy(policy, dtype), *scoring)
     if config.teacher:
-        teacher = scorer_of(load_model(config.teacher, config.device, dtype, "--teacher"))
+        loaded = load_model(config.teacher, config.device, dtype, "--teacher")
+        teacher = Scorer(loaded, *scoring)
         share_prefixes = share_prefixes and rollouts.shares_prefixes(teacher.module)
     rerun_context = contextlib.nullcontext  # of layers that run again in the backward pass
     if has_experts(policy.config) and config.old_logprobs == "trainer":
@@ -830,17 +832,20 @@ def make_models(
 
         routing = Experts(config.routing_replay)
         rerun_context = routing_now
+    # 2. adapters
     if config.lora_rank:
         from support.extras.lora import add_adapters
 
         add_adapters(policy, config, dtype)
+    # 3. checkpointing of layers, adapters among them
     if config.gradient_checkpointing:
         from support.extras.checkpointing import checkpoint_layers
 
         checkpoint_layers(policy, rerun_context)
+    # 4. a critic: a copy that has both
     if algorithm.value_loss:
-        critic = scorer_of(critic_of(policy))
-    scorer = scorer_of(policy, routing=routing)
+        critic = Scorer(critic_of(policy), *scoring)
+    scorer = Scorer(policy, *scoring, routing)
     return Models(scorer, sampling_model, ref_policy, teacher, critic, share_prefixes)
 
 

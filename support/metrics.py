@@ -21,7 +21,7 @@ def measure(run, batch, updates, constants, advantages, returns, result) -> dict
     Every process calls it once a step: it gathers over processes, and ends the step's clock. The
     arguments are those of train.py's loop."""
     rollout, mask = batch.rollout, batch.mask
-    dead, correct = batch.dead, batch.correct
+    dead, correct = batch.drawn.dead, batch.drawn.correct
     lengths = rollout.completion_mask.sum(1).float()
     row = {}
     # completions that are trained on
@@ -62,7 +62,7 @@ def measure(run, batch, updates, constants, advantages, returns, result) -> dict
         teacher = constants.teacher_logprobs[mask]
         row["teacher_kl"] = (constants.old_logprobs[mask] - teacher).mean()  # k1, sampled tokens
         row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
-    row["verifier_faults"] = len(batch.faults)
+    row["verifier_faults"] = len(batch.drawn.faults)
     if run.turns:
         row |= run.turns.measure(rollout, run.ranks)
     row["lr"] = run.optimizer.param_groups[0]["lr"]
@@ -86,10 +86,10 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
     }
 
 
-def warnings_of(row: dict, config, faults: list[str], quiet_steps: int) -> dict[str, str]:
+def warnings_of(run, batch, row: dict) -> dict[str, str]:
     """Return kind -> sentence about a step, from its row of metrics.jsonl. The console shows each
-    kind once. For `quiet_steps` steps no completion had an advantage."""
-    sentences = {}
+    kind once."""
+    config, sentences = run.config, {}
     if row["truncated"] > MANY_TRUNCATED:
         sentences["truncated"] = TRUNCATED.format(row["truncated"])
     groups = round(row["prompts_drawn"])
@@ -97,13 +97,20 @@ def warnings_of(row: dict, config, faults: list[str], quiet_steps: int) -> dict[
     if config.dynamic_sampling and kept < config.prompts_per_step:
         few = f"{kept} of {groups} groups have different rewards"
         sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
-    if faults:
+    if faults := batch.drawn.faults:
         sentences["fault"] = f"a verifier failed and gave reward 0: {faults[0]}"
+    for name in run.reward.shaping - run.reward.shaping_at_first:
+        why = "it gave a value below 0 or above 1, so `solved` and dead groups leave it out now"
+        sentences[f"shaping {name}"] = f"--reward {name}: {why}"
     same_weights = config.dtype == "float32" and config.stale_steps == 1
     if same_weights and row.get("sampler_kl", 0.0) > 1e-3:
         found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
         sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
-    if quiet_steps == 10:
+    ratio = row.get("ratio_mean", 1.0)
+    if not 0.5 < ratio < 2:
+        why = "lower --lr? A loss of your own: is `per` the unit of its mean?"
+        sentences["ratio"] = f"the mean ratio is {ratio:.3g}, expected near 1: {why}"
+    if run.progress.quiet_steps == 10:
         why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
         if row["truncated"] == 1:
             why = "all completions are truncated (--max-new-tokens)"
