@@ -233,12 +233,14 @@ class Reward:
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
         return Verdict(reward, terms, steps, rewarded, fault)
 
-    def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
-        """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
-        shaping. If all are, return (whole reward, None). A term that gives a value below 0 or above
-        1 is shaping from then on."""
+    def note_shaping(self, verdicts: list[Verdict]) -> None:
+        """Take each term that gave a value below 0 or above 1 for shaping, from now on."""
         for each in verdicts:
             self.shaping |= {name for name, value in each.terms.items() if not 0 <= value <= 1}
+
+    def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
+        """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
+        shaping. If all are, return (whole reward, None)."""
         counting = [name for name in self.terms if name not in self.shaping]
         earned = [sum(each.rewarded[name] for name in counting or self.terms) for each in verdicts]
         if not counting:
@@ -301,11 +303,6 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         if hasattr(function, "prepare"):
             function.prepare()
     return Reward(terms)
-
-
-def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
-    """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
-    return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
 
 
 # ---- the letter of a choice, and mathematics -----------------------------------------------------

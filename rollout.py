@@ -5,7 +5,8 @@
 Read `generate`, then `completion_logprobs`. `generate` calls the model's own forward pass with its
 KV cache. `completion_logprobs` calls the model's body, then its head in float32 (`logits_of`). It
 has two layouts: a row a sequence, or, where these save much, trees of sequences with equal
-beginnings. `check_scorer` compares all with the model's own forward pass."""
+beginnings. Trees are an optimisation: with trees=None, rows, all of them can be skipped.
+`check_scorer` compares all with the model's own forward pass."""
 
 import dataclasses
 import inspect
@@ -172,7 +173,8 @@ def generate(
         cache = DynamicCache(config=model.config)
         logits = next_logits(model, padded(distinct, model.device, pad_id, left=True), mask, cache)
         row_of_prompt = {prompt: row for row, prompt in enumerate(distinct)}
-        unfinished = tokens.new_tensor(batch)  # samples without an end, and the row of each
+        # samples without an end, and the row of the cache of each: several may share one
+        unfinished = tokens.new_tensor(batch)
         row_of = tokens.new_tensor([row_of_prompt[prompt_of[i]] for i in batch])
 
         # 2. sample one token for each unfinished sample, until all have ended. Samples with equal
@@ -190,14 +192,9 @@ def generate(
             if t == max_new_tokens - 1 or len(unfinished) == 0:
                 break
 
-            # samples with different tokens get rows of their own; finished rows are dropped. A pair
-            # (row, token) is one number. parent: the old row of each new one. Tokens a, b, a of
-            # three samples in row 0 make the pairs 0a and 0b: two new rows of parent 0
-            vocabulary = logits.shape[1]
-            pairs, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
-            parent, token = pairs // vocabulary, pairs % vocabulary
-            stays = torch.equal(parent, torch.arange(len(mask), device=parent.device))
-            if not stays:  # else each row goes on in its place
+            # samples with different tokens get rows of their own; finished rows are dropped
+            parent, token, row_of = split_rows(row_of, token, logits.shape[1])
+            if not torch.equal(parent, torch.arange(len(mask), device=parent.device)):
                 cache.reorder_cache(parent)
                 mask = mask[parent]
             mask = F.pad(mask, (0, 1), value=1)
@@ -206,6 +203,16 @@ def generate(
     finite = rollout.sampler_logprobs.isfinite().all()
     need(finite, f"the logits of this {name} are not finite (NaN or inf)")
     return rollout
+
+
+def split_rows(row_of: Tensor, token: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Give each distinct pair (row, token) a row of its own. Return the old row, `parent`, and the
+    token of each new row, and the new row of each sample.
+
+    Tokens a, b, a of three samples in row 0 make two new rows of parent 0, with tokens a and b. The
+    samples are then in rows 0, 1, 0."""
+    pairs, row_of = (row_of * vocabulary + token).unique(return_inverse=True)
+    return pairs // vocabulary, pairs % vocabulary, row_of
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -341,9 +348,10 @@ def hidden_states(model, rollout: Rollout, trees: Trees | None) -> Tensor:
         masks = masks_of(model, trees)
         ids, options = trees.ids, {"position_ids": trees.positions, "attention_mask": masks}
     hidden = body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
+    before = predicting(rollout, trees)
     # hidden[before], as an embedding: its backward pass adds in a fixed order on every device, and
     # is many times faster than that of indexing
-    return F.embedding(predicting(rollout, trees), hidden)
+    return F.embedding(before, hidden)
 
 
 def predicting(rollout: Rollout, trees: Trees | None) -> Tensor:
@@ -427,13 +435,16 @@ def micro_batches(
 
 
 def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> MicroBatch:
-    """Return the rows whose sequences are in the trees. Sequence i of a tree is of rows[i]."""
+    """Return the micro-batch of those rows whose sequences are in the trees: sequence `number` of a
+    tree is that of rows[number]."""
     numbers = sorted(number for tree in trees for number in tree.paths)
-    rows = rows[numbers]
-    rollout = rollout.select(rows)
+    rows_in_trees = rows[numbers]
+    rollout = rollout.select(rows_in_trees)
+    # token t of a row of the mask is predicted by the token before it, at a position of its
+    # sequence, which is a node of a tree (`join`)
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
-    position = rollout.prompt_lengths[row] + t - 1  # of the token before, in its sequence
-    return MicroBatch(rows, rollout, join(trees, row, position))
+    position = rollout.prompt_lengths[row] + t - 1
+    return MicroBatch(rows_in_trees, rollout, join(trees, row, position))
 
 
 def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:

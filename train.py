@@ -164,13 +164,13 @@ def train(run: "Run", output: Output) -> None:
         #                drops groups of equal rewards and asks further prompts
         batch = collect(run, step)
 
-        # 3. advantages  where rewards alone decide, as in GSPO
+        # 3. advantages  already here where rewards alone decide, as in GSPO: so phase 4 can leave
+        #                out the forward passes of rows with advantage 0
         advantages, returns = None, None
         if algorithm.reads in REWARDS_ALONE:
             advantages, returns = compute_advantages(run, batch)
 
-        # 4. plan        groups in a random order, in updates, in micro-batches. Rows of advantage 0
-        #                need no forward pass
+        # 4. plan        groups in a random order, in updates, in micro-batches
         updates = plan(run, batch, advantages)
 
         # 5. constants   log-probs of pi_old, pi_ref and a teacher, values of a critic: no gradient
@@ -296,7 +296,29 @@ class Batch(typing.NamedTuple):
 
 
 def collect(run: Run, step: int) -> Batch:
-    """Sample and score the completions of a step."""
+    """Sample and verify the completions of a step, and keep the groups that it trains on."""
+    config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
+    rollout, samples, drawn = draw_groups(run, step)
+    kept = [i for i, dead in enumerate(drawn.dead) if not (config.dynamic_sampling and dead)]
+    groups = kept[:count] or [0]  # a batch is never empty
+    chosen = [size * group + member for group in groups for member in range(size)]
+    rollout, samples = rollout.select(chosen), [samples[i] for i in chosen]
+
+    mask = rollout.completion_mask  # that of the loss. Scoring and metrics read the rollout's own
+    if not kept:
+        mask = torch.zeros_like(mask)
+    if config.overlong_filter:
+        mask = mask & ~rollout.truncated[:, None]
+    shaped = [sample.verdict.reward for sample in samples]
+    if cache := config.overlong_cache:
+        for i, length in enumerate(rollout.lengths.tolist()):
+            shaped[i] += soft_overlong_penalty(length, config.max_new_tokens, cache)
+    return Batch(step, rollout, samples, mask, torch.tensor(shaped, device=config.device), drawn)
+
+
+def draw_groups(run: Run, step: int) -> tuple[Rollout, list[Sample], Drawn]:
+    """Sample a group for each of P prompts. With dynamic sampling continue until P groups have
+    different rewards, or MAX_REFILLS times."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, samples = [], []
     if run.turns:
@@ -309,27 +331,16 @@ def collect(run: Run, step: int) -> Batch:
         all_rollouts.append(rollout)
         samples += verified
         dead, correct = judge_groups(run.reward, samples, size)
-        kept = [i for i in range(len(dead)) if not (config.dynamic_sampling and dead[i])]
-        if len(kept) >= count:
+        if not config.dynamic_sampling or int((~dead).sum()) >= count:
             break
     faults = [sample.verdict.fault for sample in samples if sample.verdict.fault]
-    drawn = Drawn(dead, correct, faults)
+    rollout = Rollout.cat(all_rollouts, run.endings["pad_id"])
+    return rollout, samples, Drawn(dead, correct, faults)
 
-    groups = kept[:count] or [0]  # a batch is never empty
-    chosen = [size * group + member for group in groups for member in range(size)]
-    rollout = Rollout.cat(all_rollouts, run.endings["pad_id"]).select(chosen)
-    samples = [samples[i] for i in chosen]
-    mask = rollout.completion_mask  # that of the loss. Scoring and metrics read the rollout's own
-    if not kept:
-        mask = torch.zeros_like(mask)
-    if config.overlong_filter:
-        mask = mask & ~rollout.truncated[:, None]
-    shaped = [sample.verdict.reward for sample in samples]
-    if cache := config.overlong_cache:
-        for i, length in enumerate(rollout.lengths.tolist()):
-            shaped[i] += rewards.soft_overlong_penalty(length, config.max_new_tokens, cache)
-    shaped = torch.tensor(shaped, device=config.device)
-    return Batch(step, rollout, samples, mask, shaped, drawn)
+
+def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
+    """Eq. 13 of arXiv 2503.14476: 0 up to max_length - cache tokens, then linear down to -1."""
+    return -min(max(length - max_length + cache, 0) / max(cache, 1), 1.0)
 
 
 def sample_and_verify(
@@ -361,6 +372,7 @@ def sample_and_verify(
     with run.log.timer("score"):
         verdicts = run.reward.verify(ranks.share(texts), ranks.share(answered))
         verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
+        run.reward.note_shaping(verdicts)
     return rollout, list(map(Sample, texts, answered, verdicts))
 
 
@@ -389,7 +401,7 @@ def compute_advantages(
         teacher, old = constants.teacher_logprobs, constants.old_logprobs
         return algorithm.advantages(batch.rewards, size, teacher, old, batch.mask), None
 
-    token_rewards, step_ends = place_rewards(
+    token_rewards, step_ends = data.place_rewards(
         run.tokenizer, batch.rollout, batch.rewards, [each.verdict.steps for each in batch.samples]
     )
     if algorithm.reads == "steps":
@@ -405,27 +417,6 @@ def compute_advantages(
         bootstrap = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
         return algorithm.advantages(token_rewards, constants.values, batch.mask, bootstrap)
     raise ValueError(f"reads={algorithm.reads!r}: compute_advantages has no such case")
-
-
-def place_rewards(
-    tokenizer, rollout: Rollout, outcomes: Tensor, steps: list[list]
-) -> tuple[Tensor, Tensor]:
-    """Return rewards at tokens and the ends of steps of reasoning, (N, T) each. The outcome (N,) is
-    at a completion's last token, the reward of a step, (end in characters, reward), at the token
-    that completes it."""
-    latest = rollout.latest_action
-    last = latest[:, -1:]
-    zeros = torch.zeros_like(rollout.sampler_logprobs)
-    token_rewards = zeros.scatter(1, last, outcomes[:, None])
-    step_ends = zeros.bool().scatter(1, last, True)
-    completions, lengths = rollout.completions.tolist(), rollout.lengths.tolist()
-    for i, steps_of_row in enumerate(steps):
-        ids = completions[i][: lengths[i]]
-        for end, reward in steps_of_row:
-            token = latest[i, data.token_that_completes(tokenizer, ids, end)]
-            token_rewards[i, token] += reward
-            step_ends[i, token] = True
-    return token_rewards, step_ends
 
 
 def has_advantage(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -520,7 +511,7 @@ def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constant
 
 
 class Improvement(typing.NamedTuple):
-    """The result of the updates of a step."""
+    """The result of the updates of a step, for `measure` alone."""
 
     metrics: list[dict[str, float]]  # of each update with active rows
     last_logprobs: Tensor  # (N, T) from the pass of a row's last update, before its optimiser step
@@ -580,7 +571,7 @@ def accumulate_gradients(
     # of the loss's mean: tokens, or completions that have some
     units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
     # the loss is a mean over all rows of the update: those that are not active add 0 to it, and
-    # are not computed. Metrics are means over the active rows
+    # are not computed. A loss's metric is a sum / denom, too. It becomes a mean over active rows
     denom = units[update.rows].sum()
     metric_scale = denom / units[update.active_rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)
@@ -588,12 +579,22 @@ def accumulate_gradients(
     wanted = "gradient" if config.entropy_coef > 0 else "value"
     run.optimizer.zero_grad()
     for part in update.parts:
-        rows, values, targets = part.rows, None, None
+        rows, values, returns_of_rows = part.rows, None, None
         logprobs, entropy = models.policy.logprobs(part, entropy=wanted)
         if models.critic:
-            values, targets = models.critic.values(part), returns[rows]
-        fixed = (constants.select(rows), advantages[rows], targets, batch.mask[rows], denom)
-        loss, metrics = total_loss(algorithm, config, logprobs, entropy, values, *fixed)
+            values, returns_of_rows = models.critic.values(part), returns[rows]
+        loss, metrics = total_loss(
+            algorithm,
+            config,
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            constants=constants.select(rows),
+            advantages=advantages[rows],
+            returns=returns_of_rows,
+            mask=batch.mask[rows],
+            denom=denom,
+        )
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
         for name, value in metrics.items():
@@ -710,9 +711,8 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     answers = [readable(sample, run.progress.step) for sample in greedy[:SHOWN_PROMPTS]]
     for i, answer in enumerate(answers):
         answer["correct"] = None if correct is None else float(correct[i, 0])
-    first = answers[0]
-    asked, said = printable(first["prompt"][-200:]), printable(first["completion"][-200:])
-    say(f"held out: '{asked}' -> '{said}' has reward {first['reward']:g}")
+    asked, said = printable(answers[0]["prompt"][-200:]), printable(answers[0]["completion"][-200:])
+    say(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']:g}")
     if correct is None:
         earned = statistics.fmean(sample.verdict.reward for sample in greedy)
         return {"eval_reward": earned}, answers
@@ -724,8 +724,7 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
         _, right = lenient.without_shaping(lenient.verify(texts, problems))
         metrics["eval_solved_lenient"] = statistics.fmean(right)
     if pass_k:
-        temperature = run.config.temperature
-        _, several = sample_and_verify(run, model, held_out, pass_k, temperature, "eval")
+        _, several = sample_and_verify(run, model, held_out, pass_k, run.config.temperature, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
             metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
@@ -743,7 +742,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = algorithm.reads in ("steps", "tokens", "values")
     rows, held_out = data.read_data(config, reward) if config.data else problems_of(config, reward)
-    generate = rollouts.generate
+    generate, turns = rollouts.generate, None
     if config.sampler:
         from support.extras.samplers import checked
 
@@ -752,14 +751,13 @@ def start(config: Config, ranks: Ranks) -> Run:
     if config.tool:
         from support.extras.tools import Turns, parse_tool
 
-        tool = parse_tool(config.tool)
+        tool = parse_tool(config.tool)  # its Turns need the tokenizer, below
     saved, progress = checkpoints.newest(config)
     reward.shaping.update(progress.shaping)
 
     # tokens
     source, tokenizer, model_config = find_model(config, ranks)
     stops = data.StopTexts(tokenizer, config.stop) if config.stop else None
-    turns = None
     if config.tool:
         generate = turns = Turns(generate, tool, tokenizer)
     vocabulary = model_config.get_text_config().vocab_size

@@ -79,7 +79,7 @@ for step in range(1, STEPS + 1):
     texts = tokenizer.batch_decode(tokens[:, -width:], skip_special_tokens=True)
     rewards = torch.tensor([*map(reward, texts, problems)], device=DEVICE)
     advantages = group_advantages(rewards, GROUP_SIZE)  # 3. advantages, eq. 6
-    updates = torch.randperm(len(tokens)).chunk(UPDATES)  # 4. plan
+    updates = torch.randperm(len(tokens)).chunk(UPDATES)  # 4. plan (train.py: whole groups)
     with torch.no_grad():  # 5. constants
         old_logprobs = completion_logprobs(old_policy, tokens, seen, width)
     for rows in updates:  # 7. improve, eq. 5 (6. is for a critic or a teacher)

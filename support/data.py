@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import torch
 import transformers
 from torch import Tensor
 
@@ -213,6 +214,25 @@ def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
         return len(text.rstrip("\ufffd"))  # the first bytes of a character
 
     return bisect.bisect_left(range(len(ids) - 1), characters, key=count)
+
+
+def place_rewards(tokenizer, rollout, outcomes: Tensor, steps: list[list]) -> tuple[Tensor, Tensor]:
+    """Return rewards at tokens and the ends of steps of reasoning, (N, T) each, for a Rollout of N
+    completions. The outcome (N,) is at a completion's last token, the reward of a step, (end in
+    characters, reward), at the token that completes it."""
+    latest = rollout.latest_action
+    last = latest[:, -1:]
+    zeros = torch.zeros_like(rollout.sampler_logprobs)
+    token_rewards = zeros.scatter(1, last, outcomes[:, None])
+    step_ends = zeros.bool().scatter(1, last, True)
+    completions, lengths = rollout.completions.tolist(), rollout.lengths.tolist()
+    for i, steps_of_row in enumerate(steps):
+        ids = completions[i][: lengths[i]]
+        for end, reward in steps_of_row:
+            token = latest[i, token_that_completes(tokenizer, ids, end)]
+            token_rewards[i, token] += reward
+            step_ends[i, token] = True
+    return token_rewards, step_ends
 
 
 class StopTexts(transformers.StopStringCriteria):

@@ -51,10 +51,10 @@ def measure(run, batch, updates, constants, advantages, returns, result) -> dict
     row["bad_updates"] = result.bad_updates
     first = updates[0].active_rows
     active = torch.cat([update.active_rows for update in updates])
-    moved = result.last_logprobs - constants.old_logprobs
-    apart = result.first_logprobs - rollout.sampler_logprobs
-    row |= drift("policy", moved[active], mask[active])
-    row |= drift("sampler", apart[first], mask[first])
+    policy_log_ratio = result.last_logprobs - constants.old_logprobs
+    sampler_log_ratio = result.first_logprobs - rollout.sampler_logprobs
+    row |= drift("policy", policy_log_ratio[active], mask[active])
+    row |= drift("sampler", sampler_log_ratio[first], mask[first])
     if run.models.critic and mask.any():  # 1 if perfect, 0 for a constant
         left = (returns - constants.values)[mask].var(correction=0)
         row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)

@@ -49,16 +49,20 @@ class Tree(NamedTuple):
     paths: dict[int, list[int]]  # number of a sequence -> its nodes
 
 
-def in_order(sequences: list[list[int]]) -> list[tuple[int, list[int], int]]:
-    """Return (number, ids, shared) of the sequences, sorted, so that those with equal beginnings
-    are neighbours. ids lack the last token, which is not read. shared counts the tokens at the
-    beginning that the sequence before has, too."""
+class Sequence(NamedTuple):
+    number: int  # its place among the sequences that were given
+    ids: list[int]  # without the last token, which is not read
+    shared: int  # tokens at the beginning that the sequence before it has, too
+
+
+def in_order(sequences: list[list[int]]) -> list[Sequence]:
+    """Return the sequences sorted, so that those with equal beginnings are neighbours."""
     sequences = [ids[:-1] for ids in sequences]
     found, before = [], []
     for number in sorted(range(len(sequences)), key=sequences.__getitem__):
         ids = sequences[number]
         shared = len(os.path.commonprefix([before, ids]))  # of two lists
-        found.append((number, ids, shared))
+        found.append(Sequence(number, ids, shared))
         before = ids
     return found
 
@@ -68,7 +72,7 @@ def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree
     computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a sequence
     has more than most_tokens."""
     sequences = in_order(sequences)
-    longest = multiple_of_8(max(len(ids) for _, ids, _ in sequences))
+    longest = multiple_of_8(max(len(sequence.ids) for sequence in sequences))
     if longest > most_tokens:
         return [], 0
     widest = min(max(NODES_OF_A_ROW, 2 * longest), most_tokens) // 8 * 8
@@ -86,22 +90,22 @@ def multiple_of_8(number: float) -> int:
     return 8 * math.ceil(number / 8)
 
 
-def grow(sequences: list[tuple[int, list[int], int]], width: int) -> list[Tree]:
+def grow(sequences: list[Sequence], width: int) -> list[Tree]:
     """Return the trees of sequences `in_order`, of at most so many nodes, or of one sequence."""
-    trees, path = [], []
-    for number, sequence, shared in sequences:
-        if not trees or len(trees[-1].ids) + len(sequence) - shared > width:
+    trees, path = [], []  # path: nodes of the sequence before. The first `shared` are ours, too
+    for number, ids, shared in sequences:
+        if not trees or len(trees[-1].ids) + len(ids) - shared > width:
             trees.append(Tree([], [], [], {}))
             shared = 0
-        ids, positions, end, paths = trees[-1]
-        new = range(len(ids), len(ids) + len(sequence) - shared)
-        ids += sequence[shared:]
-        positions += range(shared, len(sequence))
-        end += new
+        tree = trees[-1]
+        new = range(len(tree.ids), len(tree.ids) + len(ids) - shared)
         path = path[:shared] + list(new)
-        paths[number] = path
+        tree.ids.extend(ids[shared:])
+        tree.positions.extend(range(shared, len(ids)))
+        tree.end.extend(new)
+        tree.paths[number] = path
         for node in path:
-            end[node] = new.stop
+            tree.end[node] = new.stop
     return trees
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import functools
 import runpy
 import sys
 import traceback
@@ -51,15 +52,22 @@ def function_of(place: str, kind: str = "function") -> Callable:
     folder = str(Path(path).resolve().parent)
     if folder not in sys.path:  # the file may import its neighbours, now and when it runs
         sys.path.append(folder)
-    table = runpy.run_path(path)
+    table = run_file(path, Path(path).stat().st_mtime_ns)
     need(name in table, f"{path} has no {kind} {name!r}{did_you_mean(name, table)}")
     need(callable(table[name]), f"{path}: {name} is no function")
     return table[name]
 
 
+@functools.cache
+def run_file(path: str, changed: int) -> dict:
+    """Return the names that a file defines. Run it once, unless it changed, so that functions of
+    one file share their globals."""
+    return runpy.run_path(path)
+
+
 def raised(error: BaseException) -> str:
     """Return the error of a user's function and the line of the user's file that raised it."""
     inside = traceback.extract_tb(error.__traceback__)[2:]  # without the two lines that call it
-    if not inside:
+    if not inside or inside[0].filename == contextlib.__file__:  # it returned something wrong
         return reason(error)
     return f"{reason(error)} ({inside[0].filename}, line {inside[0].lineno})"

@@ -23,11 +23,13 @@ from tools import EXPERTS, SHAPE, furnish, random_policy, write_rows  # noqa: E4
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests that take a minute, too")
+    parser.addoption(
+        "--slow", action="store_true", help="and tests that take a minute, or ask for docs"
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes long, and runs with --slow only")
+    config.addinivalue_line("markers", "slow: takes long, or asks for documentation: with --slow")
 
 
 def pytest_collection_modifyitems(config, items):

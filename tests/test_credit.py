@@ -1,4 +1,4 @@
-"""The token that gets a reward: train.place_rewards and data.token_that_completes."""
+"""The token that gets a reward: support.data.place_rewards and token_that_completes."""
 
 import types
 
@@ -8,9 +8,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 
 from rollout import Rollout
-from support.data import token_that_completes
+from support.data import place_rewards, token_that_completes
 from tools import byte_tokenizer
-from train import place_rewards
 
 
 def tokenizer_of_bytes():

@@ -46,6 +46,7 @@ def test_the_console_of_the_readme_is_that_of_the_default_run():
     assert report.health(story.rows, story.flags) == []
 
 
+@pytest.mark.slow  # a fork's own are not documented here
 def test_verifiers_are_those_of_rewards():
     names = rewards.VERIFIERS.keys() | set(rewards.EXTRAS)
     assert names <= first_cells("verifiers.md")
@@ -54,6 +55,7 @@ def test_verifiers_are_those_of_rewards():
 RUN = "--steps 1 --prompts-per-step 2 --group-size 2 --eval-prompts 2 --eval-samples 2 --name run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
@@ -307,7 +309,7 @@ def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
         completions = rollout.Rollout(tokens, lengths * 0 + 1, lengths, ones > 0, ones, ones[:, 0])
         rewards = torch.tensor(rewards)
         samples = [f"{name}{i}" for i in range(count)]
-        return train.Batch(1, completions, samples, ones > 0, rewards, rewards > 0, None, [])
+        return train.Batch(1, completions, samples, ones > 0, rewards, drawn=None)
 
     def mixed(*made) -> list[str]:
         found = buffer.mix(batch(*made))

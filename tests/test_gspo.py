@@ -385,15 +385,19 @@ def test_unknown_word_is_refused():
             call()
 
 
+@pytest.mark.slow  # a fork may do without
+def test_every_loss_has_a_scalar_loop():
+    tested = {case.function for case in CASES}
+    assert {name for name in vars(gspo) if name.endswith("_loss")} == tested - {"kl_penalty"}
+
+
 HELPERS = ("as_columns", "completion_mean", "masked_mean", "policy_metrics")
 
 
 def test_losses_run_when_pasted_with_the_helpers_that_the_file_names():
-    """Which imports torch and the standard library alone. No loss is missing from the cases."""
+    """Which imports torch and the standard library alone."""
     imported = set(re.findall(r"(?m)^(?:from|import) (\w+)", inspect.getsource(gspo)))
     assert imported - sys.stdlib_module_names == {"torch"}
-    tested = {case.function for case in CASES}
-    assert {name for name in vars(gspo) if name.endswith("_loss")} == tested - {"kl_penalty"}
     for case in CASES:
         parts = [inspect.getsource(getattr(gspo, name)) for name in (*HELPERS, case.function)]
         scope = {}
@@ -654,6 +658,7 @@ def test_truncated_importance_weights_match_scalar_loop():
 
 # ---- the table of algorithms ---------------------------------------------------------------------
 
+PAPERS = "gspo gspo-token luspo grpo dr-grpo dapo cispo dppo sapo gmpo ppo reinforce++ reinforce"
 LOSSES = {"reinforce++": "ppo", "rloo": "reinforce", "maxrl": "reinforce", "opd": "importance"}
 READS = {"gspo-token": "steps", "ppo": "values", "reinforce++": "tokens", "opd": "teacher"}
 Z = 0.5**0.5  # the z-score of two unequal rewards
@@ -671,7 +676,8 @@ def test_algorithms_are_those_of_the_papers():
     units = {}  # of the default, which is the first case
     for case in POLICY_CASES:
         units.setdefault(case.function, "token" if case.mean == "token" else "completion")
-    for name, row in gspo.ALGOS.items():
+    for name in {*PAPERS.split(), *LOSSES}:
+        row = gspo.ALGOS[name]
         loss = LOSSES.get(name, name.replace("-", "_")) + "_loss"
         assert row.loss is getattr(gspo, loss) and row.unit == units[loss], name
         assert row.kl_in == ("reward" if name in ("ppo", "reinforce++") else "loss"), name
@@ -690,8 +696,7 @@ def test_algorithms_are_those_of_the_papers():
 @pytest.mark.parametrize("name", gspo.ALGOS)
 def test_a_row_tells_the_trainer_how_to_train(name):
     """The losses of micro-batches add up to that of the batch, else the gradient may be 20 times
-    too large. Rows of advantage 0 have no gradient, else `needs_all_rows`. Advantages that read
-    values have a critic. A KL in the reward is read."""
+    too large. Rows of advantage 0 have no gradient, else `needs_all_rows`."""
     row = gspo.ALGOS[name]
     numbers = own_numbers(row, train.OwnFlags) | {"max_new_tokens": 20}
     loss = with_numbers(row, SimpleNamespace(**numbers)).loss
@@ -704,8 +709,18 @@ def test_a_row_tells_the_trainer_how_to_train(name):
     assert whole.item() == pytest.approx(sum(parts).item())
     whole.backward()
     assert row.needs_all_rows or not logprobs.grad[2].any()
-    assert (row.reads == "values") == (row.value_loss is not None)
-    assert row.kl_in == "loss" or row.reads in ("tokens", "values")
+
+
+def test_a_row_that_contradicts_itself_is_refused():
+    """A KL in the reward that no advantage reads would do nothing, a critic without values, too."""
+    for wrong in (
+        dict(kl_in="reward"),
+        dict(kl_in="reward", reads="steps"),
+        dict(reads="values"),
+        dict(value_loss=gspo.value_loss),
+    ):
+        with pytest.raises(AssertionError):
+            gspo.Algorithm(gspo.grpo_loss, **wrong)
 
 
 def test_a_number_has_one_default_and_no_name_of_a_runs_flag():

@@ -328,6 +328,7 @@ def scored(spec, *completions, **row):
     """The scores of completions by a reward, and its verdicts: (scores, rewarded, correct)."""
     reward = rewards.parse_reward(spec)
     scores = reward.verify(list(completions), [ROW | row] * len(completions))
+    reward.note_shaping(scores)
     return scores, *reward.without_shaping(scores)
 
 
@@ -397,8 +398,11 @@ def test_a_term_that_once_was_above_1_no_longer_counts(mine):
     """In a run the earlier values of a term decide for later steps, on every process alike."""
     reward = rewards.parse_reward(f"exact + {mine}:double")
     first, second = reward.verify(["7", "6"], [ROW, ROW])
+    reward.note_shaping([first])
     assert reward.without_shaping([first]) == ([0.0], [0.0]) and reward.shaping == set()
+    reward.note_shaping([first, second])
     assert reward.without_shaping([first, second]) == ([0.0, 1.0], [0.0, 1.0])
+    reward.note_shaping([first])
     assert reward.without_shaping([first]) == ([0.0], [0.0]) and reward.shaping == {"double"}
 
 
@@ -596,10 +600,26 @@ def test_check_answer_accepts_what_a_verifier_can_use_and_nothing_else(name):
         assert "\n" not in str(error.value) and len(str(error.value)) < 200
 
 
-def test_soft_overlong_penalty_is_eq_13():
-    """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
-    values = [rewards.soft_overlong_penalty(length, 20, 4) for length in (0, 16, 17, 19, 20, 99)]
-    assert values == [0, 0, -0.25, -0.75, -1, -1]
+def test_functions_of_one_file_share_its_globals(own):
+    """The file runs once. Changed, it runs again."""
+    source = "SEEN = []\ndef f(completion, answer):\n    SEEN.append(1)\n    return 1.0\n"
+    path = own(source + "def g(completion, answer):\n    return 0.25 * len(SEEN)\n")
+    [both] = rewards.parse_reward(f"{path}:f + {path}:g").verify(["6"], [ROW])
+    assert both.terms == {"f": 1.0, "g": 0.25}
+    own(source + "def g(completion, answer):\n    return 0.5\n")
+    [changed] = rewards.parse_reward(f"{path}:g").verify(["6"], [ROW])
+    assert changed.terms == {"g": 0.5}
+
+
+def test_a_result_that_is_no_number_is_blamed_on_no_line(own):
+    """The line would be one of our own. An error inside the function has its line."""
+    path = own(
+        "def f(completion, answer):\n    return None\ndef g(completion, answer):\n    1 / 0\n"
+    )
+    row = rewards.parse_reward(f"{path}:f").verify(["6"], [ROW])[0]
+    assert "it returned None" in row.fault and ", line" not in row.fault
+    row = rewards.parse_reward(f"{path}:g").verify(["6"], [ROW])[0]
+    assert "ZeroDivisionError" in row.fault and "line 4" in row.fault
 
 
 # ---- command line

@@ -281,6 +281,12 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(algorithm, seen
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
 
 
+def test_soft_overlong_penalty_is_eq_13():
+    """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
+    values = [train.soft_overlong_penalty(length, 20, 4) for length in (0, 16, 17, 19, 20, 99)]
+    assert values == [0, 0, -0.25, -0.75, -1, -1]
+
+
 def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
     """Of at most 12 with a cache of 5: length 12 costs 1, 8 costs 1/5, 7 and less nothing."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
@@ -360,14 +366,16 @@ def other_rewards(place):
 
 
 def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
-    """2 to 4: nothing is refilled, no group is dead, and nothing is called solved."""
+    """2 to 4: nothing is refilled, no group is dead, and nothing is called solved. A warning says
+    why."""
     result = good(tmp_path, f"{OTHERS}far --algo dapo --max-new-tokens 60")
     [row] = metrics(result.folder)
     assert row["prompts_drawn"] == 4 and row["dead"] == 0
     assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
     assert row["eval_reward"] > 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
-    assert "solved" not in result.out and "warning" not in result.out
+    [why] = [line for line in result.out.splitlines() if "solved" in line or "warning" in line]
+    assert why.startswith("warning: --reward far: it gave a value below 0 or above 1")
 
 
 @pytest.mark.parametrize("reward", ["right+0.2*other.py:short", "right+-1*pay.py:even"])
