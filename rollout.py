@@ -166,16 +166,16 @@ def generate(
     ends = tokens.new_tensor(eos_ids)
 
     # `batches` measures a sample's cache by a pass over the longest prompt
-    for batch in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
+    for sample_ids in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
         # 1. read each distinct prompt once, padded on the left
-        distinct = list(dict.fromkeys(prompt_of[i] for i in batch))
+        distinct = list(dict.fromkeys(prompt_of[i] for i in sample_ids))
         mask = padded([[1] * len(prompt) for prompt in distinct], model.device, left=True)
         cache = DynamicCache(config=model.config)
         logits = next_logits(model, padded(distinct, model.device, pad_id, left=True), mask, cache)
         row_of_prompt = {prompt: row for row, prompt in enumerate(distinct)}
         # samples without an end, and the row of the cache of each: several may share one
-        unfinished = tokens.new_tensor(batch)
-        row_of = tokens.new_tensor([row_of_prompt[prompt_of[i]] for i in batch])
+        unfinished = tokens.new_tensor(sample_ids)
+        row_of = tokens.new_tensor([row_of_prompt[prompt_of[i]] for i in sample_ids])
 
         # 2. sample one token for each unfinished sample, until all have ended. Samples with equal
         #    tokens so far share a row of the batch and of the KV cache
