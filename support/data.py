@@ -145,8 +145,8 @@ class PromptFormat:
         self.template = re.sub(line_break, "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
-        fits = tokenizer.chat_template or (self.system is None and not self.template_args)
-        need(fits, "--system, --chat-template-args: the model has no chat template")
+        if not tokenizer.chat_template and (self.system is not None or self.template_args):
+            raise UserError("--system, --chat-template-args: the model has no chat template")
         limit = flags.max_new_tokens
         need(limit < context, f"--max-new-tokens {limit}: the model's context is {context} tokens")
         self.longest = context - limit  # of a prompt
@@ -158,8 +158,8 @@ class PromptFormat:
         if isinstance(prompt, str):
             prompt = self.template.replace("{prompt}", prompt)
         else:
-            fits = self.template == "{prompt}"
-            need(fits, f"--prompt-template: expected texts; the {shown} is a list of messages")
+            if self.template != "{prompt}":
+                raise UserError(f"--prompt-template: expected texts; {shown} is a list of messages")
             need(tokenizer.chat_template, f"{shown} is a list of messages: no chat template for it")
         if tokenizer.chat_template:
             chat = messages_of(prompt)
@@ -241,8 +241,8 @@ class StopTexts(transformers.StopStringCriteria):
     def __init__(self, tokenizer, texts: list[str]):
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
-            written = text in tokenizer.decode(ids)
-            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
+            unwritten = f"--stop {text!r}: no tokens of this tokenizer write it"
+            need(text in tokenizer.decode(ids), unwritten)
         super().__init__(tokenizer, texts)
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.tasks import BUILT_IN, TASKS, built_in_policy
-from support.user import expecting, need
+from support.user import UserError, expecting, need
 
 # ---- loading -------------------------------------------------------------------------------------
 
@@ -25,12 +25,12 @@ def find_model(config, ranks) -> tuple:
         source = str(built_in_policy(TASKS[config.task], source))
     source = ranks.from_first(source)
     tokenizer, model_config = inspect_model(source)
-    fits = has_experts(model_config) or not config.routing_replay
-    need(fits, "--routing-replay: needs a mixture of experts")
+    if config.routing_replay and not has_experts(model_config):
+        raise UserError("--routing-replay: needs a mixture of experts")
     if config.teacher:
         its_tokenizer, _ = inspect_model(config.teacher, "--teacher")
-        same = its_tokenizer.get_vocab() == tokenizer.get_vocab()
-        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
+        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
+            raise UserError(f"--teacher {config.teacher}: expected the tokens of {config.model}")
     return source, tokenizer, model_config
 
 
