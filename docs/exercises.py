@@ -52,7 +52,7 @@ EXERCISES = {  # in this order: file, tests, hint
         "rollout.py",
         ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[qwen3-",),
         "hidden_states has the state before each token of the mask, token_logprobs makes them "
-        "log-probs at the temperature, and masked_scatter puts these where the mask is",
+        "log-probs at the temperature, and these belong where the mask is",
     ),
 }
 # losses of docs/bugs.py: the case of tests/test_gspo.py that knows each
