@@ -3,8 +3,10 @@
     python rewards.py FILE --reward math      # try a verifier on completions of known worth
 
 A completion is adversarial input. It is never evaluated, and no text takes long. A verifier is
-defined for every completion. A gold answer that it cannot use is an error before training. This
-file needs support/user.py alone, its command also support/data.py."""
+defined for every completion. A gold answer that it cannot use is an error before training.
+
+Read `exact`, then `Reward`. The second half is mathematics: begin with `same_answer`, and come back
+to the patterns later. This file needs support/user.py alone, its command also support/data.py."""
 
 import argparse
 import ast
