@@ -2,11 +2,10 @@
 
     python rewards.py FILE --reward math      # try a verifier on completions of known worth
 
-A completion is adversarial input. It is never evaluated, and no text takes long. A verifier is
-defined for every completion. A gold answer that it cannot use is an error before training.
-
-Read `exact`, then `Reward`. The second half is mathematics: begin with `same_answer`, and come back
-to the patterns later. This file needs support/user.py alone, its command also support/data.py."""
+A completion is adversarial input: it is never evaluated, and no text takes long. A verifier is
+defined for every completion. A gold answer that it cannot use is an error before training. Read
+`exact`, `Reward`, then `same_answer`. The patterns at the end can wait. This file needs
+support/user.py alone, its command also support/data.py."""
 
 import argparse
 import ast
@@ -27,7 +26,6 @@ from typing import NamedTuple
 from support.user import UserError, did_you_mean, expecting, function_of, need, raised
 
 MAX_TEXT = 10_000  # characters of an answer
-
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
 EXTRAS = ("math_symbolic", "code", "judge:FOLDER")  # imported where they are named
 
@@ -307,63 +305,13 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
     return Reward(terms)
 
 
-# ---- the letter of a choice, and mathematics -----------------------------------------------------
-
-DENIAL = (  # words behind an answer that take it back. "Not given" may be the answer
-    r"(?i:\b(?:(?:can)?not(?!\ (?:given|enough|be\ d))|never\ \w+|wrong|incorrect|eliminated|ruled"
-    r"|is\ false)\b|n['’]t\b|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
-)
-OTHER_LETTER = r"(?: (?<! \w\( ) \b [a-j]\) | (?-i: \b (?! [AI][ ](?!is\b)[a-z] ) [A-Z] \b ) )"
-MARKS = r"(?:[^\w≠¬~❌+]|_)*+"
-CHOICE = re.compile(  # a letter behind nothing but some words, and no other letter behind it
-    rf"""{MARKS} (?: (?: the | final | correct | best | answer | option | choice | is
-      | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+ (?P<letter> [a-z] ) (?! \# )
-    (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] ) (?! .* {DENIAL} | .* {OTHER_LETTER} ) .* )""",
-    re.VERBOSE | re.DOTALL | re.IGNORECASE,
-)
-
-
-@verifier
-def choice(completion: str, answer: str) -> bool:
-    """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
-    gold = CHOICE.fullmatch(gold_answer(answer))
-    need(gold, "it names no letter")
-    given = CHOICE.fullmatch(final_answer(completion))
-    return given is not None and given["letter"].upper() == gold["letter"].upper()
+# ---- mathematics ---------------------------------------------------------------------------------
 
 
 @verifier
 def math(completion: str, answer: str | int | float) -> bool:
     """1 if the marked answer is the gold one: as numbers, algebra, points, sets, lists, or text."""
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
-
-
-BEFORE = r"""(?: \A | \n | (?<![<>!])= | [-=]> | → | [:.,;!?"][ ] | (?<![0-9])[:.,"] | \#[ ]
-    | (?: 's | \b a ) [ ] | (?<!\\) \b
-      (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
-      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(?"""
-VALUE = r"""(?: (?<!\n) - [ ]? | - )? (?: [0-9]* \\frac \{[0-9]+\} \{[0-9]+\}
-    | (?:[0-9]+[ ])? [0-9]+ [ ]?/[ ]? [0-9]+ | [0-9][0-9,]*(\.[0-9]+)?(e-?[0-9]+)? | \.[0-9]+ )"""
-PART = r"[+*/^_<>\\{×·÷≤≥≠±√] | :[0-9] | -[ ]?+(?![a-zA-Z]{2}) | [nxyz]{1,2}\b"  # of an expression
-LAST_NUMBER = re.compile(  # behind a word or a sign, no part of an expression, not taken back
-    rf"""{BEFORE} (?P<number> (?>{VALUE}) [a-zA-Z²]*+ (?: [ ]?% )?+ (?! [ ]?+ (?: {PART} ) )
-      (?! \W* (?: which[ ] )? (?: is[ ](?!false) | \w+(?=n['’]t) )? {DENIAL} )
-      (?: (?<!%) [ ]++ [a-zA-Z]{{3,}}+ )?+ )  # 5 million
-    [^0-9]* \Z""",
-    re.VERBOSE,
-)
-
-
-@verifier
-def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """As `math`. If nothing is marked, the last number is the answer, if it stands alone."""
-    gold, text = gold_answer(answer), after_thinking(completion)
-    if re.search(r"<answer>|\\boxed|####", text):
-        return math(completion, answer)
-    text = our_signs(text[-MAX_TEXT:]).replace(r"\text{", " ")
-    text = re.sub(r"\\[,;!]|\*\*|`|(?<=[0-9])/[a-z]{3,}", "", text)
-    found = LAST_NUMBER.search(text)
-    return found is not None and same_answer(found["number"], gold)
 
 
 def same_answer(given: str, gold: str) -> bool:
@@ -569,6 +517,58 @@ def value_of(node: ast.expr, point: int = 0) -> Fraction | complex:
         case ast.Call(ast.Name("root"), [degree, radicand]):
             return power(value_of(radicand, point), 1 / value_of(degree, point))
     raise ValueError(f"{ast.dump(node):.80} is no arithmetic")
+
+
+# an answer among words: the patterns of `math_lenient` and `choice`
+DENIAL = (  # words behind an answer that take it back. "Not given" may be the answer
+    r"(?i:\b(?:(?:can)?not(?!\ (?:given|enough|be\ d))|never\ \w+|wrong|incorrect|eliminated|ruled"
+    r"|is\ false)\b|n['’]t\b|\?\W{0,9}no\b|[≠¬✗❌👎]|~~)"
+)
+BEFORE = r"""(?: \A | \n | (?<![<>!])= | [-=]> | → | [:.,;!?"][ ] | (?<![0-9])[:.,"] | \#[ ]
+    | (?: 's | \b a ) [ ] | (?<!\\) \b
+      (?! (?: minus | negative | plus | or | not | mod | log | by | twice ) [ ] )
+      (?<! half[ ] ) (?<! root[ ] ) (?<! power[ ] ) [a-zA-Z]{2,}+ [ ] ) [ ]{0,3} \(?"""
+VALUE = r"""(?: (?<!\n) - [ ]? | - )? (?: [0-9]* \\frac \{[0-9]+\} \{[0-9]+\}
+    | (?:[0-9]+[ ])? [0-9]+ [ ]?/[ ]? [0-9]+ | [0-9][0-9,]*(\.[0-9]+)?(e-?[0-9]+)? | \.[0-9]+ )"""
+PART = r"[+*/^_<>\\{×·÷≤≥≠±√] | :[0-9] | -[ ]?+(?![a-zA-Z]{2}) | [nxyz]{1,2}\b"  # of an expression
+LAST_NUMBER = re.compile(  # behind a word or a sign, no part of an expression, not taken back
+    rf"""{BEFORE} (?P<number> (?>{VALUE}) [a-zA-Z²]*+ (?: [ ]?% )?+ (?! [ ]?+ (?: {PART} ) )
+      (?! \W* (?: which[ ] )? (?: is[ ](?!false) | \w+(?=n['’]t) )? {DENIAL} )
+      (?: (?<!%) [ ]++ [a-zA-Z]{{3,}}+ )?+ )  # 5 million
+    [^0-9]* \Z""",
+    re.VERBOSE,
+)
+
+
+@verifier
+def math_lenient(completion: str, answer: str | int | float) -> bool:
+    """As `math`. If nothing is marked, the last number is the answer, if it stands alone."""
+    gold, text = gold_answer(answer), after_thinking(completion)
+    if re.search(r"<answer>|\\boxed|####", text):
+        return math(completion, answer)
+    text = our_signs(text[-MAX_TEXT:]).replace(r"\text{", " ")
+    text = re.sub(r"\\[,;!]|\*\*|`|(?<=[0-9])/[a-z]{3,}", "", text)
+    found = LAST_NUMBER.search(text)
+    return found is not None and same_answer(found["number"], gold)
+
+
+OTHER_LETTER = r"(?: (?<! \w\( ) \b [a-j]\) | (?-i: \b (?! [AI][ ](?!is\b)[a-z] ) [A-Z] \b ) )"
+MARKS = r"(?:[^\w≠¬~❌+]|_)*+"
+CHOICE = re.compile(  # a letter behind nothing but some words, and no other letter behind it
+    rf"""{MARKS} (?: (?: the | final | correct | best | answer | option | choice | is
+      | (?: text | math ) (?: bf | rm )? ) \b {MARKS} )*+ (?P<letter> [a-z] ) (?! \# )
+    (?: {MARKS} | [*_}}\]]*+ (?: [).:] | [ ][-–][ ] ) (?! .* {DENIAL} | .* {OTHER_LETTER} ) .* )""",
+    re.VERBOSE | re.DOTALL | re.IGNORECASE,
+)
+
+
+@verifier
+def choice(completion: str, answer: str) -> bool:
+    """1 if the answer commits to the gold letter and names no other: `B`, `(B)`, `B. Paris`."""
+    gold = CHOICE.fullmatch(gold_answer(answer))
+    need(gold, "it names no letter")
+    given = CHOICE.fullmatch(final_answer(completion))
+    return given is not None and given["letter"].upper() == gold["letter"].upper()
 
 
 def main() -> None:
