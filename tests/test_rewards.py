@@ -16,12 +16,18 @@ import pytest
 
 import patterns
 import rewards
+from forks import fork, program
 from support.user import UserError, need
 
 answers = pytest.importorskip("support.extras.answers")  # these two register verifiers
 pytest.importorskip("support.extras.programs")
 
 ROOT = Path(rewards.__file__).parent
+COMMAND = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""  # python FILE ARGUMENTS, for fork
 
 VERIFY = rewards.VERIFIERS
 RUNS_NOTHING = [name for name in VERIFY if not name.startswith("code")]
@@ -298,13 +304,14 @@ PATTERNS += [f"support/extras/{name}.py" for name in ("answers", "programs")]
 
 
 @pytest.mark.parametrize("path", PATTERNS)
-def test_no_expression_backtracks_without_end(path):
+def test_no_expression_backtracks_without_end(path, tmp_path):
     """Each on repetitions of its own pieces. Exponential growth would not end within the limit."""
-    command = [sys.executable, ROOT / "tests/patterns.py", path]
-    try:
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, timeout=120)
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"{path}: endless: {error.stdout.decode().splitlines()[-1]}")
+    out = tmp_path / "out"
+    process = fork(program, COMMAND, "tests/patterns.py", path, out=out, folder=ROOT)
+    process.join(120)
+    process.kill()  # if it has no end
+    process.join()
+    assert process.exitcode == 0, out.read_text().splitlines()[-1:]
 
 
 @pytest.mark.parametrize("path", ["rewards.py", "support/extras/answers.py"])
@@ -608,13 +615,20 @@ def test_soft_overlong_penalty_is_eq_13():
 def test_command_prints_the_mean_and_the_disagreements_or_the_unusable_gold_answer(tmp_path):
     """As a program: extras register with the module, not with __main__."""
     path = tmp_path / "answers.jsonl"
+
+    def command():
+        out, err = tmp_path / "out", tmp_path / "err"
+        given = ["rewards.py", str(path), "--reward", "math_symbolic"]
+        process = fork(program, COMMAND, *given, out=out, err=err, folder=ROOT)
+        process.join()
+        return process.exitcode, out.read_text(), err.read_text()
+
+    path.write_text('{"completion": "a", "answer": ""}')
+    status, said, error = command()
+    assert (status, said, error.count("\n")) == (2, "", 1)
+    assert re.search("line 1.*cannot be used by math_symbolic", error)
     rows = [{"completion": f"#### {n}", "answer": "3" if n == 2 else str(n)} for n in range(4)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    command = [sys.executable, ROOT / "rewards.py", path, "--reward", "math_symbolic"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "reward 0.7500 of 4" in done.stdout
-    assert "row 3: '3' from '#### 2'" in done.stdout and "row 2" not in done.stdout
-    path.write_text('{"completion": "a", "answer": ""}')
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert re.search("line 1.*cannot be used by math_symbolic", done.stderr)
+    status, said, _ = command()
+    assert status == 0 and "reward 0.7500 of 4" in said
+    assert "row 3: '3' from '#### 2'" in said and "row 2" not in said
