@@ -176,11 +176,11 @@ def test_checkpointing_changes_neither_flips_nor_weights(tmp_path):
     """Flips are a fraction, measured with evaluations: they cost a pass over the batch."""
     flips, weights = [], []
     for more in ("", "--gradient-checkpointing"):
-        flags = f"{MOE} --steps 4 --eval-every 2 --routing-replay {more}"
+        flags = f"{MOE} --steps 3 --eval-every 2 --routing-replay {more}"
         folder = good(tmp_path / f"run{more}", flags).folder
         found = [row.get("expert_flips") for row in metrics(folder)]
-        assert found[0] is found[2] is None and 0 < found[1] < 1
-        flips.append(found[1::2])
+        assert found[0] is None and 0 < found[1] < 1
+        flips.append(found[1:])
         weights.append(load_file(newest(folder) / "model.safetensors"))
     assert flips[0] == pytest.approx(flips[1])
     torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)

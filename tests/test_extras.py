@@ -8,7 +8,9 @@ import sys, support.tasks, train
 support.tasks.WARM_STEPS = 4
 sys.exit(train.main(sys.argv[1:]))
 """
-COLLECT = "import sys, pytest; sys.exit(pytest.main(['--collect-only', '-q', 'tests']))"
+COLLECT = (
+    "import sys, pytest; sys.exit(pytest.main(['--collect-only', '-q', '--assert=plain', 'tests']))"
+)
 FLAGS = "--algo gspo --steps 1 --prompts-per-step 2 --eval-prompts 4 --eval-samples 0 --name run"
 
 

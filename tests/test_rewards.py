@@ -256,7 +256,7 @@ def hostile():
     """Long, deep and strange texts. (`same_answer` has its own in test_answers.)"""
     texts = MANY.split("|")
     many = [*texts, "\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
-    found = [piece * (200_000 // len(piece)) for piece in many]
+    found = [piece * (100_000 // len(piece)) for piece in many]
     found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000]
     found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
     found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
@@ -282,11 +282,11 @@ def is_a_verdict(value):
 
 @pytest.mark.parametrize("name", [*RUNS_NOTHING, "code"])
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    """Usual are 0.2 s of processor time. Hardly any text has a program, and `code` tries fewer."""
+    """Usual are 0.1 s of processor time. Hardly any text has a program, and `code` tries fewer."""
     for text in HOSTILE[:80] if name == "code" else HOSTILE:
         start = time.process_time()
         verdict = VERIFY[name](text, GOLD.get(name, "6"))
-        assert time.process_time() - start < 3, text[:100]
+        assert time.process_time() - start < 1.5, text[:100]
         assert is_a_verdict(verdict), text[:100]
 
 
