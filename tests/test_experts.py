@@ -17,6 +17,7 @@ from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
 from train import Scorer
 
 Experts = pytest.importorskip("support.extras.experts").Experts
+pytestmark = pytest.mark.usefixtures("place")
 
 MIXTURES = {
     "qwen3_moe": {},
@@ -151,7 +152,6 @@ def test_flips_are_a_count_of_sets(kind):
 MOE = "--model models/moe --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2"
 
 
-@pytest.mark.usefixtures("place")
 def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
     """Two epochs of several updates: for the same rows, in each pass with gradients, the same."""
     taken, logprobs = {}, Scorer.logprobs
@@ -172,22 +172,20 @@ def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
     assert any(passes[-1] != passes[0] for passes in taken.values())
 
 
-@pytest.mark.usefixtures("place")
 def test_checkpointing_changes_neither_flips_nor_weights(tmp_path):
     """Flips are a fraction, measured with evaluations: they cost a pass over the batch."""
     flips, weights = [], []
     for more in ("", "--gradient-checkpointing"):
-        flags = f"{MOE} --steps 4 --eval-every 2 --routing-replay {more}"
+        flags = f"{MOE} --steps 3 --eval-every 2 --routing-replay {more}"
         folder = good(tmp_path / f"run{more}", flags).folder
         found = [row.get("expert_flips") for row in metrics(folder)]
-        assert found[0] is found[2] is None and 0 < found[1] < 1
-        flips.append(found[1::2])
+        assert found[0] is None and 0 < found[1] < 1
+        flips.append(found[1:])
         weights.append(load_file(newest(folder) / "model.safetensors"))
     assert flips[0] == pytest.approx(flips[1])
     torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("place")
 def test_where_no_router_is_recorded_nothing_is_measured_or_replayed(tmp_path):
     """A dense model with the config of a mixture, and pi_old's log-probs of the sampler."""
     config = transformers.Qwen3MoeConfig(**EXPERTS, mlp_only_layers=[0, 1])

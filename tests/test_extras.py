@@ -1,6 +1,7 @@
 """The files of support/extras are optional: each is imported where a flag asks for it."""
 
 from forks import fork, program
+from test_exercises import QUICK
 from tools import copy_of_project
 
 TRAIN = """
@@ -19,7 +20,7 @@ def test_without_the_optional_files_a_run_trains_and_the_tests_are_collected(mod
             path.unlink()
     cache = str(models / "cache")
     train = fork(program, TRAIN, *FLAGS.split(), out=out, folder=copy, XDG_CACHE_HOME=cache)
-    collect = fork(program, COLLECT, out=collected, folder=copy)
+    collect = fork(program, COLLECT, out=collected, folder=copy, **QUICK)
     train.join()
     collect.join()
     assert train.exitcode == 0 and "held out" in out.read_text(), out.read_text()

@@ -5,10 +5,9 @@ import torch
 
 from tools import BASE, digests, good, metrics, newest, same_run, timeless, write_rows
 
-in_place = pytest.mark.usefixtures("place")
+pytestmark = pytest.mark.usefixtures("place")
 
 
-@in_place
 @pytest.mark.parametrize("flags", ["--stale-steps 2", "--dtype bfloat16", "--lora-rank 2"])
 def test_evaluating_changes_nothing_in_training(flags, tmp_path):
     """An evaluation may refresh a sampler that is a copy, but not one that must stay stale."""
@@ -20,7 +19,6 @@ def test_evaluating_changes_nothing_in_training(flags, tmp_path):
     assert digests(often) == digests(never)
 
 
-@in_place
 def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
     """Whole groups in a random order, which the seed and the step decide, as they decide on
     everything else: all prompts are equal, and samples differ."""
@@ -44,7 +42,6 @@ def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
     assert texts[0][:16] not in (texts[0][16:], texts[2][:16])  # of the first step
 
 
-@in_place
 @pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --stale-steps 2"])
 def test_an_evaluation_is_that_of_the_checkpoint(flags, tmp_path):
     """In bfloat16 the sampler is a copy, which must have the weights after the step."""

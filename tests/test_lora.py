@@ -15,6 +15,7 @@ from support.user import UserError
 from tools import BASE, SHAPE, good, metrics, newest, random_policy, refused
 
 lora = pytest.importorskip("support.extras.lora")
+pytestmark = pytest.mark.usefixtures("place")
 LORA = f"{BASE} --lora-rank 4 --lr 1e-2"
 
 
@@ -95,7 +96,6 @@ def test_another_base_is_noticed(tmp_path):
             lora.check_base(adapted(other), tmp_path / "step-1")
 
 
-@pytest.mark.usefixtures("place")
 def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     folder = newest(good(tmp_path, f"{LORA} --steps 3").folder)
     base, saved = map(AutoModelForCausalLM.from_pretrained, ("models/tiny", folder))
@@ -104,7 +104,6 @@ def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     assert (logits(saved) - logits(base)).abs().max() > 1e-3
 
 
-@pytest.mark.usefixtures("place")
 def test_biases_and_bfloat16_outside_autocast(tmp_path):
     """With --stale-steps the evaluation samples the policy itself, which no autocast surrounds.
     Qwen2's layers have biases, in float32 beside frozen weights in bfloat16."""
@@ -114,7 +113,6 @@ def test_biases_and_bfloat16_outside_autocast(tmp_path):
     assert "eval_solved" in metrics(good(tmp_path, flags).folder)[-1]
 
 
-@pytest.mark.usefixtures("place")
 def test_a_resumed_run_keeps_its_base_and_its_adapter(tmp_path):
     """Another rank or scale would be another model. In the end the folder of the model changes."""
     base = random_policy(tmp_path / "base", transformers.Qwen3Config(**SHAPE))
