@@ -335,7 +335,7 @@ def table(rows: str) -> dict[str, str]:
     return {other: ours for ours, others in pairs for other in others.split(",")}
 
 
-UNREADABLE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
+UNREADABLE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)  # `need`, too
 MAX_EXPRESSION = 300  # characters of an answer that is read as mathematics
 SIGNS = table(r"""
     *←×,·,⋅,\times,\cdot  /←÷,⁄,\div  -←−,–  ±←\pm  %←\%  |←∪,\cup  =←≈,\approx,∈,\in

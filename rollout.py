@@ -15,6 +15,7 @@ import os
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 try:
     import torch
@@ -192,7 +193,8 @@ def generate(
             if t == max_new_tokens - 1 or len(unfinished) == 0:
                 break
 
-            # samples with different tokens get rows of their own; finished rows are dropped
+            # samples with different tokens get rows of their own; finished rows are dropped. The
+            # cache stays as it is if no row split or ended: then the parents are 0, 1, 2, ...
             parent, token, row_of = split_rows(row_of, token, logits.shape[1])
             if not torch.equal(parent, torch.arange(len(mask), device=parent.device)):
                 cache.reorder_cache(parent)
@@ -298,13 +300,18 @@ def nbytes(layer) -> int:
 
 
 def free_gb(device: torch.device) -> float:
-    """Return the memory for KV caches: most of a GPU's free memory, or half of the machine's."""
+    """Return the memory for KV caches: most of a GPU's free memory, or half of the machine's or
+    the container's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return 0.8 * (free + cached) / 1e9
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container; or "max"
+    if limit.exists() and limit.read_text().strip().isdecimal():
+        room = min(room, int(limit.read_text()))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's, which share the memory
-    return 0.5 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 / processes
+    return 0.5 * room / 1e9 / processes
 
 
 # ---- log-probabilities ---------------------------------------------------------------------------

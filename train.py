@@ -279,7 +279,7 @@ class Sample(typing.NamedTuple):
 class Drawn(typing.NamedTuple):
     """All groups that a step sampled, also those that dynamic sampling dropped."""
 
-    dead: Tensor  # (groups,) rewards are all equal, but for shaping terms and overlong shaping
+    dead: Tensor  # (groups,) rewards are all equal, apart from shaping terms and overlong shaping
     correct: Tensor | None  # (groups, G) in [0, 1], where the reward tells right from wrong
     faults: list[str]  # of verifiers
 
@@ -412,7 +412,8 @@ def compute_advantages(
     if algorithm.reads == "tokens":
         return algorithm.advantages(token_rewards, batch.mask), None
     if algorithm.reads == "values":
-        # a truncated completion is not over: the value before its last token stands for the rest
+        # a truncated completion, whose reward should be 0 (docs/deviations.md, 12), is not over:
+        # the value before its last token stands for the rest
         last = batch.rollout.latest_action[:, -1:]
         bootstrap = constants.values.gather(1, last)[:, 0] * batch.rollout.truncated
         return algorithm.advantages(token_rewards, constants.values, batch.mask, bootstrap)
@@ -446,7 +447,7 @@ def plan(run: Run, batch: Batch, advantages: Tensor | None) -> list[Update]:
     """Divide the rows, group after group in a random order, into updates, and the active rows of
     this process into micro-batches."""
     config, shares = run.config, run.models.share_prefixes
-    # a term of the loss may have a gradient where the advantage is 0
+    # terms of the loss that have a gradient where the advantage is 0
     needs_all_rows = run.algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
     if advantages is None or needs_all_rows:
         is_active = batch.mask.any(1).cpu()
@@ -484,7 +485,7 @@ class Constants(typing.NamedTuple):
 def compute_constants(run: Run, batch: Batch, updates: list[Update]) -> Constants:
     """Compute the log-probs of pi_old, pi_ref and a teacher, and the values of a critic. Before the
     first update the policy is pi_old: it scores, not the sampling model, in the micro-batches of
-    the updates. So the first ratio is exactly 1, but with --old-logprobs sampler."""
+    the updates. So the first ratio is exactly 1, except with --old-logprobs sampler."""
     models = run.models
     scorers = (models.policy, models.ref_policy, models.teacher, models.critic)  # as in Constants
     zeros = torch.zeros_like(batch.rollout.sampler_logprobs)
@@ -597,9 +598,9 @@ def accumulate_gradients(
         )
         loss.backward()
         all_logprobs[rows] = logprobs.detach()
+        totals["loss"] += float(loss.detach())
         for name, value in metrics.items():
             totals[name] += float(value * metric_scale)
-        totals["loss"] += float(loss.detach())
     totals = run.ranks.sum_numbers(totals)
     norms = sum_and_clip_gradients(run)
     return totals | norms, all_logprobs
@@ -612,7 +613,8 @@ def total_loss(
 
     logprobs, entropy (n, T) are of the policy, values (n, T) of a critic, and these have a
     gradient. constants, advantages (n,) or (n, T), returns and mask (n, T) are those of the rows,
-    denom is that of the update. Without a critic values and returns are None."""
+    denom is that of the update. Without a critic values and returns are None. The rows are active
+    ones of an update, no whole groups. A term with a gradient at advantage 0 needs all: `plan`."""
     unit = algorithm.unit
     loss, metrics = algorithm.loss(logprobs, constants.old_logprobs, advantages, mask, denom)
     mean_entropy = gspo.masked_mean(entropy, mask, unit, denom)
@@ -651,9 +653,8 @@ def sum_and_clip_gradients(run: Run) -> dict[str, float]:
 def report_step(
     run: Run, output: Output, batch: Batch, advantages, row: dict, shown: list, stopping: bool
 ) -> None:
-    """Evaluate, warn, write the console line, the row of metrics.jsonl and those `shown` of
-    samples.jsonl, and save a checkpoint. The tracker and the page come last: they may fail without
-    ending the run."""
+    """Evaluate, warn, write the console line, the row of metrics.jsonl and rows `shown` of
+    samples.jsonl, and save. The tracker and the page may fail without ending the run."""
     config, step, folder = run.config, batch.step, output.folder
     last, answers = step == config.steps, []
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
@@ -678,9 +679,7 @@ def report_step(
 
     if last or stopping or (config.save_every and step % config.save_every == 0):
         run.progress.shaping = sorted(run.reward.shaping)
-        if run.ranks.first:
-            checkpoints.save(folder, config, run.models, run.tokenizer, run.optimizer, run.progress)
-        run.ranks.from_first(None)  # the others wait until it is written
+        checkpoints.save(folder, run)
 
     if output.tracker:
         with run.log.trying("--track"):
@@ -738,6 +737,7 @@ def start(config: Config, ranks: Ranks) -> Run:
     """Return a run that can begin. Mistakes in the input are found before weights load."""
     if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
         say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
+    torch.manual_seed(config.seed)  # for a forker's random weights: equal in all processes
     algorithm = flags.with_numbers(gspo.ALGOS[config.algo], config)
     reward = rewards.parse_reward(config.reward, config.device)
     reward.reads_steps = algorithm.reads in ("steps", "tokens", "values")

@@ -27,14 +27,25 @@ class Progress:
     before: dict = dataclasses.field(default_factory=dict)  # the evaluation before the first step
 
 
-def save(folder: Path, config, models, tokenizer, optimizer, progress: Progress) -> None:
-    """Write checkpoints/step-N in Hugging Face layout, with trainer/ for --resume.
+def save(folder: Path, run) -> None:
+    """Write checkpoints/step-N in Hugging Face layout, with trainer/ for --resume. All processes
+    call it, and the first writes.
 
     The state has, by a parameter's name, all that the optimiser keeps of it, as `KEY NAME`, and
     `weights NAME` if the policy's own files lack it. Learning rates come from the flags."""
-    parameters, in_files = parameters_of(models, config)
-    trained = {each for group in optimizer.param_groups for each in group["params"]}
-    assert trained <= set(parameters.values()), "a trained model is missing in parameters_of"
+    parameters, in_files = parameters_of(run.models, run.config)
+    trained = [each for group in run.optimizer.param_groups for each in group["params"]]
+    assert set(trained) <= set(parameters.values()), "a trained model is missing in parameters_of"
+    sums = run.ranks.gather([float(each.detach().float().sum()) for each in trained])
+    assert sums == [sums[0]] * len(sums), "the processes have different weights"
+    if run.ranks.first:
+        write(folder, run, parameters, in_files)
+    run.ranks.from_first(None)  # the others wait until it is written
+
+
+def write(folder: Path, run, parameters: dict[str, Tensor], in_files: set[str]) -> None:
+    """Write the checkpoint of `save`."""
+    optimizer, progress = run.optimizer, run.progress
     tensors, numbers = {}, {}
     for name, parameter in parameters.items():
         if name not in in_files:
@@ -43,8 +54,8 @@ def save(folder: Path, config, models, tokenizer, optimizer, progress: Progress)
             kept = tensors if isinstance(value, Tensor) else numbers
             kept[f"{key} {name}"] = value
     with folders.new_checkpoint(folder, progress.step) as unfinished:
-        models.policy.module.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
+        run.models.policy.module.save_pretrained(unfinished)
+        run.tokenizer.save_pretrained(unfinished)
         trainer = unfinished / "trainer"
         trainer.mkdir()
         state = trainer / "state.safetensors"

@@ -59,6 +59,7 @@ def read_row(line: bytes, field: str) -> dict:
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
+    need("tokens" not in row, "field tokens: expected another name; rewards get the length by it")
     need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
     text = row[field]
     if field == "prompt" and isinstance(text, list):

@@ -29,6 +29,7 @@ from tools import BASE, character_tokenizer, copied, good, metrics, write_rows
         ("\n\n", "empty"),
         ('{"prompt": "a", "solution": "1"}', "line 1: .*answer.*found prompt, solution"),
         ('{"prompt": "a", "answer": null}', "line 1: .*field answer: found null, expected"),
+        ('{"prompt": "a", "answer": "1", "tokens": 9}', "line 1: .*field tokens: .*another name"),
         ('{"prompt": 12, "answer": "1"}', "line 1: .*field prompt: found 12, expected text"),
         ('{"prompt": " ", "answer": "1"}', "line 1: .*no text"),
         ('{"prompt": "a\\ud800", "answer": "1"}', "line 1: .*surrogates"),

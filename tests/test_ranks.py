@@ -11,13 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
 from forks import fork
+from support import checkpoints
 from support import ranks as ranks_module
+from support.models import critic_of
 from support.ranks import joined_ranks
 from support.user import UserError
 from tools import BASE, ROOT, command_line, distance, good, metrics, newest, same_run, timeless
@@ -275,3 +278,23 @@ def test_an_environment_that_torchrun_did_not_make(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     with pytest.raises(UserError, match="8 processes.* GPU, 4"), joined_ranks("cuda"):
         pass
+
+
+def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, monkeypatch):
+    """Nothing sends weights. A forker's random head, say, would let them part without a word."""
+    good(tmp_path, f"{BASE} --steps 1")
+    apart = SimpleNamespace(gather=lambda sums: [sums, [each + 1 for each in sums]], first=True)
+    with pytest.raises(AssertionError, match="different weights"):
+        checkpoints.save(tmp_path, seen.run._replace(ranks=apart))
+
+
+def test_random_weights_of_a_fork_come_from_the_seed(tmp_path, monkeypatch):
+    def random_critic(policy):
+        critic = critic_of(policy)
+        torch.nn.init.normal_(critic.value, std=0.02)
+        return critic
+
+    monkeypatch.setattr(train, "critic_of", random_critic)
+    flags = f"{BASE} --algo ppo --steps 1"
+    first, second = [metrics(good(tmp_path / name, flags).folder) for name in ("a", "b")]
+    assert first[0]["value_loss"] == second[0]["value_loss"]
