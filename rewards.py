@@ -163,10 +163,10 @@ def exact_value(text: str) -> Fraction:
 class Verdict(NamedTuple):
     """The reward of one completion, and its parts."""
 
-    reward: float  # the weighted sum
+    reward: float  # the weighted sum, without the rewards of steps
     terms: dict[str, float]  # verifier -> its value, before the weight
     steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
-    rewarded: dict[str, float]  # verifier -> its value plus its steps, weighted
+    with_steps: dict[str, float]  # verifier -> its value plus its steps, weighted
     fault: str  # of the first verifier that raised or returned no number: it counts as 0
 
 
@@ -219,7 +219,7 @@ class Reward:
         return list(map(self.verify_one, completions, rows))
 
     def verify_one(self, completion: str, row: dict) -> Verdict:
-        terms, steps, rewarded, fault = {}, [], {}, ""
+        terms, steps, with_steps, fault = {}, [], {}, ""
         for name, term in self.terms.items():
             try:
                 value, parts = term.call(completion, row)
@@ -229,9 +229,9 @@ class Reward:
             terms[name] = value
             weighted = [(end, term.weight * part) for end, part in parts if self.reads_steps]
             steps += weighted
-            rewarded[name] = term.weight * value + sum(part for _, part in weighted)
+            with_steps[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
-        return Verdict(reward, terms, steps, rewarded, fault)
+        return Verdict(reward, terms, steps, with_steps, fault)
 
     def note_shaping(self, verdicts: list[Verdict]) -> None:
         """Take each term that gave a value below 0 or above 1 for shaping, from now on."""
@@ -242,7 +242,7 @@ class Reward:
         """Return (reward, correctness in [0, 1]) of each completion, by the terms that are not
         shaping. If all are, return (whole reward, None)."""
         counting = [name for name in self.terms if name not in self.shaping]
-        earned = [sum(each.rewarded[name] for name in counting or self.terms) for each in verdicts]
+        earned = [sum(one.with_steps[name] for name in counting or self.terms) for one in verdicts]
         if not counting:
             return earned, None
         weights = {name: self.terms[name].weight for name in counting}

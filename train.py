@@ -97,7 +97,7 @@ class OwnFlags:
     temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
     cache_gb: float | None = flag(None, "memory for KV caches; default: what is free", above=0)
     old_logprobs: str = flag("trainer", "who computes old_logprobs", choices=("trainer", "sampler"))
-    stale_steps: int = flag(1, "steps between refreshes of the sampler", low=1)
+    stale_steps: int = flag(1, "steps between refreshes of the sampler; see --tis-cap", low=1)
     tis_cap: float | None = flag(None, "bound of importance weights, sampler to pi_old", above=0)
 
     entropy_coef: float = flag(0.0, "bonus per nat of entropy", heading="objective", low=0)
@@ -300,7 +300,7 @@ def collect(run: Run, step: int) -> Batch:
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     rollout, samples, drawn = draw_groups(run, step)
     kept = [i for i, dead in enumerate(drawn.dead) if not (config.dynamic_sampling and dead)]
-    groups = kept[:count] or [0]  # a batch is never empty
+    groups = kept[:count] or [0]  # nothing kept: group 0 with an empty mask, so that shapes stay
     chosen = [size * group + member for group in groups for member in range(size)]
     rollout, samples = rollout.select(chosen), [samples[i] for i in chosen]
 
@@ -346,8 +346,8 @@ def soft_overlong_penalty(length: int, max_length: int, cache: int) -> float:
 def sample_and_verify(
     run: Run, model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[Sample]]:
-    """Sample group_size completions of each problem and verify them. Equal seed texts give equal
-    samples. Each process takes a share of the work and gets all results."""
+    """Sample group_size completions of each problem and verify them; note shaping of the reward.
+    Equal seed texts give equal samples. Processes share the work, and each gets all results."""
     config, ranks = run.config, run.ranks
     number = random.Random(f"{config.seed} {seed}").getrandbits(60)
     generator = torch.Generator().manual_seed(number)
@@ -571,8 +571,8 @@ def accumulate_gradients(
     config, algorithm, models = run.config, run.algorithm, run.models
     # of the loss's mean: tokens, or completions that have some
     units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
-    # the loss is a mean over all rows of the update: those that are not active add 0 to it, and
-    # are not computed. A loss's metric is a sum / denom, too. It becomes a mean over active rows
+    # the loss is a mean over all rows of the update: those that are not active add 0, and are not
+    # computed. Of 64 completions, 40 of them active: loss = sum / 64, clip_fraction = sum / 40
     denom = units[update.rows].sum()
     metric_scale = denom / units[update.active_rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)

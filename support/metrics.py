@@ -46,8 +46,9 @@ def measure(run, batch, updates, constants, advantages, returns, result) -> dict
     row["advantage_abs"] = magnitude.mean()
     # active rows
     if result.metrics:
-        for name in result.metrics[0]:  # clip_fraction, ratio_mean, ...
-            row[name] = statistics.fmean(metrics[name] for metrics in result.metrics)
+        for name in {name: None for metrics in result.metrics for name in metrics}:
+            values = [metrics[name] for metrics in result.metrics if name in metrics]
+            row[name] = statistics.fmean(values)  # clip_fraction, ratio_mean, ...
     row["bad_updates"] = result.bad_updates
     first = updates[0].active_rows
     active = torch.cat([update.active_rows for update in updates])

@@ -214,6 +214,8 @@ data = "--data levels.jsonl --eval-data levels.jsonl --reward right.py:right --p
 print("levels", train.main(f"--name levels --steps 5 {small} {data}".split()))
 ppo = "--name ppo --algo ppo --prompts-per-step 4"
 print("ppo", train.main(f"{ppo} --steps 1 {small}".split()))
+decoupled = "--name decoupled --algo decoupled --stale-steps 2 --steps 2 --entropy-coef 1e-3"
+print("decoupled", train.main(f"{decoupled} --clip 0.3 --lr 1e-2 {small}".split()))
 print("resumed", train.main("--resume --name ppo --steps 2".split()))
 print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}".split()))
 """
@@ -253,6 +255,16 @@ def test_extended_as_the_page_says_it_trains(extended):
     sample = metrics(project / "runs/run", "samples")[0]
     assert sample["prompt"] == sample["answer"][::-1] + "="
     assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
+
+
+def test_the_loss_of_the_page_that_reads_the_sampler_is_weighted(extended):
+    """In step 2 the sampler is older than pi_old. Without a sixth tensor the loss fails."""
+    project, said = extended
+    assert "decoupled 0\n" in said, said
+    config = strict((project / "runs/decoupled/config.json").read_text())
+    assert config["clip"] == 0.3
+    first, second = metrics(project / "runs/decoupled")
+    assert first["sampler_kl"] < 1e-9 < second["sampler_kl"]
 
 
 def test_the_curriculum_of_the_page_begins_with_easy_rows_and_skips_mastered_ones(extended):
