@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicCache
 
 from support.command_line import flag, parse
 from support.data import IDS, PromptFormat, StopTexts, printable, printable_lines
@@ -40,7 +40,16 @@ from support.models import (
     load_model,
     logits_of,
 )
-from support.trees import Tree, Trees, grow, grow_evenly, in_order, join
+from support.trees import (
+    Tree,
+    Trees,
+    grow,
+    grow_evenly,
+    in_order,
+    join,
+    masks_of,
+    shares_prefixes,
+)
 from support.user import UserError, expecting, need
 
 
@@ -452,34 +461,6 @@ def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> M
     row, t = rollout.completion_mask.nonzero(as_tuple=True)
     position = rollout.prompt_lengths[row] + t - 1
     return MicroBatch(rows_in_trees, rollout, join(trees, row, position))
-
-
-def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
-    """Return the mask (R, 1, U, U) that is added to scores, or one for each kind of layer."""
-    kind = trees.ids.device.type
-    # the dtype of the queries: attention would convert another one in every layer, and keep each
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
-    masks = {}
-    for layers, window in kinds_of_layers(model).items():
-        hidden = ~trees.visible(window)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        masks[layers] = mask.masked_fill_(hidden, -torch.inf)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def kinds_of_layers(model) -> dict[str, int | None]:
-    """Return the sliding window, or None, of each kind of layer."""
-    config = model.config.get_text_config(decoder=True)
-    kinds, options = get_layer_types_and_kwargs(config)
-    return {kind: option.get("sliding_window") for kind, option in zip(kinds, options)}
-
-
-def shares_prefixes(model) -> bool:
-    """Tell whether a model may get trees: it takes our positions, and our mask for each layer."""
-    takes = "position_ids" in inspect.signature(body_of(model).forward).parameters
-    sdpa = model.config._attn_implementation == "sdpa"
-    kinds = set(kinds_of_layers(model))
-    return takes and sdpa and kinds <= {"full_attention", "sliding_attention"}
 
 
 # ---- the check of a model ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ last tokens are predicted, not read.
     end       5  5  5  4  5
 """
 
+import inspect
 import math
 import os
 from typing import NamedTuple
@@ -18,6 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from support.models import body_of
 
 NODES_OF_A_ROW = 1024  # about: attention looks at every pair of nodes of a row
 
@@ -127,3 +131,34 @@ def join(trees: list[Tree], row_of: Tensor, position: Tensor) -> Trees:
     ordered = [torch.tensor(paths[number], device=row_of.device) for number in sorted(paths)]
     node_of = pad_sequence(ordered, batch_first=True)  # (rows, longest)
     return Trees(ids, positions, end, before=node_of[row_of, position])
+
+
+# ---- how a model reads them ----------------------------------------------------------------------
+
+
+def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
+    """Return the mask (R, 1, U, U) that is added to scores, or one for each kind of layer."""
+    kind = trees.ids.device.type
+    # the dtype of the queries: attention would convert another one in every layer, and keep each
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
+    masks = {}
+    for layers, window in kinds_of_layers(model).items():
+        hidden = ~trees.visible(window)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        masks[layers] = mask.masked_fill_(hidden, -torch.inf)
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def kinds_of_layers(model) -> dict[str, int | None]:
+    """Return the sliding window, or None, of each kind of layer."""
+    config = model.config.get_text_config(decoder=True)
+    kinds, options = get_layer_types_and_kwargs(config)
+    return {kind: option.get("sliding_window") for kind, option in zip(kinds, options)}
+
+
+def shares_prefixes(model) -> bool:
+    """Tell whether a model may get trees: it takes our positions, and our mask for each layer."""
+    takes = "position_ids" in inspect.signature(body_of(model).forward).parameters
+    sdpa = model.config._attn_implementation == "sdpa"
+    kinds = set(kinds_of_layers(model))
+    return takes and sdpa and kinds <= {"full_attention", "sliding_attention"}

@@ -278,14 +278,19 @@ def test_the_end_token_stays_in_the_mask_when_it_is_the_pad_token():
         assert 2 not in row[: n - 1] and (row[n:] == 2).all()
 
 
-def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch):
-    """0.8 of 10 GB that are free, 3 of them in PyTorch's cache. Of this machine half."""
+def test_most_of_what_is_free_on_a_gpu_is_for_keys_and_values(monkeypatch, tmp_path):
+    """0.8 of 10 GB that are free, 3 of them in PyTorch's cache. Of this machine, or of the memory
+    that a container may use, half."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7e9, 20e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8e9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5e9)
     assert R.free_gb(torch.device("cuda")) == pytest.approx(8.0)
     bytes_here = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert R.free_gb(torch.device("cpu")) == pytest.approx(0.5e-9 * bytes_here)
+    monkeypatch.setattr(R, "Path", lambda path: tmp_path / "memory.max")
+    for limit, expected in (("", bytes_here), ("max", bytes_here), ("400000000", 4e8)):
+        if limit:
+            (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert R.free_gb(torch.device("cpu")) == pytest.approx(0.5e-9 * expected)
 
 
 # ---- rollouts
