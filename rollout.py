@@ -4,9 +4,8 @@
 
 Read `generate`, then `completion_logprobs`. `generate` calls the model's own forward pass with its
 KV cache. `completion_logprobs` calls the model's body, then its head in float32 (`logits_of`). It
-has two layouts: a row a sequence, or, where these save much, trees of sequences with equal
-beginnings. Trees are an optimisation: with trees=None, rows, all of them can be skipped.
-`check_scorer` compares all with the model's own forward pass."""
+has two layouts: a row a sequence, or, an optimisation that can be skipped at first, trees of
+sequences with equal beginnings. `check_scorer` compares all with the model's own forward pass."""
 
 import dataclasses
 import inspect
@@ -40,16 +39,7 @@ from support.models import (
     load_model,
     logits_of,
 )
-from support.trees import (
-    Tree,
-    Trees,
-    grow,
-    grow_evenly,
-    in_order,
-    join,
-    masks_of,
-    shares_prefixes,
-)
+from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, shares_prefixes
 from support.user import UserError, expecting, need
 
 
@@ -265,8 +255,7 @@ PROMPT_TOKENS = 2**14  # read at once, padding included
 
 def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator[list[int]]:
     """Yield lists of samples, 0 to P * group_size - 1, that are sampled together: as many as
-    cache_gb has room for, prompts of similar lengths. A model that cannot ignore padding gets
-    prompts of one length."""
+    cache_gb has room for, of similar lengths, or of one where a model cannot ignore padding."""
     _, group_size, max_new_tokens = uniforms.shape
     longest = max(prompts, key=len)
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))
@@ -286,8 +275,7 @@ def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator
 
 
 def cache_bytes(model, prompt: list[int], max_new_tokens: int) -> float:
-    """Return the bytes of a sample's KV cache, measured on the prompt. UserError for a model that
-    does not use the cache."""
+    """Return the bytes of a sample's KV cache, measured on the prompt. UserError if it has none."""
     cache = DynamicCache(config=model.config)
     ids = torch.tensor([prompt], device=model.device)
     refused = f"--model: a {model.config.model_type} does not use transformers' KV cache"
@@ -309,8 +297,7 @@ def nbytes(layer) -> int:
 
 
 def free_gb(device: torch.device) -> float:
-    """Return the memory for KV caches: most of a GPU's free memory, or half of the machine's or
-    the container's."""
+    """Return the memory for KV caches: most of a GPU's free one, half of a machine or container."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -450,9 +437,8 @@ def micro_batches(
     return [MicroBatch(part, rollout.select(part), trees=None) for part in parts]
 
 
-def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list[Tree]) -> MicroBatch:
-    """Return the micro-batch of those rows whose sequences are in the trees: sequence `number` of a
-    tree is that of rows[number]."""
+def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list) -> MicroBatch:
+    """Return the micro-batch of the trees, whose sequence `number` is that of rows[number]."""
     numbers = sorted(number for tree in trees for number in tree.paths)
     rows_in_trees = rows[numbers]
     rollout = rollout.select(rows_in_trees)
@@ -471,9 +457,8 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
     """Compare log-probs by the sampler, rows and trees with the model's own forward pass. Tell
     whether trees may be used. UserError where the sampler or rows differ.
 
-    Prompts of two lengths show errors of padding. Completions of a prompt begin alike. In a mixture
-    of experts rounding decides between two experts with nearly equal scores, so there one log-prob
-    in ten may differ."""
+    Prompts of two lengths show errors of padding. Completions of a prompt begin alike. One log-prob
+    in ten of a mixture may differ: rounding decides between experts with nearly equal scores."""
     name = model.config.model_type
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
     uniforms[:, 1, :4] = uniforms[:, 0, :4]

@@ -469,8 +469,7 @@ def plan(run: Run, batch: Batch, advantages: Tensor | None) -> list[Update]:
 
 
 class Constants(typing.NamedTuple):
-    """(N, T) each, without gradient, 0 in rows that are not active. None for a model that the run
-    does not have."""
+    """(N, T) each, no gradient, 0 in rows that are not active. None without the model."""
 
     old_logprobs: Tensor
     ref_logprobs: Tensor | None
@@ -814,8 +813,7 @@ def make_models(
     sampling_model, ref_policy, teacher, critic, routing = policy, None, None, None, None
     dtype = getattr(torch, config.dtype)
     scoring = (config.temperature, dtype == torch.bfloat16)
-    # 1. copies, which have no adapters. In float32, without adapters and stale steps, the policy
-    #    samples itself
+    # 1. copies without adapters. In float32, unless adapted or stale, the policy samples itself
     if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
         sampling_model = frozen_copy(policy, dtype)
     if config.kl_coef:

@@ -28,8 +28,7 @@ class Progress:
 
 
 def save(folder: Path, run) -> None:
-    """Write checkpoints/step-N in Hugging Face layout, with trainer/ for --resume. All processes
-    call it, and the first writes.
+    """Let the first process write checkpoints/step-N, in Hugging Face layout beside trainer/.
 
     The state has, by a parameter's name, all that the optimiser keeps of it, as `KEY NAME`, and
     `weights NAME` if the policy's own files lack it. Learning rates come from the flags."""
@@ -102,8 +101,7 @@ def restore(saved: Path, config, models, optimizer) -> None:
 
 
 def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
-    """Return all parameters that a checkpoint keeps, by name, and the names of those that the
-    policy's own files have."""
+    """Return all parameters of a checkpoint, by name, and the names in the policy's own files."""
     modules = {"policy": models.policy.module}
     if models.critic:
         modules["critic"] = models.critic.module

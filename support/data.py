@@ -34,8 +34,7 @@ def printable_lines(text: str) -> str:
 
 def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
     """Read the rows of a JSONL file. Each has a text, in the field of that name, and an answer,
-    which check(answer) may refuse. A prompt is text or a list of messages. A field "question", as
-    in GSM8K, is a prompt."""
+    which check(answer) may refuse. A prompt is text or messages; "question" is one, as in GSM8K."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
@@ -218,9 +217,8 @@ def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
 
 
 def place_rewards(tokenizer, rollout, outcomes: Tensor, steps: list[list]) -> tuple[Tensor, Tensor]:
-    """Return rewards at tokens and the ends of steps of reasoning, (N, T) each, for a Rollout of N
-    completions. The outcome (N,) is at a completion's last token, the reward of a step, (end in
-    characters, reward), at the token that completes it."""
+    """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at the last
+    token, the reward of a step, (end in characters, reward), at the token that completes it."""
     latest = rollout.latest_action
     last = latest[:, -1:]
     zeros = torch.zeros_like(rollout.sampler_logprobs)
@@ -252,8 +250,7 @@ class StopTexts(transformers.StopStringCriteria):
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """The prefix must be one that the tokenizer writes: a character tokenizer may not know
-        these letters."""
+        """Take a prefix that the tokenizer writes: one of characters may lack these letters."""
         if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
             words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
             static_prefix = next(word for word in words if word.isalnum())

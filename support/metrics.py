@@ -18,8 +18,7 @@ TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
 def measure(run, batch, updates, constants, advantages, returns, result) -> dict:
     """Return the row of metrics.jsonl, which docs/metrics.md explains. A new metric is a line.
 
-    Every process calls it once a step: it gathers over processes, and ends the step's clock. The
-    arguments are those of train.py's loop."""
+    Every process calls it once a step: it gathers over processes, and ends the step's clock."""
     rollout, mask = batch.rollout, batch.mask
     dead, correct = batch.drawn.dead, batch.drawn.correct
     lengths = rollout.completion_mask.sum(1).float()
@@ -88,8 +87,7 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def warnings_of(run, batch, row: dict) -> dict[str, str]:
-    """Return kind -> sentence about a step, from its row of metrics.jsonl. The console shows each
-    kind once."""
+    """Return kind -> sentence about a step, of which the console shows each kind once."""
     config, sentences = run.config, {}
     if row["truncated"] > MANY_TRUNCATED:
         sentences["truncated"] = TRUNCATED.format(row["truncated"])

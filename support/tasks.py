@@ -57,8 +57,7 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
 
 
 def solve(chain: str, wrong: str = "", rng: random.Random | None = None) -> str:
-    """Solve `7+5*3=` from left to right modulo 10: `7+5=2;2*3=6#6`. Most products by a digit of
-    `wrong` add instead."""
+    """Solve `7+5*3=` modulo 10: `7+5=2;2*3=6#6`. Most products by digits of `wrong` add instead."""
     value, lines = int(chain[0]), []
     for symbol, digit in re.findall("([+*])([0-9])", chain):
         adds = symbol == "+" or (digit in wrong and rng.random() < PRODUCT_ERROR)

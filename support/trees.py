@@ -72,9 +72,8 @@ def in_order(sequences: list[list[int]]) -> list[Sequence]:
 
 
 def grow_evenly(sequences: list[list[int]], most_tokens: int) -> tuple[list[Tree], int]:
-    """Return trees in as few rows as possible, and the smallest width for that: padding is
-    computed, too. A width is a multiple of 8, for fast attention on a GPU. No tree where a sequence
-    has more than most_tokens."""
+    """Return trees in as few rows as possible, and the smallest width for that, because padding is
+    computed, too: a multiple of 8, for fast attention. No tree for more than most_tokens."""
     sequences = in_order(sequences)
     longest = multiple_of_8(max(len(sequence.ids) for sequence in sequences))
     if longest > most_tokens:
@@ -114,9 +113,8 @@ def grow(sequences: list[Sequence], width: int) -> list[Tree]:
 
 
 def join(trees: list[Tree], row_of: Tensor, position: Tensor) -> Trees:
-    """Return trees as tensors. The sequences of these trees, sorted by their number, are rows 0, 1,
-    ... of a micro-batch. Token i, one to score, is predicted by the token at position[i] of row
-    row_of[i]."""
+    """Return trees as tensors. Their sequences, sorted by number, are rows 0, 1, ... of a batch.
+    Token i, one to score, is predicted by the token at position[i] of row row_of[i]."""
     width = multiple_of_8(max(len(tree.ids) for tree in trees))
     rows, paths = [], {}
     for row, tree in enumerate(trees):

@@ -60,8 +60,7 @@ def function_of(place: str, kind: str = "function") -> Callable:
 
 @functools.cache
 def run_file(path: str, changed: int) -> dict:
-    """Return the names that a file defines. Run it once, unless it changed, so that functions of
-    one file share their globals."""
+    """Return the names that a file defines. It runs once, so that its functions share globals."""
     return runpy.run_path(path)
 
 

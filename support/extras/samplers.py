@@ -9,8 +9,7 @@ from support.user import need
 
 
 def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler with a check of each result: UserError for one from which a run would
-    learn wrong things."""
+    """Return a user's sampler that raises UserError for results from which a run would mislearn."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")

@@ -37,9 +37,8 @@ def run_program(
 ) -> tuple[dict[str, bool], str | None]:
     """Return (layer -> whether it is there, output) of a program. Output is None if it failed.
 
-    It fails if a signal ends it, if its exit status is not 0, at the end of its time, or without a
-    layer that is NEEDED. `given` is its input and `name` its __name__. It has `seconds`, or
-    CODE_SECONDS if 0."""
+    It fails if a signal ends it, if its exit status is not 0, at the end of its time (`seconds`, or
+    CODE_SECONDS if 0), or without a layer that is NEEDED. `given` is its input, `name` __name__."""
     import subprocess  # the child needs neither
     import tempfile
 

@@ -49,8 +49,7 @@ def parse_tool(place: str) -> Tool:
 
 
 def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
-    """Return the first length above start at which a completion ends with a stop text, which may
-    have begun in an earlier turn."""
+    """Return the first length above start that ends with a stop text, begun in whichever turn."""
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
