@@ -4,8 +4,8 @@
 
 A completion is adversarial input: it is never evaluated, and no text takes long. A verifier is
 defined for every completion. A gold answer that it cannot use is an error before training. Read
-`exact`, `Reward`, then `same_answer`. The patterns at the end can wait. This file needs
-support/user.py alone, its command also support/data.py."""
+`exact`, then `Reward`. `same_answer` compares mathematics, and its patterns can wait. This file
+needs support/user.py alone, its command also support/data.py."""
 
 import argparse
 import ast

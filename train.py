@@ -134,8 +134,8 @@ class OwnFlags:
 
 
 # Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
-# gspo.py: `gspo_loss(..., *, clip_low=3e-4)` makes the flag --clip-low and the field `clip_low`,
-# None at first. `parse_flags` replaces the None by 3e-4, `start` binds the loss to it. See --help
+# gspo.py: `gspo_loss(..., *, clip_low=3e-4)` makes --clip-low and Config.clip_low = None. Of gspo
+# `parse_flags` makes it 3e-4, and `start` run.algorithm.loss = partial(gspo_loss, clip_low=3e-4)
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
 NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
@@ -143,7 +143,8 @@ Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 REWARDS_ALONE = ("rewards", "steps")  # kinds of Algorithm.reads that need no log-probs and values
-MAX_BAD_UPDATES = 5  # skipped in a row, because they were not finite; one more ends the run
+DECISIVE = ("loss", "ratio_mean")  # an update is skipped if these or a norm are not finite
+MAX_BAD_UPDATES = 5  # skipped in a row; one more ends the run
 
 # ---- the loop ------------------------------------------------------------------------------------
 
@@ -176,7 +177,7 @@ def train(run: "Run", output: Output) -> None:
         # 5. constants   log-probs of pi_old, pi_ref and a teacher, values of a critic: no gradient
         constants = compute_constants(run, batch, updates)
 
-        # 6. advantages  where those decide, and weights of tokens whose sampler was not pi_old
+        # 6. advantages  if not in 3, as in PPO; then weights of tokens whose sampler was not pi_old
         if advantages is None:
             advantages, returns = compute_advantages(run, batch, constants)
         if config.tis_cap:
@@ -317,8 +318,7 @@ def collect(run: Run, step: int) -> Batch:
 
 
 def draw_groups(run: Run, step: int) -> tuple[Rollout, list[Sample], Drawn]:
-    """Sample a group for each of P prompts. With dynamic sampling continue until P groups have
-    different rewards, or MAX_REFILLS times."""
+    """Sample P groups. Dynamic sampling goes on until P have different rewards, or MAX_REFILLS."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, samples = [], []
     if run.turns:
@@ -436,7 +436,8 @@ def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) ->
 
 
 class Update(typing.NamedTuple):
-    """One optimiser step. The loss is a mean over its rows; only the active ones can change it."""
+    """One optimiser step. Its loss is a mean over all its rows. A row of advantage 0 has no gradient
+    there, so it is not active: it gets no forward pass, and only counts in the mean."""
 
     rows: Tensor  # (n,) indices into the batch
     active_rows: Tensor  # those that need a forward pass
@@ -444,8 +445,7 @@ class Update(typing.NamedTuple):
 
 
 def plan(run: Run, batch: Batch, advantages: Tensor | None) -> list[Update]:
-    """Divide the rows, group after group in a random order, into updates, and the active rows of
-    this process into micro-batches."""
+    """Divide the rows, groups in random order, into updates, and active ones into micro-batches."""
     config, shares = run.config, run.models.share_prefixes
     # terms of the loss that have a gradient where the advantage is 0
     needs_all_rows = run.algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0
@@ -536,7 +536,8 @@ def improve(
             last_logprobs[update.active_rows] = logprobs[update.active_rows]
             if first_logprobs is None:
                 first_logprobs = logprobs
-            wrong = ", ".join(name for name in metrics if not math.isfinite(metrics[name]))
+            decisive = [name for name in metrics if name in DECISIVE or name.endswith("grad_norm")]
+            wrong = ", ".join(name for name in decisive if not math.isfinite(metrics[name]))
             if wrong:
                 bad_updates += 1
                 progress.bad_in_a_row += 1
@@ -568,12 +569,11 @@ def accumulate_gradients(
     """Sum the gradient of one update over micro-batches and processes. Return its metrics, and the
     log-probs (N, T) of the rows of this process; 0 elsewhere."""
     config, algorithm, models = run.config, run.algorithm, run.models
-    # of the loss's mean: tokens, or completions that have some
-    units = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
-    # the loss is a mean over all rows of the update: those that are not active add 0, and are not
-    # computed. Of 64 completions, 40 of them active: loss = sum / 64, clip_fraction = sum / 40
-    denom = units[update.rows].sum()
-    metric_scale = denom / units[update.active_rows].sum()
+    # the loss is a mean over tokens or over completions. Rows that are not active add 0 to it, and
+    # count. Metrics leave them out: of 64 rows, 40 active, loss = sum / 64, metric = sum / 40
+    counted = batch.mask if algorithm.unit == "token" else batch.mask.any(1)
+    denom = counted[update.rows].sum()
+    metric_scale = denom / counted[update.active_rows].sum()
     all_logprobs = torch.zeros_like(constants.old_logprobs)
     totals = collections.Counter()
     wanted = "gradient" if config.entropy_coef > 0 else "value"

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import re
+import types
 import typing
 
 from support.user import UserError, dashed, did_you_mean, need
@@ -64,7 +65,9 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
 
 def kinds_of(field: dataclasses.Field) -> tuple[type, ...]:
     """Return the types of a field: (float, NoneType) for `float | None`."""
-    return typing.get_args(field.type) or (field.type,)
+    if isinstance(field.type, types.UnionType):
+        return typing.get_args(field.type)
+    return (field.type,)
 
 
 def check(field: dataclasses.Field, value) -> None:

@@ -35,8 +35,7 @@ def find_model(config, ranks) -> tuple:
 
 
 def load(kind: type, source: str, flag: str = "--model", **options):
-    """Load a tokenizer, a config or a model by a class of transformers. Never from a pickle, and
-    never with code from the model's folder."""
+    """Load a tokenizer, config or model by a class of transformers, never with a folder's code."""
     is_run = Path(source, "checkpoints").is_dir()
     need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))

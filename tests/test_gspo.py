@@ -505,6 +505,12 @@ def test_group_advantages_match_scalar_loop(name):
         assert_same(GROUP_FUNCTIONS[name](rewards, size), wanted)
 
 
+def test_rewards_may_be_whole_or_bool():
+    expected = gspo.group_advantages(torch.tensor([1.0, 0.0]), 2).tolist()
+    for rewards in (torch.tensor([1, 0]), torch.tensor([True, False])):
+        assert gspo.group_advantages(rewards, 2).tolist() == expected
+
+
 @every_group_function
 def test_dead_group_has_advantage_exactly_zero(name):
     """The float32 mean of equal rewards is not always that reward, and 1.5e-8 / (1.5e-8 + 1e-6) is

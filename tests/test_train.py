@@ -608,6 +608,18 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
     assert all(math.isfinite(value) for row in metrics(folder) for value in row.values())
 
 
+def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
+    """A fork's own, such as the logarithm of a fraction of 0. It is left out of the row."""
+
+    def with_metric(number, result):
+        loss, extra = result
+        return loss, extra | {"log_clip": torch.tensor(-math.inf)}
+
+    spied(monkeypatch, "rloo", "loss", with_metric)
+    [row] = metrics(good(tmp_path, f"{BASE} --algo rloo --steps 1").folder)
+    assert row["bad_updates"] == 0 and "log_clip" not in row
+
+
 def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
     """A good one resets the count, a resume does not: with four updates a step, 1 to 4 are bad and
     6 to the end, so that the last of step 3 is the sixth in a row."""
