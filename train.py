@@ -436,8 +436,8 @@ def weigh(advantages: Tensor, batch: Batch, old_logprobs: Tensor, cap: float) ->
 
 
 class Update(typing.NamedTuple):
-    """One optimiser step. Its loss is a mean over all its rows. A row of advantage 0 has no gradient
-    there, so it is not active: it gets no forward pass, and only counts in the mean."""
+    """One optimiser step. Its loss is a mean over its rows. Those of advantage 0 are not active:
+    they have no gradient, get no forward pass, and only count in the mean."""
 
     rows: Tensor  # (n,) indices into the batch
     active_rows: Tensor  # those that need a forward pass
