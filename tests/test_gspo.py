@@ -740,6 +740,6 @@ def test_a_number_has_one_default_and_no_name_of_a_runs_flag():
         return own_numbers(row, train.OwnFlags)
 
     assert "lr" not in numbers_of("lr")
-    for number in ("temperature=0.5", "beta2", "gae_lambda=0.5"):
+    for number in ("temperature=0.5", "beta2", "gae_lambda=0.5", "band=(0.1, 0.2)"):
         with pytest.raises(AssertionError, match=number.partition("=")[0]):
             numbers_of(number)

@@ -609,15 +609,17 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
 
 
 def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
-    """A fork's own, such as the logarithm of a fraction of 0. It is left out of the row."""
+    """A fork's own, such as the logarithm of a fraction of 0. It is left out of the row. One that
+    the first update lacks is the mean of the others."""
 
     def with_metric(number, result):
         loss, extra = result
-        return loss, extra | {"log_clip": torch.tensor(-math.inf)}
+        late = {"late": torch.tensor(2.0)} if number > 0 else {}
+        return loss, extra | {"log_clip": torch.tensor(-math.inf)} | late
 
     spied(monkeypatch, "rloo", "loss", with_metric)
     [row] = metrics(good(tmp_path, f"{BASE} --algo rloo --steps 1").folder)
-    assert row["bad_updates"] == 0 and "log_clip" not in row
+    assert row["bad_updates"] == 0 and "log_clip" not in row and row["late"] > 0
 
 
 def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
