@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import sys
 
+# of a pytest in a fork: half of its time
+QUICK = {"PYTEST_ADDOPTS": "--assert=plain -p no:unraisableexception"}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "transformers.models.qwen3.modeling_qwen3"])
 

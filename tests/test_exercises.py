@@ -3,7 +3,7 @@
 import importlib.util
 import re
 
-from forks import fork, program
+from forks import QUICK, fork, program
 from tools import ROOT
 
 CHECK = """
@@ -12,7 +12,6 @@ sys.argv = ["docs/exercises.py", *sys.argv[1:]]
 sys.path.insert(0, "docs")
 runpy.run_path("docs/exercises.py", run_name="__main__")
 """
-QUICK = {"PYTEST_ADDOPTS": "--assert=plain -p no:unraisableexception"}  # half of the time
 
 
 SPEC = importlib.util.spec_from_file_location("exercises", ROOT / "docs/exercises.py")

@@ -1,7 +1,6 @@
 """The files of support/extras are optional: each is imported where a flag asks for it."""
 
-from forks import fork, program
-from test_exercises import QUICK
+from forks import QUICK, fork, program
 from tools import copy_of_project
 
 TRAIN = """

@@ -93,10 +93,15 @@ BAD_INPUT = [
     ("--model tiny --task sums", "--task sums: .*--model"),
     ("--track trackio", "--track trackio: needs pip install trackio"),
     # files with functions
+    ("--reward maths", "--reward .*did you mean math"),
+    ("--reward two-errors.py:f", "--reward .*two-errors.py.*RuntimeError"),
     ("--reward judge", "--reward .*judge:"),
+    ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
     ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
     ("--sampler value.py:V", "--sampler value.py:V: expected .*V is no function"),
+    ("--reward value.py:V", "--reward .*value.py: V is no function"),
     # data
+    ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
@@ -131,6 +136,7 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     monkeypatch.setattr("builtins.input", lambda *args: "y")  # who asks is answered
     Path("bad.jsonl").write_text(content)
     Path("good.jsonl").write_text(ROW * 12)
+    Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     Path("value.py").write_text("V = 1.0\n")
     Path("file").write_text("not a folder")
     Path("runs-with-one", "run").mkdir(parents=True)

@@ -31,6 +31,15 @@ def test_statistics_of_numbers_that_a_hand_can_check():
         assert statistic(given) == pytest.approx(expected), given
 
 
+def test_only_seeds_with_every_run_are_compared():
+    """Seed 1 has no run of grpo at rate 2."""
+    keys = [("gspo", 0, 1), ("gspo", 0, 2), ("grpo", 0, 1), ("grpo", 0, 2)]
+    others = [("gspo", 1, 1), ("gspo", 1, 2), ("grpo", 1, 1), ("luspo", 0, 1)]
+    runs = [dict(zip(("row", "seed", "lr"), key)) for key in (*others, *keys)]
+    found = long.of_rows(runs, ("gspo", "grpo"))
+    assert [tuple(run.values()) for run in found] == keys
+
+
 def test_a_rule_is_the_longest_run_of_good_neighbours_that_has_every_rate():
     points = [(1, True, "a"), (2, True, "b"), (3, False, "a"), (4, True, "b"), (5, True, "b")]
     assert long.widest_run(points) == points[:2]  # 4 and 5 are as long, and lack rate a

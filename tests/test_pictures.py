@@ -61,6 +61,27 @@ def test_curve_begins_before_training_and_is_the_mean_of_seeds():
     assert "mean of 2 seeds: gspo goes from 30.0% to 90.0%" in root.find(f"{SVG}desc").text
 
 
+def test_rates_picture_has_the_mean_of_seeds_its_interval_and_the_start():
+    """Two seeds end at 0.5 and 0.502: mean 0.501, standard error 0.001, and t is 12.7."""
+    runs = [
+        {"row": row, "lr": lr, "seed": seed, "more": ""}
+        | {"solved": {"0": 0.4, "12": end - 0.1, "16": end + 0.1}}
+        for row in pictures.RATES_ROWS
+        for lr in (1e-4, 4e-4)
+        for seed, end in enumerate((0.5, 0.502))
+    ]
+    others = [runs[0] | {"more": "--max-grad-norm 0.03"}, runs[0] | {"seed": 2}]
+    root = drawn(pictures.rates_picture(runs + others))
+    plot = Plot((0, 1), (0, 1), left=58, right=356, top=66, bottom=306)
+    curves, bars = lines(root, "curve") + lines(root, "edge"), lines(root, "thin")
+    assert len(curves) == 5 and len(bars) == 10
+    for curve in curves:
+        assert_near([y for _, y in curve], [plot.y(0.501)] * 2)
+    for bar in bars:
+        assert_near([y for _, y in bar], [plot.y(0.501 - 0.012706), plot.y(0.501 + 0.012706)])
+    assert_near(lines(root, "null")[0], [(58, plot.y(0.4)), (356, plot.y(0.4))])
+
+
 def test_pictures_of_outcomes_are_those_of_the_stored_runs():
     """Byte for byte. The captions of the lesson speak of them."""
     rows = common.read_rows(ROOT / "docs/runs/rates/rows.jsonl")

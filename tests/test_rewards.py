@@ -73,11 +73,13 @@ NOT_EXTRACTED = r"""
     <answer>\boxed{5 or \boxed{6}}</answer>
 """
 LENIENT = r"""
-    it costs $1,234.50. => 1234.5 | −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5
-    the answer is - 5 => -5 | it is .5 => 0.5 | so 3 1/2 => 3.5 | \frac{3}{4} => 0.75
-    so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5 | so 50\% => 1/2
-    50 percent => 50% | 5 years => 5 | so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 42 is right => 42
-    # 5 => 5 | it's 5 => 5 | 120 girls are not in it => 120 | 5 cm => 5 cm
+    the answer is 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
+    −5 => -5 | it is –5 => -5 | - 5 => -5 | x = - 5. => -5 | the answer is - 5 => -5
+    the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5 | so 3 1/2 => 3.5
+    \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | 2\frac{3}{4} => 2.75 | so 50% => 0.5
+    so 50% => 50 | so 50\% => 1/2 | 50 percent => 50% | 5 years => 5
+    so $3 1/2 => 3.5 | 10 / 4 => 2.5 | 5 months and a day => 5 | 42 is right => 42
+    6 or \boxed{7} => 7 | # 5 => 5 | it's 5 => 5 | 120 girls are not in it => 120 | 5 cm => 5 cm
 """
 NOT_LENIENT = r"""
     6 apples, 7 pears | 10-5 => -5 | \boxed{7} then 6 | <think>it is 6. </think> none | <think>6
@@ -87,9 +89,11 @@ NOT_LENIENT = r"""
     7 tenths => 7 | 5\text{ million} => 5 | 10 / 4 => 4
 """
 NUMBERS = r"""
-    x=5 | Answer:5 | **5** | is **5**. | \(5\) | \[5\] | 5cm | => 5 | -> 5 | → 5 | ≈ 5
-    5 - that is it | Step 3: 5 | 5 \text{ apples} | the 5 red ones | 10/2 | 10 / 2 | $5/hour
-    **Answer:** 5 | so 5 I think
+    5 | 5. | (5) | x=5 | x = 5 | 2 + 3 = 5 | 2+3=5 | Answer:5 | **5** | **5** apples
+    is **5**. | \(5\) | \[5\] | so $x = 5$. | 5cm | => 5 | -> 5 | → 5 | ≈ 5
+    5 (five) | 5 - that is it | Step 3: 5 | 5 \text{ apples}
+    the 5 red ones | 10/2 | 10 / 2 | it is 5! | $5/hour | **Answer:** 5 | so 5 I think
+    for a total of 5 clips | 5 a day | it is 5 m long | - Total: 5 | 5 and that is it
 """
 PARTS_OF_EXPRESSIONS = r"""
     5\pi | 5 \pi | 5π | 2^5 | 2^{5} | 1e5 | 2*(5) | minus 5 | negative 5 | x_{5} | 5x
@@ -111,11 +115,13 @@ NO_SOLUTIONS = r"""
     abs(3)*5-2 | 9**9**9**9 | (3)(5)-2 | <think>3*5-2 | the solution is 3*5-2 | 3*5-2⏎13
 """
 CHOSEN = r"""
-    \boxed{\text{B}} | \boxed{\textbf{(B)}} | <answer>(B) Paris</answer> | B: the capital
-    The answer is B. | The correct option is (B). | the final answer is B | B. A dog | B. I think so
-    B - Paris | --- B --- | B – Paris | B. f(a) is 2 | option B | B. Not given
-    B. Not enough information | (B) No | B. Cannot be determined | (B) is the one
-    \boxed{\textrm{B}} | the best choice is B
+    B | b | (B) | B. | B) | **B** | \boxed{B} | \boxed{\text{B}} | \boxed{\textbf{(B)}}
+    <answer>B</answer> | <answer>(B) Paris</answer> | B. Paris | B: the capital
+    The answer is B. | The correct option is (B). | the final answer is B | <think>A</think>B
+    #### B | B. A dog | B. I think so | B - Paris | --- B ---
+    B – Paris | (B) - a dog | B. f(a) is 2 | option B | (B) is correct | (B) because it fits
+    B. Not given | B. Not enough information | B. False | B. None of the above | (B) No
+    B. Cannot be determined | (B) is the one | \boxed{\textrm{B}} | the best choice is B
 """
 NOT_CHOSEN = r"""
     A | A or B | B or A | A, B | B and C | (A)(B) | B. or A. | B) C) D) | B) 1⏎(c) 2
@@ -147,13 +153,15 @@ NOT_FORMED = """
     <think>a</think><answer><think></answer> | <answer>b</answer><think>a</think>
 """
 EQUAL = r"""
-    \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | 540\,\text{m} => 540
-    \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3 | .5 => 1/2 | \frac12 => 0.5 | 2½ => 2.5
-    2\frac{1}{2} => 2.5 | 25\% => 25 | 25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\%
-    1.2 \times 10^3 => 1200 | 18\text{ eggs/day} => 18 | 3cm => 3 | \text{Total} = 21 => 21
-    the answer is 21 => 21 | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2} | Friday => friday
-    \sqrt[3]{125} => 5 | 2π => 2 \pi | \frac{x+1}{2} => \frac{x}{2}+\frac12 | xy => yx
-    x² => x \cdot x | 90^\circ => 90 | 9\pi\text{ cm}^2 => 9\pi
+    18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | $18$ => 18
+    18 dollars => 18 | 540\,\text{m} => 540 | \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3
+    .5 => 1/2 | \frac12 => 0.5 | 2½ => 2.5 | 2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25
+    25% => 0.25 | 25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.2 \times 10^3 => 1200 | 9+9 => 18
+    18\text{ eggs/day} => 18 | 3cm => 3 | \text{Total} = 21 => 21 | n = 21 => 21
+    the answer is 21 => 21 | （２５） => 25 | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
+    Friday => friday | \sqrt[3]{125} => 5 | 2π => 2 \pi | (x+1)^2 => x^2+2x+1
+    \frac{x+1}{2} => \frac{x}{2}+\frac12 | xy => yx | x² => x \cdot x | 90^\circ => 90
+    9\pi\text{ cm}^2 => 9\pi | (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
     (3,\infty) \cup (-\infty,3] => (-\infty,3]\cup(3,\infty) | x \in [1,2] => [1,2]
     \{1, 2\} => \{2,1\} | 1, 2, and 3 => 3,2,1 | x=1 or x=2 => 2, 1
     1 \pm \frac1{\sqrt2} => 1-\sqrt{.5}, 1+\sqrt{.5} | 2x+1 => y=1+2x | f(x) = x^2 => x^2
@@ -248,7 +256,7 @@ def hostile():
     """Long, deep and strange texts. (`same_answer` has its own in test_answers.)"""
     texts = MANY.split("|")
     many = [*texts, "\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
-    found = [piece * (100_000 // len(piece)) for piece in many]
+    found = [piece * (200_000 // len(piece)) for piece in many]
     found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000]
     found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
     found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
@@ -274,11 +282,11 @@ def is_a_verdict(value):
 
 @pytest.mark.parametrize("name", [*RUNS_NOTHING, "code"])
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    """Usual are 0.1 s of processor time. Hardly any text has a program, and `code` tries fewer."""
+    """Usual are 0.2 s of processor time. Hardly any text has a program, and `code` tries fewer."""
     for text in HOSTILE[:80] if name == "code" else HOSTILE:
         start = time.process_time()
         verdict = VERIFY[name](text, GOLD.get(name, "6"))
-        assert time.process_time() - start < 1.5, text[:100]
+        assert time.process_time() - start < 3, text[:100]
         assert is_a_verdict(verdict), text[:100]
 
 

@@ -217,8 +217,8 @@ def test_a_large_vocabulary_is_drawn_from_as_exactly_as_float32_can(temperature)
     border = exact.cumsum(-1)
     below = border[tokens] - exact[tokens]
     assert (uniforms < border[tokens] + 1e-6).all() and (uniforms > below - 1e-6).all()
-    # the sum of 151,936 terms: 1e-5 off on some CPUs
-    torch.testing.assert_close(logprobs, exact[tokens].log().float(), atol=1e-4, rtol=0)
+    # the sum of 151,936 terms: 1.4e-5 off on some CPUs
+    torch.testing.assert_close(logprobs, exact[tokens].log().float(), atol=2e-5, rtol=0)
 
 
 def test_the_first_and_the_last_uniform_draw_tokens_that_can_be():
