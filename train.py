@@ -134,8 +134,8 @@ class OwnFlags:
 
 
 # Config is OwnFlags and a field for each keyword-only parameter of a loss or of advantages in
-# gspo.py: `gspo_loss(..., *, clip_low=3e-4)` makes --clip-low and Config.clip_low = None. Of gspo
-# `parse_flags` makes it 3e-4, and `start` run.algorithm.loss = partial(gspo_loss, clip_low=3e-4)
+# gspo.py: `gspo_loss(..., *, clip_low=3e-4)` makes the flag --clip-low and Config.clip_low, which
+# is None until `parse_flags` sets 3e-4. `start` then binds partial(gspo_loss, clip_low=3e-4)
 NUMBER_DEFAULTS = {algo: flags.own_numbers(row, OwnFlags) for algo, row in gspo.ALGOS.items()}
 NUMBER_FLAGS = flags.flags_of(NUMBER_DEFAULTS)
 Config = dataclasses.make_dataclass("Config", NUMBER_FLAGS, bases=(OwnFlags,))
@@ -318,7 +318,7 @@ def collect(run: Run, step: int) -> Batch:
 
 
 def draw_groups(run: Run, step: int) -> tuple[Rollout, list[Sample], Drawn]:
-    """Sample P groups. Dynamic sampling goes on until P have different rewards, or MAX_REFILLS."""
+    """Sample P groups. With dynamic sampling go on until P are not dead, or MAX_REFILLS times."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, samples = [], []
     if run.turns:
@@ -445,7 +445,7 @@ class Update(typing.NamedTuple):
 
 
 def plan(run: Run, batch: Batch, advantages: Tensor | None) -> list[Update]:
-    """Divide the rows, groups in random order, into updates, and active ones into micro-batches."""
+    """Divide rows, groups in random order, into updates, and active rows into micro-batches."""
     config, shares = run.config, run.models.share_prefixes
     # terms of the loss that have a gradient where the advantage is 0
     needs_all_rows = run.algorithm.needs_all_rows or config.kl_coef > 0 or config.entropy_coef > 0

@@ -240,8 +240,8 @@ class StopTexts(transformers.StopStringCriteria):
     def __init__(self, tokenizer, texts: list[str]):
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
-            unwritten = f"--stop {text!r}: no tokens of this tokenizer write it"
-            need(text in tokenizer.decode(ids), unwritten)
+            written = text in tokenizer.decode(ids)
+            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
         super().__init__(tokenizer, texts)
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -44,10 +44,9 @@ def measure(run, batch, updates, constants, advantages, returns, result) -> dict
     magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
     row["advantage_abs"] = magnitude.mean()
     # active rows
-    if result.metrics:
-        for name in {name: None for metrics in result.metrics for name in metrics}:
-            values = [metrics[name] for metrics in result.metrics if name in metrics]
-            row[name] = statistics.fmean(values)  # clip_fraction, ratio_mean, ...
+    names = dict.fromkeys(name for metrics in result.metrics for name in metrics)  # in their order
+    for name in names:  # clip_fraction, ratio_mean, ...
+        row[name] = statistics.fmean(found[name] for found in result.metrics if name in found)
     row["bad_updates"] = result.bad_updates
     first = updates[0].active_rows
     active = torch.cat([update.active_rows for update in updates])

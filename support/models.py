@@ -29,13 +29,13 @@ def find_model(config, ranks) -> tuple:
         raise UserError("--routing-replay: needs a mixture of experts")
     if config.teacher:
         its_tokenizer, _ = inspect_model(config.teacher, "--teacher")
-        if its_tokenizer.get_vocab() != tokenizer.get_vocab():
-            raise UserError(f"--teacher {config.teacher}: expected the tokens of {config.model}")
+        same = its_tokenizer.get_vocab() == tokenizer.get_vocab()
+        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
     return source, tokenizer, model_config
 
 
 def load(kind: type, source: str, flag: str = "--model", **options):
-    """Load a tokenizer, config or model by a class of transformers, never with a folder's code."""
+    """Load a tokenizer, config or model by a class of transformers: no pickle, no folder's code."""
     is_run = Path(source, "checkpoints").is_dir()
     need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
     is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))

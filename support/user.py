@@ -60,7 +60,7 @@ def function_of(place: str, kind: str = "function") -> Callable:
 
 @functools.cache
 def run_file(path: str, changed: int) -> dict:
-    """Return the names that a file defines. It runs once, so that its functions share globals."""
+    """Return the names of a file. Its functions share globals: it runs once, until `changed`."""
     return runpy.run_path(path)
 
 

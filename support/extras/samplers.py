@@ -9,7 +9,7 @@ from support.user import need
 
 
 def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler that raises UserError for results from which a run would mislearn."""
+    """Return a user's sampler with checks: UserError for a result that no run may learn from."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")

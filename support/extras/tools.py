@@ -49,7 +49,7 @@ def parse_tool(place: str) -> Tool:
 
 
 def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
-    """Return the first length above start that ends with a stop text, begun in whichever turn."""
+    """Return the first length above start that ends with a stop text, begun in any turn."""
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
