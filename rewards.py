@@ -161,8 +161,10 @@ def exact_value(text: str) -> Fraction:
 
 
 class Verdict(NamedTuple):
-    """The reward of one completion, and its parts."""
+    """A completion, the problem that it answers, its reward, and the parts of that."""
 
+    completion: str
+    row: dict  # of the data, with "tokens", the completion's length
     reward: float  # the weighted sum, without the rewards of steps
     terms: dict[str, float]  # verifier -> its value, before the weight
     steps: list[tuple[int, float]]  # (end in characters, weighted reward) of all but the last step
@@ -231,7 +233,7 @@ class Reward:
             steps += weighted
             with_steps[name] = term.weight * value + sum(part for _, part in weighted)
         reward = sum(self.terms[name].weight * value for name, value in terms.items())
-        return Verdict(reward, terms, steps, with_steps, fault)
+        return Verdict(completion, row, reward, terms, steps, with_steps, fault)
 
     def note_shaping(self, verdicts: list[Verdict]) -> None:
         """Take each term that gave a value below 0 or above 1 for shaping, from now on."""

@@ -78,16 +78,15 @@ for step in range(1, STEPS + 1):
     seen = torch.cat([read.attention_mask, mask], dim=1)
     texts = tokenizer.batch_decode(tokens[:, -width:], skip_special_tokens=True)
     rewards = torch.tensor([*map(reward, texts, problems)], device=DEVICE)
-    advantages = group_advantages(rewards, GROUP_SIZE)  # 3. advantages, eq. 6
-    updates = torch.randperm(len(tokens)).chunk(UPDATES)  # 4. plan (train.py: whole groups)
-    with torch.no_grad():  # 5. constants
+    with torch.no_grad():  # 3. score
         old_logprobs = completion_logprobs(old_policy, tokens, seen, width)
-    for rows in updates:  # 7. improve, eq. 5 (6. is for a critic or a teacher)
+    advantages = group_advantages(rewards, GROUP_SIZE)  # 4. advantages, eq. 6
+    for rows in torch.randperm(len(tokens)).chunk(UPDATES):  # 5. updates, eq. 5
         logprobs = completion_logprobs(policy, tokens[rows], seen[rows], width)
         loss, metrics = gspo_loss(logprobs, old_logprobs[rows], advantages[rows], mask[rows])
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-    measured = f"reward {rewards.mean():.2f} | clipped {metrics['clip_fraction']:.0%}"  # 8. report
+    measured = f"reward {rewards.mean():.2f} | clipped {metrics['clip_fraction']:.0%}"  # 6. report
     print(f"step {step} | {measured} | {prompts[0]!r} {texts[0]!r}", flush=True)

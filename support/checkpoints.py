@@ -1,8 +1,10 @@
 """The checkpoint of a run: its state beside the policy's own files, and its progress."""
 
+import contextlib
 import dataclasses
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -10,7 +12,11 @@ from torch import Tensor
 
 from support import folders
 from support.console import say
-from support.user import need
+from support.user import dashed, expecting, need
+
+# a resumed run keeps these flags, which decide on its models, and on the state of these
+KEPT = ("algo", "model", "task", "seed", "lora_rank", "lora_alpha", "lr_schedule", "kl_coef")
+KEPT += ("stale_steps",)
 
 
 @dataclasses.dataclass
@@ -53,13 +59,33 @@ def write(folder: Path, run, parameters: dict[str, Tensor], in_files: set[str]) 
             kept = tensors if isinstance(value, Tensor) else numbers
             kept[f"{key} {name}"] = value
     with folders.new_checkpoint(folder, progress.step) as unfinished:
-        run.models.policy.module.save_pretrained(unfinished)
+        run.models.policy.save_pretrained(unfinished)
         run.tokenizer.save_pretrained(unfinished)
         trainer = unfinished / "trainer"
         trainer.mkdir()
         state = trainer / "state.safetensors"
         safetensors.torch.save_file(tensors, state, {"numbers": json.dumps(numbers)})
         folders.write_json(trainer / "progress.json", dataclasses.asdict(progress))
+
+
+@contextlib.contextmanager
+def saved_flags(config) -> Iterator[dict]:
+    """Yield the flags of the run that --resume continues. UserError if they cannot be used."""
+    need(config.name, "--resume: needs --name, of the run to continue")
+    path = Path(config.runs, config.name, "config.json")
+    with expecting(f"--resume: expected the --name of a run of this train.py, with {path}"):
+        saved = dict(json.loads(path.read_text(encoding="utf-8")))
+        known = vars(config).keys() - {"resume", "runs", "name"}
+        yield {name: saved[name] for name in saved.keys() & known}
+
+
+def check_kept(config, saved: dict) -> None:
+    """UserError for a flag that a resumed run must keep, and that has changed."""
+    kept = KEPT if config.lr_schedule == "constant" else (*KEPT, "steps")  # where the lr is 0
+    for name in kept:
+        before = saved.get(name, getattr(config, name))
+        same = getattr(config, name) == before
+        need(same, f"{dashed(name)}: a resumed run keeps its own, {before}")
 
 
 def newest(config) -> tuple[Path | None, Progress]:
@@ -97,16 +123,16 @@ def restore(saved: Path, config, models, optimizer) -> None:
     if config.lora_rank:
         from support.extras.lora import check_base
 
-        check_base(models.policy.module, saved)
+        check_base(models.policy, saved)
 
 
 def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
     """Return all parameters of a checkpoint, by name, and the names in the policy's own files."""
-    modules = {"policy": models.policy.module}
+    modules = {"policy": models.policy}
     if models.critic:
-        modules["critic"] = models.critic.module
+        modules["critic"] = models.critic
     if models.ref_policy:
-        modules["ref_policy"] = models.ref_policy.module
+        modules["ref_policy"] = models.ref_policy
     if config.stale_steps > 1:
         modules["sampler"] = models.sampling_model
     names = {}  # parameter -> its first name, if modules share it

@@ -70,15 +70,15 @@ class Log:
         self.device = torch.get_device_module(device)
         self.seconds = collections.Counter()  # of the phases of this step
         self.warned = set()  # kinds
-        self.run_start = time.perf_counter() - seconds_before  # earlier starts of the run count
+        self.last_lap = time.perf_counter()
+        self.run_start = self.last_lap - seconds_before  # earlier starts of the run count
 
-    @contextlib.contextmanager
-    def timer(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block to the metric of the phase."""
-        start = time.perf_counter()
-        yield
+    def lap(self, phase: str) -> None:
+        """Add the seconds since the last lap, or the start of the step, to those of the phase."""
         self.device.synchronize()
-        self.seconds[f"seconds_{phase}"] += time.perf_counter() - start
+        now = time.perf_counter()
+        self.seconds[f"seconds_{phase}"] += now - self.last_lap
+        self.last_lap = now
 
     def elapsed(self) -> float:
         """Return the seconds of the run."""
@@ -86,11 +86,12 @@ class Log:
 
     def start_step(self) -> None:
         self.seconds.clear()
-        self.step_start = time.perf_counter()
+        self.step_start = self.last_lap = time.perf_counter()
 
-    def end_step(self) -> dict[str, float]:
-        """Return the seconds of the phases and of the step."""
-        return {**self.seconds, "seconds_step": time.perf_counter() - self.step_start}
+    def end_step(self, tokens: int) -> dict[str, float]:
+        """Return the seconds of the phases and of the step, and its completion tokens a second."""
+        seconds = time.perf_counter() - self.step_start
+        return {**self.seconds, "seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
     def warn(self, kind: str, message: str) -> None:
         """Print a warning of this kind once a run."""

@@ -224,9 +224,10 @@ def place_rewards(tokenizer, rollout, outcomes: Tensor, steps: list[list]) -> tu
     zeros = torch.zeros_like(rollout.sampler_logprobs)
     token_rewards = zeros.scatter(1, last, outcomes[:, None])
     step_ends = zeros.bool().scatter(1, last, True)
-    completions, lengths = rollout.completions.tolist(), rollout.lengths.tolist()
     for i, steps_of_row in enumerate(steps):
-        ids = completions[i][: lengths[i]]
+        if not steps_of_row:
+            continue
+        ids = rollout.completions[i, : rollout.lengths[i]].tolist()
         for end, reward in steps_of_row:
             token = latest[i, token_that_completes(tokenizer, ids, end)]
             token_rewards[i, token] += reward

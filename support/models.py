@@ -1,5 +1,6 @@
 """Models and tokenizers: load them, copy them, and find their parts."""
 
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from support.console import say
 from support.tasks import BUILT_IN, TASKS, built_in_policy
 from support.user import UserError, expecting, need
 
@@ -89,6 +91,16 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
     return model.to(device).eval()
 
 
+def default_dtype(device: str) -> str:
+    """Return the default of --dtype. Older GPUs emulate bfloat16, without fused attention."""
+    if device != "cuda" or not torch.cuda.is_available():  # then --device is refused
+        return "float32"
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bfloat16"
+    say(f"--dtype float32: a {torch.cuda.get_device_name()} has no bfloat16 of its own")
+    return "float32"
+
+
 def configure_torch() -> None:
     """Switch cuDNN's attention off, and let experts obey autocast, for all models of this process.
 
@@ -153,6 +165,46 @@ def critic_of(policy) -> nn.Module:
     width = policy.config.get_text_config().hidden_size
     critic.value = nn.Parameter(torch.zeros(width + 1, device=policy.device))
     return critic
+
+
+class Models:
+    """The policy and the models beside it. Those that nothing needs are None."""
+
+    def __init__(self, config, algorithm, policy):
+        if config.device == "cuda" and config.dtype == "bfloat16":
+            # else the float32 head takes most of the time. TF32 moves log s by 5e-5, a bf16 body
+            # by 2.5e-3 (on a CPU, random weights, docs/metrics.md)
+            torch.set_float32_matmul_precision("high")
+        self.policy = self.sampling_model = policy  # in float32 the policy samples itself
+        self.ref_policy = self.teacher = self.critic = None
+        self.routing = None  # of a mixture: extras.experts.Experts
+        dtype = getattr(torch, config.dtype)
+        # 1. copies, before there are adapters
+        if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
+            self.sampling_model = frozen_copy(policy, dtype)
+        if config.kl_coef:
+            self.ref_policy = frozen_copy(policy, dtype)
+        if config.teacher:
+            self.teacher = load_model(config.teacher, config.device, dtype, "--teacher")
+        rerun_context = contextlib.nullcontext  # of layers recomputed in the backward pass
+        if has_experts(policy.config) and config.old_logprobs == "trainer":
+            from support.extras.experts import Experts, routing_now
+
+            self.routing = Experts(config.routing_replay)
+            rerun_context = routing_now
+        # 2. adapters
+        if config.lora_rank:
+            from support.extras.lora import add_adapters
+
+            add_adapters(policy, config, dtype)
+        # 3. checkpointing of layers, adapters included
+        if config.gradient_checkpointing:
+            from support.extras.checkpointing import checkpoint_layers
+
+            checkpoint_layers(policy, rerun_context)
+        # 4. a critic: a copy that has both
+        if algorithm.value_loss:
+            self.critic = critic_of(policy)
 
 
 # ---- parts of a model ----------------------------------------------------------------------------

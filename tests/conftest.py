@@ -72,15 +72,37 @@ def prompts(place):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and of every step the arguments of `measure`."""
+    """Keeps the run, and of every step the tensors of the loop, as its report begins."""
     kept = SimpleNamespace(run=None, steps=[])
-    Step = namedtuple("Step", "batch updates constants advantages returns result")
-    measure = train.measure
+    report_step = train.report_step
 
-    def keep(run, *step):
+    def keep(run, *others):
         kept.run = run
-        kept.steps.append(Step(*step))
-        return measure(run, *step)
+        kept.steps.append(step_of(SimpleNamespace(**sys._getframe(1).f_locals)))
+        return report_step(run, *others)
 
-    monkeypatch.setattr(train, "measure", keep)
+    monkeypatch.setattr(train, "report_step", keep)
     return kept
+
+
+Step = namedtuple("Step", "batch updates constants advantages returns result")
+
+
+def step_of(local) -> Step:
+    """Order the local variables of `train` as the tests read them."""
+    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
+    constants = SimpleNamespace(**{name: getattr(local, name) for name in names})
+    samples = [SimpleNamespace(text=v.completion, problem=v.row, verdict=v) for v in local.verdicts]
+    batch = SimpleNamespace(
+        step=local.step,
+        rollout=local.rollout,
+        samples=samples,
+        mask=local.mask,
+        rewards=local.rewards,
+    )
+    updates = [
+        SimpleNamespace(rows=rows, active_rows=rows[local.alive[rows]], parts=parts)
+        for rows, parts in local.updates
+    ]
+    result = SimpleNamespace(last_logprobs=local.new_logprobs, first_logprobs=local.first_logprobs)
+    return Step(batch, updates, constants, local.advantages, local.returns, result)

@@ -1,7 +1,9 @@
 """Mixtures of experts: replayed choices, their weights, and the fraction of choices that change."""
 
 import contextlib
+import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +11,12 @@ import transformers
 from safetensors.torch import load_file
 
 import rollout
+import train
 from bench_architectures import build
 from support.models import has_experts
 from support.ranks import Ranks
 from support.trees import grow, in_order
 from tools import EXPERTS, SHAPE, good, metrics, newest, random_policy, refused
-from train import Scorer
 
 Experts = pytest.importorskip("support.extras.experts").Experts
 pytestmark = pytest.mark.usefixtures("place")
@@ -56,12 +58,19 @@ def part_of(model, samples):
     return rollout.micro_batch_of_trees(samples, rows, trees)
 
 
+def run_of(model, experts):
+    models = SimpleNamespace(policy=model, routing=experts)
+    config = SimpleNamespace(temperature=1.0)
+    return SimpleNamespace(models=models, config=config, autocast=contextlib.nullcontext)
+
+
 def scored(model, part, experts=None):
-    return Scorer(model, 1.0, False, experts).logprobs(part, "none")[0]
+    return train.logprobs_of(run_of(model, experts), model, part)[0]
 
 
 def flips(model, experts) -> float:
-    return experts.measure_flips(Scorer(model, 1.0, False, experts), Ranks())["expert_flips"]
+    score = functools.partial(train.logprobs_of, run_of(model, experts), model)
+    return experts.measure_flips(score, Ranks())["expert_flips"]
 
 
 def module_of(model, ending):
@@ -154,16 +163,16 @@ MOE = "--model models/moe --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2
 
 def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
     """Two epochs of several updates: for the same rows, in each pass with gradients, the same."""
-    taken, logprobs = {}, Scorer.logprobs
+    taken, logprobs = {}, train.logprobs_of
 
-    def watched(scorer, part, entropy):
-        with choices(scorer.module) as chosen:
-            found = logprobs(scorer, part, entropy)
+    def watched(run, model, part, entropy="none"):
+        with choices(model) as chosen:
+            found = logprobs(run, model, part, entropy)
         passes = taken.setdefault(str(part.rollout.tokens.tolist()), [])
         passes.append([layer.tolist() for layer in chosen])
         return found
 
-    monkeypatch.setattr(Scorer, "logprobs", watched)
+    monkeypatch.setattr(train, "logprobs_of", watched)
     good(tmp_path, f"{MOE} --routing-replay --epochs 2 --steps 1 --eval-every 9")
     assert len(taken) == 4
     for of_old, first, second, _ in taken.values():

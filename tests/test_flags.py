@@ -187,7 +187,7 @@ def raising(error):
 @pytest.mark.parametrize("error", FULL)
 def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch, tmp_path):
     good(tmp_path, f"{BASE} --steps 1")
-    monkeypatch.setattr(train, "improve", raising(error))
+    monkeypatch.setattr(train, "score", raising(error))
     result = launch(tmp_path, "--resume --name run --steps 2", small=False)
     assert result.status == 1 and result.err.count("\n") == 1
     for words in ("out of memory", "--micro-batch-tokens", "--cache-gb", "--resume --name run"):
@@ -197,7 +197,7 @@ def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
 def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
     """Of a forker's own, while the sampler is checked. In the loop it would be the same."""
-    monkeypatch.setattr(train.rollouts, "check_scorer", raising(error))
+    monkeypatch.setattr(train, "check_scorer", raising(error))
     with pytest.raises(type(error), match=str(error)):
         launch(tmp_path, BASE)
     monkeypatch.setenv("GSPO_TRACEBACK", "1")  # for a bug that looks like a mistake of the user
@@ -220,7 +220,7 @@ def test_the_command_itself_refuses_in_one_line(tmp_path):
 
 def given(name: str, value):
     """The value of a flag as train.py reads it, nothing filled in."""
-    config = train.parse(train.Config, "", [f"{dashed(name)}={value}"])
+    config = parse(train.Config, "", [f"{dashed(name)}={value}"])
     return getattr(config, name)
 
 
@@ -235,7 +235,7 @@ def test_a_flag_takes_its_range_and_no_more(name):
         right, wrong = [limits["choices"][0]], ["nonsense"]
     elif kind is bool:
         for word, value in ((dashed(name), True), (dashed(f"no_{name}"), False)):
-            assert getattr(train.parse(train.Config, "", [word]), name) is value
+            assert getattr(parse(train.Config, "", [word]), name) is value
     elif kind in (str, list[str]):
         assert given(name, "text") in ("text", ["text"])
     elif limits["low"] is not None:
@@ -256,7 +256,7 @@ def test_a_flag_takes_its_range_and_no_more(name):
 
 def test_a_list_that_is_given_replaces_the_one_of_a_resumed_run():
     for words, expected in (([], ["a"]), (["--stop", "b", "--stop", "c"], ["b", "c"])):
-        assert train.parse(train.Config, "", words, defaults={"stop": ["a"]}).stop == expected
+        assert parse(train.Config, "", words, defaults={"stop": ["a"]}).stop == expected
 
 
 def test_help_has_every_flag_with_its_default(capsys):

@@ -31,7 +31,7 @@ import torch
 
 import gspo
 import train
-from support.flags import own_numbers, with_numbers
+from support.flags import bind
 
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6
@@ -666,7 +666,7 @@ def test_truncated_importance_weights_match_scalar_loop():
 
 PAPERS = "gspo gspo-token luspo grpo dr-grpo dapo cispo dppo sapo gmpo ppo reinforce++ reinforce"
 LOSSES = {"reinforce++": "ppo", "rloo": "reinforce", "maxrl": "reinforce", "opd": "importance"}
-READS = {"gspo-token": "steps", "ppo": "values", "reinforce++": "tokens", "opd": "teacher"}
+DEAD_GROUPS_TEACH = {"ppo", "reinforce++", "reinforce", "opd"}
 Z = 0.5**0.5  # the z-score of two unequal rewards
 OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' are z-scores
     "dr-grpo": [0.5, -0.5, -2, 2],
@@ -677,69 +677,66 @@ OUTCOMES = {  # advantages of rewards 1, 0, 0, 4 in groups of two. The others' a
 
 
 def test_algorithms_are_those_of_the_papers():
-    """The trainer counts the denominator by `unit`, which must be the unit of the loss's mean. It
-    cannot be set: a row that contradicted its loss had a gradient 20 times too large."""
+    """The trainer counts the denominator by `per`, which must be the unit of the loss's mean: a row
+    that contradicted its loss had a gradient 20 times too large. `bind` gives it to the loss."""
     units = {}  # of the default, which is the first case
     for case in POLICY_CASES:
         units.setdefault(case.function, "token" if case.mean == "token" else "completion")
     for name in {*PAPERS.split(), *LOSSES}:
         row = gspo.ALGOS[name]
         loss = LOSSES.get(name, name.replace("-", "_")) + "_loss"
-        assert row.loss is getattr(gspo, loss) and row.unit == units[loss], name
+        assert row.loss is getattr(gspo, loss) and row.per == units[loss], name
         assert row.kl_in == ("reward" if name in ("ppo", "reinforce++") else "loss"), name
         assert row.dynamic_sampling == row.overlong_shaping == (name == "dapo"), name
         assert row.kl_coef == (0.04 if name == "grpo" else 0.0), name
-        assert row.reads == READS.get(name, "rewards"), name
-        if row.reads == "rewards":
+        assert row.skip_dead_groups == (name not in DEAD_GROUPS_TEACH), name
+        of_rewards = row.reads == ("rewards", "group_size")
+        parameters = list(inspect.signature(row.advantages).parameters)
+        assert list(row.reads) == parameters[: len(row.reads)], name
+        if of_rewards:
             values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
             assert values == pytest.approx(OUTCOMES.get(name, [Z, -Z, -Z, Z]), abs=1e-5), name
-    other = functools.partial(gspo.reinforce_loss, per="completion")
-    assert gspo.Algorithm(other).unit == "completion"
-    with pytest.raises(TypeError, match="unit"):
-        gspo.Algorithm(gspo.grpo_loss, unit="token")
+        default = inspect.signature(row.loss).parameters.get("per")
+        assert row.per == (default.default if default else "completion"), name
 
 
 @pytest.mark.parametrize("name", gspo.ALGOS)
 def test_a_row_tells_the_trainer_how_to_train(name):
     """The losses of micro-batches add up to that of the batch, else the gradient may be 20 times
-    too large. Rows of advantage 0 have no gradient, else `needs_all_rows`."""
-    row = gspo.ALGOS[name]
-    numbers = own_numbers(row, train.OwnFlags) | {"max_new_tokens": 20}
-    loss = with_numbers(row, SimpleNamespace(**numbers)).loss
+    too large. Rows of advantage 0 have no gradient, else no `skip_dead_groups`."""
+    row, teacher = gspo.ALGOS[name], ["--teacher", "any"] if name == "opd" else []
+    flags = ["--algo", name, "--max-new-tokens", "20", *teacher]
+    loss = bind(train.parse_flags(flags)).loss
     logprobs = torch.linspace(-9, -1, 33).repeat(3, 1).requires_grad_()
     mask = torch.arange(33) < torch.tensor([[33], [20], [4]])
     rows = [logprobs, torch.full((3, 33), -5.0), torch.tensor([1.0, -1.0, 0.0]), mask]
-    denom = mask.sum() if row.unit == "token" else torch.tensor(3)
+    denom = mask.sum() if row.per == "token" else torch.tensor(3)
     whole, _ = loss(*rows)
     parts = [loss(*[column[[i]] for column in rows], denom)[0] for i in range(3)]
     assert whole.item() == pytest.approx(sum(parts).item())
     whole.backward()
-    assert row.needs_all_rows or not logprobs.grad[2].any()
+    assert not row.skip_dead_groups or not logprobs.grad[2].any()
 
 
 def test_a_row_that_contradicts_itself_is_refused():
     """A KL in the reward that no advantage reads would do nothing, a critic without values, too."""
     for wrong in (
         dict(kl_in="reward"),
-        dict(kl_in="reward", reads="steps"),
-        dict(reads="values"),
+        dict(reads=("token_rewards", "values")),
+        dict(per="tokens"),
+        dict(per="token"),  # grpo_loss is a mean over completions
         dict(value_loss=gspo.value_loss),
     ):
         with pytest.raises(AssertionError):
             gspo.Algorithm(gspo.grpo_loss, **wrong)
 
 
-def test_a_number_has_one_default_and_no_name_of_a_runs_flag():
-    """Else it silently gets the run's value, no value, or that of another function. A name without
-    default is that flag: max_new_tokens of Dr. GRPO."""
+def test_a_forks_number_needs_no_flag(monkeypatch):
+    """Without a field of Config it keeps its own default."""
 
-    def numbers_of(number):
-        text = f"def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, {number}): ..."
-        exec(text, scope := {})
-        row = gspo.Algorithm(scope["loss"], gspo.ppo_advantages, "values", gspo.value_loss)
-        return own_numbers(row, train.OwnFlags)
+    def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, temper=0.5, clip_low=0.1):
+        return temper, clip_low
 
-    assert "lr" not in numbers_of("lr")
-    for number in ("temperature=0.5", "beta2", "gae_lambda=0.5", "band=(0.1, 0.2)"):
-        with pytest.raises(AssertionError, match=number.partition("=")[0]):
-            numbers_of(number)
+    monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(loss))
+    config = train.parse_flags(["--algo", "gspo"])
+    assert config.clip_low == 0.1 and bind(config).loss(0, 0, 0, 0) == (0.5, 0.1)

@@ -99,7 +99,7 @@ def test_another_base_is_noticed(tmp_path):
 def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
     folder = newest(good(tmp_path, f"{LORA} --steps 3").folder)
     base, saved = map(AutoModelForCausalLM.from_pretrained, ("models/tiny", folder))
-    policy = seen.run.models.policy.module
+    policy = seen.run.models.policy
     torch.testing.assert_close(logits(saved), logits(policy), atol=1e-4, rtol=1e-4)
     assert (logits(saved) - logits(base)).abs().max() > 1e-3
 

@@ -37,16 +37,16 @@ SOON = 120  # seconds within which all end where one does, on a busy machine
 
 def one_rank(rank, arguments, trouble, troubled):
     """train.main. One rank comes into trouble in step 2: a signal, or an error."""
-    collect = train.collect
+    draw_groups = train.draw_groups
 
     def collect_in_trouble(run, step):
         if step == 2 and rank == troubled:
             if isinstance(trouble, Exception):
                 raise trouble
             os.kill(os.getpid(), trouble)
-        return collect(run, step)
+        return draw_groups(run, step)
 
-    train.collect = collect_in_trouble
+    train.draw_groups = collect_in_trouble
     return train.main(arguments)
 
 
@@ -284,8 +284,9 @@ def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, mo
     """Nothing sends weights. A forker's random head, say, would let them part without a word."""
     good(tmp_path, f"{BASE} --steps 1")
     apart = SimpleNamespace(gather=lambda sums: [sums, [each + 1 for each in sums]], first=True)
+    seen.run.ranks = apart
     with pytest.raises(AssertionError, match="different weights"):
-        checkpoints.save(tmp_path, seen.run._replace(ranks=apart))
+        checkpoints.save(tmp_path, seen.run)
 
 
 def test_random_weights_of_a_fork_come_from_the_seed(tmp_path, monkeypatch):
@@ -294,7 +295,7 @@ def test_random_weights_of_a_fork_come_from_the_seed(tmp_path, monkeypatch):
         torch.nn.init.normal_(critic.value, std=0.02)
         return critic
 
-    monkeypatch.setattr(train, "critic_of", random_critic)
+    monkeypatch.setattr("support.models.critic_of", random_critic)
     flags = f"{BASE} --algo ppo --steps 1"
     first, second = [metrics(good(tmp_path / name, flags).folder) for name in ("a", "b")]
     assert first[0]["value_loss"] == second[0]["value_loss"]

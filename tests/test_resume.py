@@ -59,15 +59,18 @@ def done(one_step, tmp_path):
 
 def interrupted(runs, flags, monkeypatch, at):
     """Run until a signal comes in step `at`."""
-    measure = train.measure
+    end_step = train.console.Log.end_step
 
-    def stopping(run, batch, *others):
-        if batch.step == at:
+    def stopping(log, tokens):
+        stopping.steps += 1
+        if stopping.steps == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return measure(run, batch, *others)
+        return end_step(log, tokens)
+
+    stopping.steps = 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "measure", stopping)
+        patch.setattr(train.console.Log, "end_step", stopping)
         return launch(runs, flags)
 
 
@@ -122,7 +125,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(train, "compute_constants", impatient)
+    monkeypatch.setattr(train, "score", impatient)
     stopped = launch(tmp_path, BASE)
     assert stopped.status == 130 and not newest(stopped.folder)
 

@@ -204,7 +204,7 @@ def test_a_second_process_is_refused_while_a_run_writes_and_no_longer(monkeypatc
             folders.lock(tmp_path / "run")
         return result
 
-    watched(monkeypatch, train, "plan", try_to_lock)
+    watched(monkeypatch, train, "score", try_to_lock)
     good(tmp_path, f"{BASE} --steps 1")
     with folders.lock(tmp_path / "run"):
         assert said in refused(tmp_path, "--resume --name run --steps 2", small=False)
@@ -279,7 +279,7 @@ def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, see
     loaded = AutoModelForCausalLM.from_pretrained(newest(folder), dtype=torch.float32).eval()
     ids = torch.tensor([AutoTokenizer.from_pretrained(newest(folder)).encode("7+5*3=")])
     with torch.no_grad():
-        torch.testing.assert_close(seen.run.models.policy.module(ids).logits, loaded(ids).logits)
+        torch.testing.assert_close(seen.run.models.policy(ids).logits, loaded(ids).logits)
 
 
 def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
@@ -321,16 +321,15 @@ def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, 
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, place):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
     calls = []
-    monkeypatch.setattr(rollout, "check_scorer", lambda *given: calls.append("check"))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     policy = rollout.load_model("models/tiny", "cpu")
     for device, dtype, expected in (
-        ("cuda", "bfloat16", ["check", "high"]),
-        ("cuda", "float32", ["check"]),
-        ("cpu", "bfloat16", ["check"]),
+        ("cuda", "bfloat16", ["high"]),
+        ("cuda", "float32", []),
+        ("cpu", "bfloat16", []),
     ):
         config = train.parse_flags([*BASE.split(), "--dtype", dtype, "--device", "cpu"])
         config.device = device
         calls.clear()
-        train.make_models(config, train.gspo.ALGOS["gspo"], policy, 0, [5, 6, 7])
+        train.Models(config, train.gspo.ALGOS["gspo"], policy)
         assert calls == expected

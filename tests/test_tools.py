@@ -283,9 +283,9 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     def guessing(critic, samples, *more):
         return torch.where(samples.completion_mask, values(critic, samples, *more), -2.5)
 
-    monkeypatch.setattr(rollout, "check_scorer", lambda *arguments: True)  # it has no tool
-    monkeypatch.setattr(rollout, "completion_logprobs", babbling)
-    monkeypatch.setattr(rollout, "completion_values", guessing)
+    monkeypatch.setattr(train, "check_scorer", lambda *arguments: True)  # it has no tool
+    monkeypatch.setattr(train, "completion_logprobs", babbling)
+    monkeypatch.setattr(train, "completion_values", guessing)
     other = good(tmp_path / "other", flags)
     assert timeless(plain.folder) == timeless(other.folder)
     assert digests(plain.folder) == digests(other.folder)

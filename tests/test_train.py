@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import gspo
-import rollout
 import train
 from tools import (
     BASE,
@@ -110,15 +109,15 @@ ONE_UPDATE += " --micro-batch-tokens 70 --overlong-cache 0 --no-dynamic-sampling
 @pytest.fixture
 def reference_apart(monkeypatch):
     """The reference is not the policy, so that a KL between them has a gradient."""
-    start = train.start
+    make_run = train.Run
 
     def apart(config, ranks):
-        run = start(config, ranks)
-        for parameter in run.models.ref_policy.module.parameters():
+        run = make_run(config, ranks)
+        for parameter in run.models.ref_policy.parameters():
             parameter += 0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
         return run
 
-    monkeypatch.setattr(train, "start", torch.no_grad()(apart))
+    monkeypatch.setattr(train, "Run", torch.no_grad()(apart))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ def test_first_gradient_is_reinforce_by_plain_forwards(
     lengths = batch.rollout.lengths.tolist()
     assert len(set(lengths)) > 1  # ragged, or the units would be the same
     policy = AutoModelForCausalLM.from_pretrained("models/tiny", dtype=torch.float32)
-    reference = seen.run.models.ref_policy.module
+    reference = seen.run.models.ref_policy
     if advantages:
         given = by_group(pays_of(batch), 4, advantages)
     else:
@@ -283,8 +282,8 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(algorithm, seen
 
 def test_soft_overlong_penalty_is_eq_13():
     """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
-    values = [train.soft_overlong_penalty(length, 20, 4) for length in (0, 16, 17, 19, 20, 99)]
-    assert values == [0, 0, -0.25, -0.75, -1, -1]
+    lengths = torch.tensor([0, 16, 17, 19, 20, 99])
+    assert gspo.soft_overlong_penalty(lengths, 20, 4).tolist() == [0, 0, -0.25, -0.75, -1, -1]
 
 
 def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
@@ -446,7 +445,7 @@ def test_rows_of_advantage_0_are_trained_on_where_the_loss_needs_them(seen, monk
         return loss - 0.1 * gspo.masked_mean(logprobs, mask, "completion", denom), metrics
 
     for loss, computed in ((gspo.gspo_loss, 0), (with_bonus, 4)):
-        row = gspo.Algorithm(loss, needs_all_rows=computed > 0)
+        row = gspo.Algorithm(loss, skip_dead_groups=computed == 0)
         monkeypatch.setitem(gspo.ALGOS, "gspo", row)
         good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never --name {loss.__name__}")
         sizes = [len(update.active_rows) for update in seen.steps[-1].updates]
@@ -454,7 +453,10 @@ def test_rows_of_advantage_0_are_trained_on_where_the_loss_needs_them(seen, monk
 
 
 def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
-    row = gspo.Algorithm(gspo.gspo_token_loss, gspo.ppo_advantages, "values", gspo.value_loss)
+    reads = gspo.ALGOS["ppo"].reads
+    row = gspo.Algorithm(
+        gspo.gspo_token_loss, gspo.ppo_advantages, reads, value_loss=gspo.value_loss
+    )
     monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     calls = spied(monkeypatch, "ppo", "value_loss")
     good(tmp_path, f"{BASE} --algo ppo --steps 1")
@@ -463,11 +465,10 @@ def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
 
 def test_advantages_that_read_something_unknown_are_an_error(seen, monkeypatch, tmp_path):
     """They would be trained on as if they were those of a critic."""
-    good(tmp_path, f"{BASE} --steps 1")
-    row = gspo.Algorithm(gspo.gspo_loss, reads="value")
-    [step] = seen.steps
-    with pytest.raises(ValueError, match="'value'"):
-        train.compute_advantages(seen.run._replace(algorithm=row), step.batch, step.constants)
+    row = gspo.Algorithm(gspo.gspo_loss, reads=("rewards", "value"))
+    monkeypatch.setitem(gspo.ALGOS, "gspo", row)
+    with pytest.raises(KeyError, match="'value'"):
+        good(tmp_path, f"{BASE} --steps 1")
 
 
 # ---- metrics
@@ -550,11 +551,11 @@ def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
     """Held-out prompts, once at temperature 0. Before and after, k times at that of training.
     Steps and refills have random numbers of their own. Every evaluation has the same, to compare.
     """
-    calls = watched(monkeypatch, rollout, "generate")
+    calls = watched(monkeypatch, train, "generate")
     flags = "--algo dapo --reward pay.py:never --eval-every 1 --eval-samples 3 --temperature 0.7"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     kinds, numbers = [], {}
-    for (_, prompts, uniforms), keyword, _ in calls[1:]:  # the first is of the check of the model
+    for (_, prompts, uniforms), keyword, _ in calls:
         kinds.append((len(prompts), uniforms.shape[1], keyword["temperature"]))
         numbers.setdefault(kinds[-1], []).append(uniforms)
     greedy, sampled, training = (8, 1, 0.0), (8, 3, 0.7), [(4, 4, 0.7)] * 5
@@ -647,7 +648,7 @@ def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_pat
     def spoil(number, result):  # a step has 4 before the updates, and 4 in them
         return result * math.nan if number < 8 else result
 
-    watched(monkeypatch, rollout, "completion_values", spoil)
+    watched(monkeypatch, train, "completion_values", spoil)
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
     assert [row["bad_updates"] for row in rows] == [4, 0]
     assert ["advantage_abs" in row for row in rows] == [False, True]
