@@ -6,7 +6,6 @@ import io
 import json
 import os
 import sys
-import threading
 import time
 
 import pytest
@@ -281,13 +280,13 @@ def test_code_does_not_reward_attacks(off, monkeypatch):
 @pytest.mark.parametrize("processes, at_once", [("1", 4), ("2", 2), ("8", 1), (None, 4)])
 def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypatch):
     """Four cores: as many programs at a time, over all processes that torchrun has started."""
-    running, counts = set(), []
+    running, counts = [], []
 
     def run_program(*arguments, **settings):
-        running.add(threading.get_ident())
+        running.append(1)
         counts.append(len(running))
         time.sleep(0.03)
-        running.discard(threading.get_ident())
+        running.pop()
         return {}, "[3, 42]"
 
     monkeypatch.setattr(sandbox, "run_program", run_program)
