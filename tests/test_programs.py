@@ -1,11 +1,8 @@
 """Programs in completions: which one runs, when it earns a reward, and that no crash and no trick
 does."""
 
-import contextlib
-import io
 import json
 import os
-import sys
 import time
 
 import pytest
@@ -16,24 +13,19 @@ from test_rewards import ADD, RIGHT, VERIFY, cells, fenced
 
 sandbox = pytest.importorskip("support.extras.sandbox")
 
+
+def rewarded(programs, answer) -> list[str]:
+    """Those of the programs that `code` rewards, as many at a time as there are cores."""
+    return those_rewarded([fenced(source) for source in programs], answer, programs)
+
+
+def those_rewarded(completions, answer, names=None) -> list[str]:
+    rows = [{"prompt": "", "answer": answer}] * len(completions)
+    scores = rewards.parse_reward("code").verify(completions, rows)
+    return [name for name, score in zip(names or completions, scores) if score.reward == 1]
+
+
 # ---- which program runs
-
-
-@pytest.fixture
-def no_sandbox(monkeypatch):
-    """Programs of ours run in this process, which is faster."""
-
-    def run_program(source, given="", name="__main__", **settings):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            try:
-                exec(source, {"__name__": name})
-            except Exception:
-                return {}, None
-        return {}, printed.getvalue()
-
-    monkeypatch.setattr(sandbox, "run_program", run_program)
-
 
 TEXTS = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}  # as ADD, for programs that read
 WRONG = RIGHT.replace("a + b", "0")
@@ -90,22 +82,20 @@ NOT_CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("rewarded, completions", [(1, CHOSEN), (0, NOT_CHOSEN)])
-def test_code_runs_the_block_that_defines_the_function(rewarded, completions, no_sandbox):
+def test_code_runs_the_block_that_defines_the_function():
     """And no other block until one is right."""
-    for completion in completions:
-        assert VERIFY["code"](completion, ADD) == rewarded, completion
+    assert those_rewarded(CHOSEN + NOT_CHOSEN, ADD) == CHOSEN
 
 
-def test_code_runs_the_block_that_reads_its_input(no_sandbox):
+def test_code_runs_the_block_that_reads_its_input():
     reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
-    assert VERIFY["code"](reads + fenced("print('for example', 3)"), TEXTS) == 1.0
-    for wrong in (reads.replace("a + b", "0"), reads.replace("a + b", "a + b, a")):
-        assert VERIFY["code"](reads + wrong, TEXTS) == 0.0
-    for text in ("", "no program", "```python\n```", "```text\nx\n```"):
-        assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
+    wrong = [reads + reads.replace("a + b", other) for other in ("0", "a + b, a")]
+    right = reads + fenced("print('for example', 3)")
+    assert those_rewarded([right, *wrong], TEXTS) == [right]
+    nothing = ["", "no program", "```python\n```", "```text\nx\n```"]
+    assert those_rewarded(nothing, {"stdin": [["", ""]]}) == []
     # given both, it calls the function
-    assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
+    assert rewarded([RIGHT], ADD | {"stdin": [["1", "1"]]}) == [RIGHT]
 
 
 SAME = """
@@ -120,12 +110,12 @@ OTHER = """
 """
 
 
-@pytest.mark.parametrize("rewarded, table", [(1, SAME), (0, OTHER)])
-def test_code_compares_type_strictly(rewarded, table, no_sandbox):
-    for cell in cells(table):
-        result, expected = cell.split(" => ")
-        answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
-        assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == rewarded, cell
+@pytest.mark.parametrize("cell", [*cells(SAME), *cells(OTHER)])
+def test_code_compares_type_strictly(cell):
+    result, expected = cell.split(" => ")
+    answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
+    right = VERIFY["code"](fenced(f"def f():\n    return {result}"), answer)
+    assert right == (cell in cells(SAME))
 
 
 MALFORMED = """
@@ -141,22 +131,14 @@ MALFORMED = """
 """
 
 
-@pytest.mark.parametrize("answer", cells(MALFORMED))
-def test_code_refuses_malformed_tests(answer, no_sandbox):
-    with pytest.raises(UserError, match="code"):
-        rewards.parse_reward("code").check_answer(json.loads(answer))
+def test_code_refuses_malformed_tests():
+    reward = rewards.parse_reward("code")
+    for answer in cells(MALFORMED):
+        with pytest.raises(UserError, match="code"):
+            reward.check_answer(json.loads(answer))
 
 
 # ---- what a program may do
-
-
-def rewarded(programs, answer) -> list[str]:
-    """Those of the programs that `code` rewards, as many at a time as there are cores."""
-    texts = [fenced(source) for source in programs]
-    rows = [{"prompt": "", "answer": answer}] * len(texts)
-    scores = rewards.parse_reward("code").verify(texts, rows)
-    return [source for source, score in zip(programs, scores) if score.reward]
-
 
 CALLED = [  # programs that define `add`
     "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
