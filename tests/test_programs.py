@@ -150,10 +150,8 @@ CALLED = [  # programs that define `add`
     """
         import asyncio, collections, datetime, decimal, fractions, itertools, numpy, random, re
         from concurrent.futures import ThreadPoolExecutor
-        async def later(number):
-            return number
+        async def later(number): return int(numpy.array([decimal.Decimal(number)]).sum())
         def add(a, b):
-            a = int(numpy.array([decimal.Decimal(a)]).sum())
             with ThreadPoolExecutor(4) as pool:
                 return sum(pool.map(abs, (asyncio.run(later(a)), b)))""",
 ]
@@ -163,10 +161,8 @@ SUMS = [  # programs that read two numbers
     "a, b = map(int, input().split())\nprint(a + b)\nexit()",
     """
         import sys, threading
-        sys.setrecursionlimit(10 ** 6)
-        threading.stack_size(1 << 26)
-        def main():
-            print(sum(map(int, sys.stdin.readline().split())))
+        sys.setrecursionlimit(10 ** 6), threading.stack_size(1 << 26)
+        def main(): print(sum(map(int, sys.stdin.readline().split())))
         threading.Thread(target=main).start()""",
 ]
 
@@ -180,15 +176,15 @@ def test_code_rewards_a_right_program(programs, answer):
 @pytest.mark.slow
 def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     """Which is not charged for the start of the interpreter."""
-    source, cases = fenced("print(input())"), {"stdin": [["1", "1"]] * 20}
+    reads, cases = "print(input())", {"stdin": [["1", "1"]] * 20}
     begun = time.monotonic()
-    assert VERIFY["code"](source, cases) == 1.0
+    assert rewarded([reads], cases)
     monkeypatch.setattr(sandbox, "CODE_SECONDS", (time.monotonic() - begun) / 2)
-    assert VERIFY["code"](source, cases) == 1.0
+    assert rewarded([reads], cases)
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
-    sleeps = fenced("import time\ntime.sleep(0.4)\nprint(input())")
-    assert VERIFY["code"](sleeps, cases) == 0.0
-    assert VERIFY["code"](sleeps, {"stdin": [["1", "1"]]}) == 1.0
+    sleeps = f"import time\ntime.sleep(0.4)\n{reads}"
+    assert not rewarded([sleeps], cases)
+    assert rewarded([sleeps], {"stdin": [["1", "1"]]})
 
 
 def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
@@ -222,11 +218,10 @@ def test_code_never_rewards_a_crash(form, answer):
     assert rewarded(programs, answer) == programs[-1:]
 
 
-def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
+@pytest.mark.parametrize("before, expected", [("", ""), ("print(3, flush=True)\n", "3")])
+def test_code_never_rewards_a_program_whose_time_is_over(before, expected, monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.7)
-    waits = "import time\ntime.sleep(30)"
-    assert rewarded([waits], {"stdin": [["", ""]]}) == []
-    assert rewarded([f"print(3, flush=True)\n{waits}"], {"stdin": [["", "3"]]}) == []
+    assert not rewarded([f"{before}import time\ntime.sleep(30)"], {"stdin": [["", expected]]})
 
 
 ATTACKS = [  # each would be rewarded if the verifier trusted the child
@@ -234,19 +229,12 @@ ATTACKS = [  # each would be rewarded if the verifier trusted the child
     "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
     "import atexit\natexit.register(lambda: print('[true, true]'))\ndef add(a, b): return 0",
     "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
+    "import threading\nthreading.Timer(0.2, print, ['[3, 42.0]']).start()\ndef add(a, b): return 0",
     """
         import gc
         def add(a, b):
             pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
             return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
-    """
-        import threading, time
-        def later():
-            time.sleep(0.2)
-            print('[3, 42.0]')
-        threading.Thread(target=later).start()
-        def add(a, b):
-            return 0""",
 ]
 
 

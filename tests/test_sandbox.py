@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,12 +58,12 @@ def test_sandbox_opens_only_folders_of_python(version, error, tmp_path, monkeypa
             return error
         return version if ruleset is None else 0
 
-    others = [str(tmp_path), f"{sys.prefix}-of-another"]
-    monkeypatch.setattr(sys, "path", [*sys.path, *others])
+    users = [str(tmp_path), f"{sys.prefix}-of-another"]
+    monkeypatch.setattr(sys, "path", [*sys.path, *users])
     monkeypatch.setattr(sandbox, "LIBC", SimpleNamespace(syscall=syscall))
     assert sandbox.restrict_files() == (version >= 3 and error == 0)
     assert os.path.realpath(os.path.dirname(os.__file__)) in opened and "/usr/lib" in opened
-    assert not {str(ROOT), *others} & set(opened)
+    assert not {str(ROOT), *users} & set(opened)
 
 
 # programs that reach out of the sandbox, by the layers each of which stops them
@@ -179,24 +180,22 @@ def test_sandbox_effects_happen_without_layers(program, monkeypatch, outside):
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
     """The path of a copy of the sandbox's file, which tells its processes from other tests'."""
-    path = tmp_path / "sandbox.py"
-    path.write_text(Path(sandbox.__file__).read_text())
-    monkeypatch.setattr(sandbox, "__file__", str(path))
-    return path
+    path = shutil.copy(sandbox.__file__, tmp_path)
+    monkeypatch.setattr(sandbox, "__file__", path)
+    return Path(path)
 
 
-def processes(mark, count):
-    """The ids of the children of `run_program`, once there are `count`, or after five seconds."""
+def are_running(mark, count):
+    """Whether there are so many children of `run_program`, or will be within five seconds."""
     for _ in range(100):
-        found = []
-        for process in Path("/proc").iterdir():
+        found = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):  # it may have ended meanwhile
-                if str(mark) in (process / "cmdline").read_text():
-                    found.append(int(process.name))
-        if len(found) == count:
-            break
+                found += str(mark) in path.read_text()
+        if found == count:
+            return True
         time.sleep(0.05)
-    return found
+    return False
 
 
 @pytest.mark.parametrize("old, new", [("FILTER, program", "99, program"), ('"x86_64"', '"mips"')])
@@ -218,12 +217,12 @@ sandbox.run_program("import time; time.sleep(60)", seconds=60)
 
 def test_sandbox_ends_a_program_with_its_trainer(mark, monkeypatch):
     """And the test below finds the processes of the sandbox."""
-    command = [sys.executable, "-c", TRAINER, str(mark.parent)]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}) as trainer:
-        assert len(processes(mark, count=1)) == 1
+    command = [sys.executable, "-c", TRAINER, mark.parent]
+    with subprocess.Popen(command, cwd=ROOT) as trainer:
+        assert are_running(mark, count=1)
         time.sleep(0.2)  # until it has begun
         trainer.kill()
-    assert processes(mark, count=0) == []
+    assert are_running(mark, count=0)
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert output_of("") is None  # as if the trainer had died before it began
 
@@ -240,7 +239,7 @@ LASTING = cells("""
 def test_sandbox_leaves_nothing_running(mark, monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1)
     assert those_done(LASTING) == []
-    assert processes(mark, count=0) == []
+    assert are_running(mark, count=0)
 
 
 HONEST = {
