@@ -395,7 +395,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument("--write", action="store_true", help="put them into the README of docs/runs/rates")
+    parser.add_argument(
+        "--write", action="store_true", help="put them into the README of docs/runs/rates"
+    )
     given = parser.parse_args()
     if not given.table:
         common.run_missing(train_once, every_run(), given.out, given.jobs)
