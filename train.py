@@ -45,7 +45,7 @@ from rollout import (
     generate,
     micro_batches,
 )
-from support import checkpoints, console, data, flags, report
+from support import checkpoints, console, data, flags, health, report
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
@@ -360,7 +360,7 @@ def draw_groups(run: Run, step: int) -> tuple[Batch, dict]:
         if not config.dynamic_sampling or int((~dead).sum()) >= count:
             break
     row = {"step": step} | measure.group_metrics(dead, correct, verdicts)
-    for kind, sentence in measure.fault_warnings(verdicts).items():
+    for kind, sentence in health.fault_warnings(verdicts).items():
         run.log.warn(kind, sentence)
 
     groups = torch.arange(len(verdicts)).view(-1, size)
@@ -569,7 +569,7 @@ def report_step(run: Run, output: Output, row: dict, shown: list[dict], stopping
         if routing := run.models.routing:
             score_again = functools.partial(logprobs_of, run, run.models.policy)
             row |= routing.measure_flips(score_again, run.ranks)
-    for kind, sentence in measure.warnings_of(run, row).items():
+    for kind, sentence in health.warnings_of(run, row).items():
         run.log.warn(kind, sentence)
 
     if run.ranks.first:
@@ -585,7 +585,9 @@ def report_step(run: Run, output: Output, row: dict, shown: list[dict], stopping
             output.tracker(row)
     if run.ranks.first and (evaluates or stopping):
         with run.log.trying("report.html"):
-            report.write_report([folder], folder / "report.html")
+            sentences = report.write_report([folder], folder / "report.html")
+            if last:
+                print(*map(printable, sentences), sep="\n")
     return row
 
 
