@@ -5,14 +5,14 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
+import transformers
 
 import bench_pictures as pictures
 import common
-import train
+import rollout
 from bench_pictures import Completion, Plot
-from support.ranks import Ranks
 from support.report import Story
-from tools import ROOT, command_line
+from tools import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -113,13 +113,12 @@ def test_length_picture_has_medians_of_each_length():
         assert_near(curve, [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)])
 
 
-def test_log_ratios_are_those_of_the_updates(place):
-    """One step of a random policy: the ratios are relative to pi_old's log-probs."""
-    words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
-    run = train.start(train.parse_flags(words), Ranks())
-    found, done = pictures.train_and_compare(run, 1)
-    gaps = pictures.score(run, done.batch.rollout) - done.constants.old_logprobs
-    for i in torch.cat([update.active_rows for update in done.updates]).tolist():
-        expected = gaps[i, : len(found[i].tokens)].tolist()
-        assert found[i].log_ratios == pytest.approx(expected, abs=1e-5)
-    assert max(one.furthest for one in found) > 1e-3
+def test_log_ratios_are_relative_to_pi_old(place, monkeypatch):
+    policy = transformers.AutoModelForCausalLM.from_pretrained("models/tiny")
+    samples = rollout.generate(policy, [[3, 4]], torch.rand(1, 4, 6), eos_ids=[1], pad_id=0)
+    step = policy, samples, samples.sampler_logprobs - 0.25, None
+    monkeypatch.setattr(pictures, "steps_of_training", lambda steps, seed: [step])
+    found = pictures.completions_of_training()
+    assert [len(one.tokens) for one in found] == samples.lengths.tolist()
+    for one in found:
+        assert one.log_ratios == pytest.approx([0.25] * len(one.tokens), abs=1e-5)
