@@ -116,8 +116,12 @@ def test_length_picture_has_medians_of_each_length():
 def test_log_ratios_are_relative_to_pi_old(place, monkeypatch):
     policy = transformers.AutoModelForCausalLM.from_pretrained("models/tiny")
     samples = rollout.generate(policy, [[3, 4]], torch.rand(1, 4, 6), eos_ids=[1], pad_id=0)
-    step = policy, samples, samples.sampler_logprobs - 0.25, None
-    monkeypatch.setattr(pictures, "steps_of_training", lambda steps, seed: [step])
+
+    def training(steps, seed):
+        assert torch.is_grad_enabled()
+        yield policy, samples, samples.sampler_logprobs - 0.25, None
+
+    monkeypatch.setattr(pictures, "steps_of_training", training)
     found = pictures.completions_of_training()
     assert [len(one.tokens) for one in found] == samples.lengths.tolist()
     for one in found:

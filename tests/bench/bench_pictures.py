@@ -169,13 +169,13 @@ class Completion(NamedTuple):
         return max(map(abs, self.log_ratios))
 
 
-@torch.no_grad()
 def completions_of_training() -> list[Completion]:
     """The completions of each step of a short training run, on chains of 1 to 8 operations."""
     found = []
     for policy, samples, old_logprobs, _ in steps_of_training(STEPS, seed=0):
         tokenizer = transformers.AutoTokenizer.from_pretrained(policy.name_or_path)
-        log_ratios = completion_logprobs(policy, samples, temperature=1.0)[0] - old_logprobs
+        with torch.no_grad():
+            log_ratios = completion_logprobs(policy, samples, temperature=1.0)[0] - old_logprobs
         for i, length in enumerate(samples.lengths.tolist()):
             tokens = [tokenizer.decode([id]) for id in samples.completions[i, :length].tolist()]
             found.append(Completion(tokens, log_ratios[i, :length].tolist()))
