@@ -5,14 +5,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 import torch
-import transformers
 
 import bench_pictures as pictures
 import common
-import rollout
 from bench_pictures import Completion, Plot
 from support.report import Story
-from tools import ROOT
+from tools import ROOT, command_line
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -113,16 +111,13 @@ def test_length_picture_has_medians_of_each_length():
         assert_near(curve, [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)])
 
 
-def test_log_ratios_are_relative_to_pi_old(place, monkeypatch):
-    policy = transformers.AutoModelForCausalLM.from_pretrained("models/tiny")
-    samples = rollout.generate(policy, [[3, 4]], torch.rand(1, 4, 6), eos_ids=[1], pad_id=0)
-
-    def training(steps, seed):
-        assert torch.is_grad_enabled()
-        yield policy, samples, samples.sampler_logprobs - 0.25, None
-
-    monkeypatch.setattr(pictures, "steps_of_training", training)
-    found = pictures.completions_of_training()
-    assert [len(one.tokens) for one in found] == samples.lengths.tolist()
-    for one in found:
-        assert one.log_ratios == pytest.approx([0.25] * len(one.tokens), abs=1e-5)
+def test_log_ratios_are_those_of_the_updates(place, seen):
+    """One step of a random policy: the ratios are relative to pi_old's log-probs."""
+    flags = "--model models/tiny --reward pay.py:even --max-new-tokens 6 --steps 1"
+    found = pictures.compare_steps(command_line("runs", flags))
+    [step] = seen.steps
+    gaps = pictures.score(seen.run, step.batch.rollout) - step.constants.old_logprobs
+    for i in torch.cat([update.active_rows for update in step.updates]).tolist():
+        expected = gaps[i, : len(found[i].tokens)].tolist()
+        assert found[i].log_ratios == pytest.approx(expected, abs=1e-5)
+    assert max(one.furthest for one in found) > 1e-3

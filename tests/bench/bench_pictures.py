@@ -15,19 +15,23 @@ distinct for colour-blind readers, and a word, a mark or a dash repeats the mean
 import html
 import math
 import statistics
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
-import transformers
 
 import common
 import long
-from bench_lesson import steps_of_training
-from rollout import completion_logprobs
+import rollout
+import train
+from support import tasks
 from support.report import Story, points_of, read_story
 
+OPERATIONS = (1, 8)  # of the chains: fewest and most
+MOST_TOKENS = 80  # of a completion. One of 8 operations has 50
 STEPS = 12  # of training
 GRPO_BAND = (0.8, 1.2)
 GSPO_BAND = (1 - 3e-4, 1 + 4e-4)
@@ -169,17 +173,36 @@ class Completion(NamedTuple):
         return max(map(abs, self.log_ratios))
 
 
-def completions_of_training() -> list[Completion]:
-    """The completions of each step of a short training run, on chains of 1 to 8 operations."""
-    found = []
-    for policy, samples, old_logprobs, _ in steps_of_training(STEPS, seed=0):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(policy.name_or_path)
-        with torch.no_grad():
-            log_ratios = completion_logprobs(policy, samples, temperature=1.0)[0] - old_logprobs
-        for i, length in enumerate(samples.lengths.tolist()):
-            tokens = [tokenizer.decode([id]) for id in samples.completions[i, :length].tolist()]
+def compare_steps(words: list[str]) -> list[Completion]:
+    """Train with these flags. Return the completions of all steps, each scored before the updates
+    of its step and after them."""
+    found, before = [], []
+    plan_updates, step_metrics = train.plan_updates, train.measure.step_metrics
+
+    def plan(run, samples, *others):
+        before.append(score(run, samples))
+        return plan_updates(run, samples, *others)
+
+    def measure(run, batch, *others):
+        log_ratios = score(run, batch.rollout) - before.pop()
+        for i, length in enumerate(batch.rollout.lengths.tolist()):
+            ids = batch.rollout.completions[i, :length].tolist()
+            tokens = [run.tokenizer.decode([id]) for id in ids]
             found.append(Completion(tokens, log_ratios[i, :length].tolist()))
+        return step_metrics(run, batch, *others)
+
+    with (
+        mock.patch.object(train, "plan_updates", plan),
+        mock.patch.object(train.measure, "step_metrics", measure),
+    ):
+        assert train.main(words) == 0
     return found
+
+
+@torch.no_grad()
+def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
+    """Return log-probs (N, T) under the present policy."""
+    return rollout.completion_logprobs(run.models.policy, samples, run.config.temperature)[0]
 
 
 # ---- curve.svg and real.svg ----------------------------------------------------------------------
@@ -418,7 +441,13 @@ def main() -> None:
         drawn["real"] = curve_picture([read_story(folder) for folder in given.real])
     if not drawn:
         torch.set_num_threads(1)
-        found = completions_of_training()
+        flags = f"--steps {STEPS} --max-new-tokens {MOST_TOKENS} --device cpu "
+        flags += "--eval-prompts 8 --eval-samples 0 --eval-every 0"
+        with (
+            mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            found = compare_steps([*flags.split(), "--runs", folder])
         # the completion with the most ratios that differ visibly from 1, and all fit on the axis
         some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
         varied = max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
