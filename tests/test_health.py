@@ -73,7 +73,7 @@ def test_a_reward_that_does_not_rise_names_the_learning_rate():
 def test_health_sees_held_out_numbers_that_fall():
     """Below their best by more than twice the standard error; pass@8 below its start."""
     before = {"step": 0, "eval_solved": 0.2, "eval_pass@8": 0.91}
-    rows = run_of([0.2, 0.5] * 10)
+    rows = run_of([step / 20 for step in range(20)])
     rows[9]["eval_solved"] = 0.6
     rows[19] |= {"eval_solved": 0.58, "eval_pass@8": 0.5}
     [sentence] = health(rows, FLAGS, before)
