@@ -381,7 +381,6 @@ def sample_and_verify(
         rows.append(row)
     verdicts = run.reward.verify(ranks.share(texts), ranks.share(rows))
     verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
-    run.reward.note_shaping(verdicts)
     run.log.lap("score")
     return rollout, verdicts
 
@@ -527,7 +526,6 @@ def report_step(run, output: Output, row: dict, shown: list[dict], stopping: boo
         data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        run.progress.shaping = sorted(run.reward.shaping)
         checkpoints.save(folder, run)
     if output.tracker:
         with run.log.trying("--track"):
@@ -564,7 +562,6 @@ class Run:
             with expecting(f"--sampler {config.sampler}: expected file.py:function"):
                 self.generate = checked(function_of(config.sampler))
         saved, self.progress = checkpoints.newest(config)
-        self.reward.shaping.update(self.progress.shaping)
 
         # tokenizer and prompts
         source, tokenizer, model_config = find_model(config, ranks)

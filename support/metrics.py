@@ -91,9 +91,13 @@ def warnings_of(run, row: dict) -> dict[str, str]:
     if config.dynamic_sampling and kept < config.prompts_per_step:
         few = f"{kept} of {groups} groups have different rewards"
         sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
-    for name in run.reward.shaping - run.reward.shaping_at_first:
-        why = "it gave a value below 0 or above 1, so `solved` and dead groups leave it out now"
-        sentences[f"shaping {name}"] = f"--reward {name}: {why}"
+    for name in run.reward.out_of_range:
+        use = "counts it as 0 or 1 (set `shaping = True` on the function to leave it out)"
+        if name in run.reward.shaping:
+            use = "leaves it out"
+        sentences[f"shaping {name}"] = (
+            f"--reward {name} gave a value outside [0, 1]: `solved` {use}"
+        )
     same_weights = config.dtype == "float32" and config.stale_steps == 1
     if same_weights and row.get("sampler_kl", 0.0) > 1e-3:
         found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
