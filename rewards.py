@@ -255,7 +255,12 @@ class Reward:
         never returns a reward. One that leaves [0, 1] does not judge the answer: it is shaping."""
         row = rows[0] | {"tokens": 1}  # train.py adds the number of tokens
         answers = [str(other["answer"]) for other in rows[:4]]
-        texts = ["", *answers, *(f"<answer>{text}</answer> \\boxed{{{text}}}" for text in answers)]
+        texts = [
+            "",
+            "1",
+            *answers,
+            *(f"<answer>{text}</answer> \\boxed{{{text}}}" for text in answers),
+        ]
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
