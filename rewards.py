@@ -278,7 +278,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
     terms = {}
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
-        with expecting(f"--reward {place}"):
+        with expecting(f"--reward {part.strip()}"):
             name, function = find_verifier(place, device)
             need(name not in terms, f"{name} stands there twice")
             terms[name] = Term(float(weight or 1), function)
