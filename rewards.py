@@ -182,7 +182,7 @@ class Reward:
         self.terms = terms
         self.reads_steps = True  # whether the algorithm uses the rewards of steps
         self.shaping = set()  # terms that don't judge the answer: `solved` leaves them out
-        self.out_of_range = set()  # terms that left [0, 1], for a warning
+        self.out_of_range = set()  # terms whose value left [0, 1], for a warning
         for name, term in terms.items():
             if term.weight < 0 or getattr(term.function, "shaping", False):
                 self.shaping.add(name)
@@ -209,6 +209,8 @@ class Reward:
                 fault = f"{name}: {raised(error)} on {completion!r:.80}"
                 nothing = dict.fromkeys(self.terms, math.nan)
                 return Verdict(completion, row, math.nan, nothing, [], nothing, fault)
+            if name not in self.shaping and not 0 <= value <= 1:
+                self.out_of_range.add(name)  # not shaping: `solved` would change its meaning
             terms[name] = value
             weighted = [(end, weight * part) for end, part in before if self.reads_steps]
             steps += weighted
@@ -223,15 +225,12 @@ class Reward:
         earned = [sum(one.with_steps[name] for name in judging or self.terms) for one in verdicts]
         if not judging:
             return earned, None
-        correct = [0.0] * len(verdicts)
-        total = sum(self.terms[name].weight for name in judging)
-        for name in judging:
-            values = [verdict.terms[name] for verdict in verdicts]
-            if any(value < 0 or value > 1 for value in values):
-                self.out_of_range.add(name)  # not shaping: `solved` would change its meaning
-            for i, value in enumerate(values):
-                clamped = min(max(value, 0.0), 1.0)  # NaN stays NaN
-                correct[i] += clamped * self.terms[name].weight / total
+        weights = {name: self.terms[name].weight for name in judging}
+        correct = []
+        for verdict in verdicts:  # a value outside [0, 1] is clamped, and NaN stays NaN
+            values = {name: min(max(verdict.terms[name], 0.0), 1.0) for name in judging}
+            share = sum(weights[name] * values[name] for name in judging) / sum(weights.values())
+            correct.append(share)
         return earned, correct
 
     def lenient_twin(self) -> "Reward | None":
@@ -264,13 +263,12 @@ class Reward:
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
-            verdicts = Reward({name: term}).verify(texts, [row] * len(texts))
-            values = [verdict.terms[name] for verdict in verdicts if not verdict.fault]
+            alone = Reward({name: term})
+            faults = [verdict.fault for verdict in alone.verify(texts, [row] * len(texts))]
             fields = f"def f(completion, answer) and further fields by name: {', '.join(row)}"
-            need(values, f"--reward {verdicts[0].fault}; expected {fields}")
-            if min(values) < 0 or max(values) > 1:
-                self.shaping.add(name)
-                self.out_of_range.add(name)
+            need(not all(faults), f"--reward {faults[0]}; expected {fields}")
+            self.shaping |= alone.out_of_range
+            self.out_of_range |= alone.out_of_range
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:

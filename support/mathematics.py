@@ -1,8 +1,8 @@
 r"""`--reward math`: is the marked answer of a completion the gold one?
 
-`plain` rewrites LaTeX, `values_of` computes: x = \frac12\text{ cm} is ¦{1,2} with the unit cm, and
-frac((1),(2)) in Python, which is parsed and never run. Rational numbers are exact, and letters have
-random values. What isn't read (words, \sin x, 5!, x > 2, long answers) is compared as text."""
+`plain` rewrites x = \frac12\text{ cm} as ¦{1,2} and a unit, `values_of` parses frac((1),(2)) as
+Python and computes it: exactly if it is rational, with random values for letters. What isn't read
+(words, \sin x, 5!, x > 2, long answers) is compared as text."""
 
 import ast
 import operator
@@ -64,10 +64,10 @@ def same(given: str, gold: str) -> bool:
     """Compare two answers as lists of values, in any order, or else as text."""
     try:
         values, others = values_of(given), values_of(gold)
-    except Exception:  # words, 1/0, open brackets, 9^9^9
+        table = [[alike(value, other) for other in others] for value in values]
+    except Exception:  # words, 1/0, open brackets, 9^9^9, 10^400 beside a float
         given, gold = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (given, gold))
         return given == gold != "" or given.isalpha() and given.lower() == gold.lower()
-    table = [[alike(value, other) for other in others] for value in values]
     return len(values) == len(others) and all(map(any, table)) and all(map(any, zip(*table)))
 
 
@@ -170,13 +170,13 @@ def number_of(node: ast.expr, point: str) -> Fraction | complex:
             return Fraction(number)
         case ast.Name(letter):
             some = Fraction(random.Random(letter + point).randint(-9999, 9999), 997)
-            return CONSTANTS.get(letter, some)
+            return {"π": pi, "e": e, "i": 1j, "inf": inf}.get(letter, some)
         case ast.UnaryOp(sign, operand):
             return OPERATORS[type(sign)](number_of(operand, point))
         case ast.BinOp(left, sign, right):
             return OPERATORS[type(sign)](number_of(left, point), number_of(right, point))
-        case ast.Call(ast.Name(name), arguments) if name in FUNCTIONS:
-            return FUNCTIONS[name](*(number_of(argument, point) for argument in arguments))
+        case ast.Call(ast.Name(name), arguments) if name in OPERATORS:
+            return OPERATORS[name](*(number_of(argument, point) for argument in arguments))
     raise ValueError("it is no arithmetic")
 
 
@@ -189,7 +189,6 @@ def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | 
     return result
 
 
-CONSTANTS = {"π": pi, "e": e, "i": 1j, "inf": inf}
-FUNCTIONS = {"sqrt": lambda radicand: power(radicand, Fraction(1, 2)), "frac": operator.truediv}
 OPERATORS = {ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Pow: power, ast.Add: operator.add}
 OPERATORS |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {"sqrt": lambda radicand: power(radicand, Fraction(1, 2)), "frac": operator.truediv}

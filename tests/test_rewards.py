@@ -169,7 +169,7 @@ DIFFERENT = r"""
     7)(5 => 35 | 5)+(1 => 6 | *5 => 5 | 2**3 => 23 | 1_000 => 1000 | 5j => 5 | 0x5 => 5 | 5, x => 5
     5 if 1 else 6 => 5 | lambda: 5 => 5 | C++ => C | A or B => A | (A)(B) => A | 12\frac => 12
     7][5 => 5 | \sqrt{2}3 => \sqrt{23} | 5\text{ isn't it} => 5 | 4\text{ lakh} => 4
-    x\text{ cm} => x | Pari => Paris | 5 big slices of pizza => 5 | (2n)! => 2n!
+    x\text{ cm} => x | Pari => Paris | 10^{400} => \pi | (2n)! => 2n!
     \sin^2(x)y => \sin^2(xy) | x=1, y=2, x=3 => 1, 2, 3 | x = 3, y = -2 => 3, -2
     5 thirty-seconds => 5 | pH => PH | 5 m² => 5 cm² | e^{-500} => 0 | \frac{1}{0} => \frac{2}{0}
     \binom{10}{3} => \binom{10}{4} | 3 or four => 3 | 5\text{ ft} => 5\text{ yd}
@@ -178,7 +178,7 @@ DIFFERENT = r"""
     \sin^{-1} x => \frac{1}{\sin x} | \log^2 x => \log_2 x | x \approx 3 => x | x^2 = 4 => 4
     x<1 or y>2 => x<1 or x>2 | x=1 or y=2 => (1,2) | 0 < x < 2 => [0,2] | (1,2),(2,1) => (1,2)
     \begin{vmatrix}1&2\\3&4\end{vmatrix} => \begin{pmatrix}1&2\\3&4\end{pmatrix}
-    \frac{1}{\infty} => 0.1 | 1:15 PM => 2:30 PM | -60° => -60 rad | ¬B => B | (A) is wrong => A
+    \frac{1}{\infty} => 0.1 | 1:15 PM => 2:30 PM | ¬B => B | (A) is wrong => A
     f(2) => 2f | 5, 5 => 5
 """
 TABLES = [  # verifiers, completion around a text, gold answer without an arrow, verdict, texts
