@@ -289,11 +289,11 @@ def is_a_verdict(value):
 
 @pytest.mark.parametrize("name", [*RUNS_NOTHING, "code"])
 def test_verifier_is_total_and_takes_no_time_on_hostile_text(name):
-    """Usual are 0.2 s of processor time. Hardly any text has a program, and `code` tries fewer."""
+    """Of up to a million characters; 0.1 s is usual. Hardly any has a program: `code` tries fewer."""
     for text in HOSTILE[:80] if name == "code" else HOSTILE:
         start = time.process_time()
         verdict = VERIFY[name](text, GOLD.get(name, "6"))
-        assert time.process_time() - start < 3, text[:100]
+        assert time.process_time() - start < 1, text[:100]
         assert is_a_verdict(verdict), text[:100]
 
 
@@ -335,12 +335,12 @@ def test_rationals_are_exact():
         assert not mathematics.same_answer(given, f"{a * 10**60 + b}/{b * 10**60}")
 
 
-PATTERNS = [
+PATTERNS = (
     "rewards.py",
     "support/mathematics.py",
     "support/tasks.py",
     "support/extras/programs.py",
-]
+)
 
 
 @pytest.mark.parametrize("path", PATTERNS)
@@ -356,14 +356,14 @@ def test_no_expression_backtracks_without_end(path, tmp_path):
 
 @pytest.mark.parametrize("path", PATTERNS[:2])
 def test_verifiers_are_fast_on_pieces_of_their_own_expressions(path):
-    """On 10,000 characters, and on 900. 0.02 s of processor time are usual."""
+    """On 10,000 characters, and on 900."""
     for pattern, length in itertools.product(patterns.expressions(path).values(), (900, 9_900)):
         texts = patterns.texts(pattern, samples=1, length=length)
         texts += list(map(boxed, texts))
         for text, name in itertools.product(texts, ("math", "math_lenient", "choice")):
             start = time.process_time()
             VERIFY[name](text, "B")
-            assert time.process_time() - start < 0.5, (name, pattern.pattern[:50], text[:50])
+            assert time.process_time() - start < 0.2, (name, pattern.pattern[:50], text[:50])
 
 
 # ---- rewards
@@ -621,18 +621,17 @@ def test_check_refuses_functions_that_cannot_work(source, own):
     assert all(word in message for word in CHECKED[source]), message
 
 
-def test_a_verifier_is_added_by_a_decorator(monkeypatch):
-    """`need` refuses a gold answer before training, and in a run the completion abstains."""
+def test_need_refuses_a_gold_answer_before_training_and_abstains_in_a_run(monkeypatch):
     monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
 
     @rewards.verifier
-    def shorter(completion, answer, prompt=""):
+    def shorter(completion, answer):
         need(answer > 0, "a length is positive")
-        return len(completion) < answer * len(prompt)
+        return len(completion) < answer
 
     reward = rewards.parse_reward("shorter + 0.5*exact")
-    score, none = reward.verify(["abc", "abc"], [{"prompt": "abcd", "answer": n} for n in (1, 0)])
-    assert score.terms == {"shorter": 1.0, "exact": 0.0} and score.fault == ""
+    right, none = reward.verify(["abc", "abc"], [{"answer": 4}, {"answer": -1}])
+    assert right.terms == {"shorter": 1.0, "exact": 0.0}
     assert none.fault == "shorter: a length is positive on 'abc'"
     reward.check_answer(1)
     with pytest.raises(UserError, match="shorter.*a length is positive"):
