@@ -4,9 +4,7 @@
 
 A verifier maps (completion, gold answer) to a number in [0, 1]. Completions are adversarial input:
 a verifier never evaluates them, returns a value for any string, and bounds its running time. Gold
-answers that it cannot use are refused before training starts.
-
-To copy this file, take support/user.py along, and support/mathematics.py for `math`."""
+answers that it cannot use are refused before training starts. It needs support/user.py alone."""
 
 import argparse
 import concurrent.futures
@@ -225,12 +223,11 @@ class Reward:
         earned = [sum(one.with_steps[name] for name in judging or self.terms) for one in verdicts]
         if not judging:
             return earned, None
-        weights = {name: self.terms[name].weight for name in judging}
         correct = []
+        total = sum(self.terms[name].weight for name in judging)
         for verdict in verdicts:  # a value outside [0, 1] is clamped, and NaN stays NaN
             values = {name: min(max(verdict.terms[name], 0.0), 1.0) for name in judging}
-            share = sum(weights[name] * values[name] for name in judging) / sum(weights.values())
-            correct.append(share)
+            correct.append(sum(self.terms[name].weight * values[name] for name in judging) / total)
         return earned, correct
 
     def lenient_twin(self) -> "Reward | None":
@@ -324,8 +321,10 @@ def main() -> None:
     print(f"reward {mean:.4f} of {len(rewards)}; rows below 1 or without a verdict:")
     for number, verdict in enumerate(verdicts, 1):
         if not verdict.reward >= 1:  # NaN, too
-            answer, completion = verdict.row["answer"], verdict.completion[-160:]
-            print(f"row {number}: {answer!r:.80} from {completion!r} {verdict.fault}")
+            answer = verdict.row["answer"]
+            print(
+                f"row {number}: {answer!r:.80} from {verdict.completion[-160:]!r} {verdict.fault}"
+            )
 
 
 if __name__ == "__main__":

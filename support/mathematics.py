@@ -108,7 +108,7 @@ REWRITES = [  # (pattern, replacement), for a text in our signs. The order count
     (r"(?:\),\()? ?\\end ?\{[pb]matrix\}", "),)"),  # 1,2\end{pmatrix} -> 1,2),)
     (r"\^ ?(?:\{ ?\}|(?=[ ,%)]|\Z))", ""),  # 90^{} -> 90
     (r"\s+", " "),  # 1   + 1 -> 1 + 1
-    (r"(?i)\A ?(?:the )?(?:final )?answer(?: is|:) ?", ""),  # the answer is 5 -> 5
+    (r"(?i)\A ?(?:the )?(?:final )?(?:answer|value)(?: is|:) ?", ""),  # the answer is 5 -> 5
     (r"\A(?:[= ]|\*\*|0(?=\d))+|(?:[. ]|\*\*)+\Z", ""),  # = **05**. -> 5
     (r"\{,\}|,[ ,]*,", ","),  # 1{,}000 -> 1,000
     (r"([√¦]) ?(\w)", r"\1{\2}"),  # √2 -> √{2}
