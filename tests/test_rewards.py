@@ -223,7 +223,10 @@ def test_each_rewrite_does_what_its_example_says():
 
 def test_long_completions_are_read_to_the_end():
     """The answer may stand anywhere in the text, but has at most 10,000 characters itself."""
-    for text in ("x" * 500_000 + "\\boxed{6}" + "x" * 500_000, "<answer>6</answer>" + "x" * 500_000):
+    for text in (
+        "x" * 500_000 + "\\boxed{6}" + "x" * 500_000,
+        "<answer>6</answer>" + "x" * 500_000,
+    ):
         assert VERIFY["math"](text, "6") == 1
     assert VERIFY["math_lenient"]("so 42" + " and on" * 1000, "42") == 1
     assert VERIFY["math_lenient"]("7" * 2000, "7") == VERIFY["choice"]("B" * 1000, "B") == 0
@@ -249,18 +252,19 @@ MANY = (
     "\0|1|\\boxed{|<answer>|<think>|</answer>|<answer></answer>|<think></think>|#|####\n|7+5=2;"
     "|<calc>1*2</calc>|`|~|```\n|```a|```python\nx = 1\n```\n| |\n|a |the cat, |\\|\ud800|é∑漢"
     "|😀|e\u0301|٣|[|*|5 |5 - |2^|5? |?|not |is |B) |$5|x="
-).split("|")
+)
 
 
 def hostile():
     """Long, deep and strange texts."""
-    found = [piece * (200_000 // len(piece)) for piece in [*MANY, "\\boxed{" + "{" * 2000]]
+    texts = MANY.split("|")
+    found = [piece * (200_000 // len(piece)) for piece in [*texts, "\\boxed{" + "{" * 2000]]
     found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000, boxed("9**9**9**9")]
     found += [boxed("(" * 490 + "1" + ")" * 490), "\\boxed{" + "{}" * 100_000]
     found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
     rng = random.Random(0)
     found += [rng.randbytes(5000).decode("latin-1") * rng.randint(1, 20) for _ in range(20)]
-    pieces = [*MANY, *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "\\sqrt[0]{", "1/0", "i"]
+    pieces = [*texts, *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "\\sqrt[0]{", "1/0", "i"]
     found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(300)]
     short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(1000)]
     return found + short + list(map(boxed, short))
@@ -314,10 +318,10 @@ def test_no_comparison_takes_long(piece):
             assert time.process_time() - start < 0.2, (given, gold)
 
 
-PATTERNS = "rewards.py support/mathematics.py support/tasks.py support/extras/programs.py".split()
-
-
-@pytest.mark.parametrize("path", PATTERNS)
+@pytest.mark.parametrize(
+    "path",
+    ["rewards.py", "support/mathematics.py", "support/tasks.py", "support/extras/programs.py"],
+)
 def test_no_expression_backtracks_without_end(path, tmp_path):
     """Each on repetitions of its own pieces. Exponential growth would not end within the limit."""
     process = fork(program, COMMAND, "tests/patterns.py", path, out=tmp_path / "out", folder=ROOT)
@@ -327,7 +331,7 @@ def test_no_expression_backtracks_without_end(path, tmp_path):
     assert process.exitcode == 0, (tmp_path / "out").read_text().splitlines()[-1:]
 
 
-@pytest.mark.parametrize("path", PATTERNS[:2])
+@pytest.mark.parametrize("path", ["rewards.py", "support/mathematics.py"])
 def test_verifiers_are_fast_on_pieces_of_their_own_expressions(path):
     for pattern, length in itertools.product(patterns.expressions(path).values(), (900, 9_900)):
         texts = patterns.texts(pattern, samples=1, length=length)
