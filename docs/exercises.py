@@ -30,7 +30,7 @@ LOSS = "test_gspo.py::test_loss_matches_scalar_loop"
 EXERCISES = {  # name: (file, tests, hint)
     "group_advantages": (
         "gspo.py",
-        ("test_gspo.py::test_group_advantages_match_scalar_loop", "test_gspo.py::test_dead_group"),
+        ("test_gspo.py::test_group_advantages_match_scalar_loop", "test_gspo.py::test_dead_group_"),
         "five lines for the default; then add the other divisors and groups of equal rewards",
     ),
     "gspo_loss": (
