@@ -745,7 +745,9 @@ def forks_loss(*, temperature):
 
 def test_a_number_without_a_flag_of_its_own_is_an_error(monkeypatch):
     """`temperature=0.5` would silently get the sampling temperature, 1.0."""
-    monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(forks_loss(temperature=0.5), "token"))
+    monkeypatch.setitem(
+        gspo.ALGOS, "gspo", gspo.Algorithm(forks_loss(temperature=0.5), "completion")
+    )
     with pytest.raises(AssertionError, match="temperature has no flag"):
         train.parse_flags(["--algo", "gspo"])
 

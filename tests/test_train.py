@@ -496,7 +496,9 @@ def test_a_loss_may_read_another_tensor_of_the_step(seen, monkeypatch, tmp_path)
 def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
     """Rewards are negative, so that 0 would be the best. Weights are those of a run in which the
     completions that fail are not there for the mean, std and gradient of the others."""
-    code = "def near(completion, answer):\n    return -len(completion) / min(len(completion) % 3, 1)\n"
+    code = (
+        "def near(completion, answer):\n    return -len(completion) / min(len(completion) % 3, 1)\n"
+    )
     Path("near.py").write_text(code)
     result = good(tmp_path, f"{BASE} --steps 1 --reward near.py:near --eval-prompts 8")
     [row], [step] = metrics(result.folder), seen.steps
