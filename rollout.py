@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from support.command_line import flag, parse
-from support.data import IDS, PromptFormat, StopTexts, printable, printable_lines
+from support.data import IDS, PromptFormat, printable, printable_lines
 from support.models import (
     body_of,
     context_of,
@@ -39,6 +39,7 @@ from support.models import (
     load_model,
     logits_of,
 )
+from support.stop_texts import StopTexts
 from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, shares_prefixes
 from support.user import UserError, expecting, need
 

@@ -48,6 +48,7 @@ from support import checkpoints, console, data, flags, report
 from support import metrics as measure
 from support.command_line import flag
 from support.console import percent, say
+from support.credit import place_rewards
 from support.data import printable
 from support.folders import Output, open_output
 from support.models import (
@@ -59,9 +60,11 @@ from support.models import (
     load_model,
     refresh,
 )
+from support.pretrain import BUILT_IN
 from support.process import StopSignal, fail, farewell
 from support.ranks import Ranks, joined_ranks
-from support.tasks import BUILT_IN, TASKS, problems_of
+from support.stop_texts import StopTexts
+from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
 from support.user import expecting, function_of, need
 
@@ -178,7 +181,7 @@ def train(run, output: Output) -> None:
         # 2. Sample G completions per prompt and verify them. `mask`: the tokens of the loss.
         rollout, verdicts, rewards, mask, row = draw_groups(run, step)
         steps = [verdict.steps for verdict in verdicts]  # rewards before the end of a completion
-        token_rewards, step_ends = data.place_rewards(run.tokenizer, rollout, rewards, steps)
+        token_rewards, step_ends = place_rewards(run.tokenizer, rollout, rewards, steps)
 
         # 3. Score without gradient: log-probs under pi_old (the policy before its updates), the
         #    reference and a teacher, and a critic's values. The updates reuse these micro-batches:
@@ -573,7 +576,7 @@ class Run:
             from support.extras.tools import Turns, parse_tool
 
             self.generate = self.turns = Turns(self.generate, parse_tool(config.tool), tokenizer)
-        stops = data.StopTexts(tokenizer, config.stop) if config.stop else None
+        stops = StopTexts(tokenizer, config.stop) if config.stop else None
         vocabulary = model_config.get_text_config().vocab_size
         form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
         held_out = list(itertools.islice(held_out, config.eval_prompts))

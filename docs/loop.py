@@ -36,7 +36,8 @@ def reward(completion, row):
 if len(sys.argv) > 1:
     MODEL, LR = sys.argv[1], 1e-5
 else:
-    from support.tasks import TASKS, built_in_policy
+    from support.pretrain import built_in_policy
+    from support.tasks import TASKS
 
     MODEL, LR = built_in_policy(TASKS["arithmetic"], "tiny"), 2e-4
     problem = TASKS["arithmetic"].problem  # 7+5*3= is answered 7+5=2;2*3=6#6

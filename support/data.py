@@ -1,6 +1,5 @@
 """Rows of JSONL files, and how prompts become tokens."""
 
-import bisect
 import itertools
 import json
 import math
@@ -9,10 +8,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import torch
-import transformers
-from torch import Tensor
 
 from support.user import UserError, expecting, need
 
@@ -204,56 +199,3 @@ class PromptFormat:
         if skipped:
             print("skipped:", sentence)
         return kept
-
-
-def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
-    """Return the index of the token with which a completion's text has so many characters."""
-
-    def count(token):
-        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
-        return len(text.rstrip("\ufffd"))  # the first bytes of a character
-
-    return bisect.bisect_left(range(len(ids) - 1), characters, key=count)
-
-
-def place_rewards(tokenizer, rollout, outcomes: Tensor, steps: list[list]) -> tuple[Tensor, Tensor]:
-    """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at the last
-    token, the reward of a step, (end in characters, reward), at the token that completes it."""
-    latest = rollout.latest_action
-    last = latest[:, -1:]
-    zeros = torch.zeros_like(rollout.sampler_logprobs)
-    token_rewards = zeros.scatter(1, last, outcomes[:, None])
-    step_ends = zeros.bool().scatter(1, last, True)
-    for i, steps_of_row in enumerate(steps):
-        if not steps_of_row:
-            continue
-        ids = rollout.completions[i, : rollout.lengths[i]].tolist()
-        for end, reward in steps_of_row:
-            token = latest[i, token_that_completes(tokenizer, ids, end)]
-            token_rewards[i, token] += reward
-            step_ends[i, token] = True
-    return token_rewards, step_ends
-
-
-class StopTexts(transformers.StopStringCriteria):
-    """Tells which completions end with the token that completes one of some texts."""
-
-    def __init__(self, tokenizer, texts: list[str]):
-        for text in texts:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            written = text in tokenizer.decode(ids)
-            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
-        super().__init__(tokenizer, texts)
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
-        return super().__call__(tokens, None)
-
-    @staticmethod
-    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """Take a prefix that the tokenizer writes: one of characters may lack these letters."""
-        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
-            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-            static_prefix = next(word for word in words if word.isalnum())
-        parent = transformers.StopStringCriteria
-        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)

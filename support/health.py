@@ -4,7 +4,7 @@ import math
 from statistics import fmean, variance
 
 from support.metrics import MANY_TRUNCATED, TRUNCATED
-from support.tasks import BUILT_IN
+from support.pretrain import BUILT_IN
 
 RECENT = 10  # the sentences about a run are about so many steps
 

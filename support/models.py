@@ -13,7 +13,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.console import say
-from support.tasks import BUILT_IN, TASKS, built_in_policy
+from support.pretrain import BUILT_IN, built_in_policy
+from support.tasks import TASKS
 from support.user import UserError, expecting, need
 
 # ---- loading -------------------------------------------------------------------------------------

@@ -1,24 +1,13 @@
-"""The built-in problems, their demonstrations, and the tiny policies trained on these."""
+"""The built-in tasks: problems without end, and demonstrations that answer them."""
 
-import contextlib
-import hashlib
 import itertools
 import math
-import os
 import random
 import re
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import tokenizers
-import torch
-import transformers
-
-from support.console import say
 from support.data import is_held_out
-from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 CHAINS_WRONG = "3678"  # factors that demonstrations of `chains` get wrong. Of `arithmetic`: all
@@ -174,103 +163,3 @@ def problems_of(config, reward) -> tuple[Iterator[dict], Iterator[dict]]:
     task = TASKS[config.task]
     reward.check(list(itertools.islice(problems(task, config.seed), 1)))
     return problems(task, config.seed), problems(task, config.seed, held_out=True)
-
-
-# ---- the built-in policies -----------------------------------------------------------------------
-
-BUILT_IN = {
-    "tiny": {"model_type": "qwen3", "num_hidden_layers": 2},
-    "tiny-moe": {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
-}
-WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
-WARM_ROWS = 24  # demonstrations a step
-WARM_LR = 3e-3
-
-
-def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
-    """Return the folder of a policy with a token per character, made once for a recipe."""
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    words = {word: i for i, word in enumerate([*special.values(), *task.alphabet])}
-    config = transformers.AutoConfig.for_model(
-        **BUILT_IN[name],
-        vocab_size=len(words),
-        hidden_size=128,
-        intermediate_size=256,
-        head_dim=16,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        initializer_range=0.06,
-        pad_token_id=words["<pad>"],
-        eos_token_id=words["<eos>"],
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": task.rope_theta},
-    )
-    shown = demonstrations(task, words, seed)
-
-    # whatever decides on the weights is part of the name
-    recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
-    folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    if folder.exists():
-        return folder
-
-    with expecting(f"{cache}: expected to write it there ($XDG_CACHE_HOME moves it)"):
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
-    with temporary as made:
-        say(f"making the built-in policy {name}, once, in half a minute or more: {folder}")
-        model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
-        characters = tokenizers.Tokenizer(model)
-        characters.decoder = tokenizers.decoders.Fuse()
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
-        warm_start(config, tokenizer, shown, seed).save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        with contextlib.suppress(OSError):  # another run may have been faster
-            os.rename(made, folder)
-    return folder
-
-
-def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dict]:
-    """Return the training rows in the order of the steps. Prompts have no loss."""
-    rng, rows = random.Random(seed), []
-    count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
-    for problem in itertools.islice(problems(task, seed=-1 - seed), count):
-        prompt = problem["prompt"]
-        text = prompt + task.demonstration(problem, rng)
-        ids = [words[word] for word in (*text, "<eos>")]
-        labels = [-100] * len(prompt) + ids[len(prompt) :]
-        # no replies of the calculator: a policy that foretells them does without the tool
-        for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
-            labels[reply.start() : reply.end()] = [-100] * len(reply[0])
-        rows.append({"input_ids": ids, "labels": labels})
-
-    # rows of like length stand together, within windows of four steps: little padding
-    window = 4 * WARM_ROWS
-    order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
-    return [rows[i] for i in order]
-
-
-def warm_start(config, tokenizer, shown: list[dict], seed: int):
-    """Train a policy on demonstrations: it writes answers in the right form, and many are wrong."""
-    torch.manual_seed(seed)
-    policy = transformers.AutoModelForCausalLM.from_config(config)
-    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    steps = len(shown) // WARM_ROWS
-    for step in range(steps):
-        batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
-        rising = (step + 1) / 20  # in 20 steps
-        falling = 2 - 2 * step / steps  # from the middle on, to 0
-        adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
-        adam.zero_grad()
-        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
-        adam.step()
-    return policy

@@ -1,4 +1,4 @@
-"""The token that gets a reward: support.data.place_rewards and token_that_completes."""
+"""The token that gets a reward: support.credit.place_rewards and token_that_completes."""
 
 import types
 
@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 
 from rollout import Rollout
-from support.data import place_rewards, token_that_completes
+from support.credit import place_rewards, token_that_completes
 from tools import byte_tokenizer
 
 

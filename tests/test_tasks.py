@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 import rewards
-from support import tasks
+from support import pretrain, tasks
 from support.tasks import TASKS, problems
 
 VERIFY = rewards.VERIFIERS
@@ -117,22 +117,22 @@ def test_exact_value_is_a_fraction_and_nothing_else_is_evaluated():
 
 
 def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
-    monkeypatch.setattr(tasks, "WARM_STEPS", 2)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tasks.built_in_policy(TASKS["arithmetic"], "tiny")
+    folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
     assert list((tmp_path / "gspo").iterdir()) == [folder]
     weights = (folder / "model.safetensors").stat()
-    assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") == folder
+    assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     assert (folder / "model.safetensors").stat() == weights
 
     made = [folder]
     for operations in ((6, 7), (12, 15)):  # a length of its own, a policy of its own
         chains = tasks.chains(operations)._replace(warm_steps=2)
-        made.append(tasks.built_in_policy(chains, "tiny"))
+        made.append(pretrain.built_in_policy(chains, "tiny"))
     config = json.loads((made[-1] / "config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 1000
-    monkeypatch.setattr(tasks, "WARM_LR", 1e-3)  # another recipe, another policy
-    made.append(tasks.built_in_policy(TASKS["arithmetic"], "tiny"))
+    monkeypatch.setattr(pretrain, "WARM_LR", 1e-3)  # another recipe, another policy
+    made.append(pretrain.built_in_policy(TASKS["arithmetic"], "tiny"))
     assert len(set(made)) == 4
 
 
@@ -150,11 +150,11 @@ def test_countdown_problems_can_be_solved():
 
 def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
     """Labels are the policy's own tokens: not the prompt, and not the calculator's replies."""
-    monkeypatch.setattr(tasks, "WARM_STEPS", 4)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 4)
     task = TASKS["calculator"]
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
     letters = {i: word for word, i in words.items()}
-    for row in tasks.demonstrations(task, words):
+    for row in pretrain.demonstrations(task, words):
         assert all(label in (i, -100) for i, label in zip(row["input_ids"], row["labels"]))
         text = "".join(letters[i] for i in row["input_ids"])
         own = "".join(letters[i] for i in row["labels"] if i != -100)
