@@ -181,7 +181,7 @@ def train(run, output: Output) -> None:
         # 2. Sample G completions per prompt and verify them. `mask`: the tokens of the loss.
         rollout, verdicts, rewards, mask, row = draw_groups(run, step)
         steps = [verdict.steps for verdict in verdicts]  # rewards before the end of a completion
-        token_rewards, step_ends = place_rewards(run.tokenizer, rollout, rewards, steps)
+        token_rewards, step_ends = place_rewards(run.text_of, rollout, rewards, steps)
 
         # 3. Score without gradient: log-probs under pi_old (the policy before its updates), the
         #    reference and a teacher, and a critic's values. The updates reuse these micro-batches:
@@ -378,7 +378,7 @@ def sample_and_verify(
 
     texts, rows, lengths = [], [], rollout.lengths.tolist()
     for i, ids in enumerate(rollout.completions.tolist()):
-        texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
+        texts.append(run.text_of(ids[: lengths[i]]))
         row = {**problems[i // group_size], "tokens": lengths[i]}
         row.pop(data.IDS)
         rows.append(row)
@@ -578,10 +578,10 @@ class Run:
             self.generate = self.turns = Turns(self.generate, parse_tool(config.tool), tokenizer)
         stops = StopTexts(tokenizer, config.stop) if config.stop else None
         vocabulary = model_config.get_text_config().vocab_size
-        form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
-        held_out = list(itertools.islice(held_out, config.eval_prompts))
-        self.held_out = form.encode_rows(held_out, "held out")
-        problems = form.training_problems(config, rows)  # without end
+        began = ranks.from_first(self.progress.began)
+        context = context_of(model_config)
+        form = data.PromptFormat(tokenizer, config, vocabulary, context, began)
+        problems, self.held_out = form.train_and_held_out(config, rows, held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
         need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
@@ -592,6 +592,8 @@ class Run:
         weights = source if config.lora_rank or not saved else str(saved)
         policy = load_model(weights, config.device)
         self.endings = {**end_and_pad_ids(policy, tokenizer), "stops": stops}
+        ends = self.endings["eos_ids"]
+        self.text_of = functools.partial(data.completion_text, tokenizer, eos_ids=ends)
         ids = prompt[-63:]
         longer = [*ids, ids[-1]]  # another length, so that errors of padding show
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])

@@ -77,7 +77,8 @@ for step in range(1, STEPS + 1):
     ended = torch.isin(tokens[:, -width:], end_ids).long()
     mask = ended.cumsum(1) - ended == 0  # up to the first end token, and including it
     seen = torch.cat([read.attention_mask, mask], dim=1)
-    texts = tokenizer.batch_decode(tokens[:, -width:], skip_special_tokens=True)
+    written = zip(tokens[:, -width:], ended.cumsum(1) == 0)  # without end tokens and padding
+    texts = [tokenizer.decode(ids[own]) for ids, own in written]  # <think> may be a special token
     rewards = torch.tensor([*map(reward, texts, problems)], device=DEVICE)
     with torch.no_grad():  # 3. score
         old_logprobs = completion_logprobs(old_policy, tokens, seen, width)

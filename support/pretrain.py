@@ -7,13 +7,14 @@ import os
 import random
 import re
 import tempfile
+import time
 from pathlib import Path
 
 import tokenizers
 import torch
 import transformers
 
-from support.console import say
+from support.console import duration, say
 from support.tasks import Task, problems
 from support.user import expecting
 
@@ -56,7 +57,7 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
 
     # whatever decides on the weights is part of the name
     recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
+    cache = cache_folder()
     folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if folder.exists():
         return folder
@@ -65,15 +66,31 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
     with temporary as made:
-        say(f"making the built-in policy {name}, once, in half a minute or more: {folder}")
+        say(f"making the built-in policy {name}, once: {folder}")
         model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
         characters = tokenizers.Tokenizer(model)
         characters.decoder = tokenizers.decoders.Fuse()
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
         warm_start(config, tokenizer, shown, seed).save_pretrained(made)
         tokenizer.save_pretrained(made)
+        os.chmod(made, 0o755)  # other users of a shared cache read it
         with contextlib.suppress(OSError):  # another run may have been faster
-            os.rename(made, folder)
+            os.rename(made, folder)  # at once: a run that is killed leaves no part of a policy
+    return folder
+
+
+def cache_folder() -> Path:
+    """Return the folder of the built-in policies: temporary for a user without a home directory,
+    as in many containers."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    if named:
+        return Path(named, "gspo")
+    try:
+        folder = Path.home() / ".cache" / "gspo"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        folder = Path(tempfile.gettempdir(), f"gspo-{os.getuid()}")
+        say(f"no home directory that can be written: {folder} ($XDG_CACHE_HOME moves it)")
     return folder
 
 
@@ -104,7 +121,11 @@ def warm_start(config, tokenizer, shown: list[dict], seed: int):
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
     steps = len(shown) // WARM_ROWS
+    start = time.monotonic()
     for step in range(steps):
+        if step % (steps // 8 + 1) == 20:  # eight times, soon for the first time
+            left = (time.monotonic() - start) / step * (steps - step)
+            say(f"pretraining: step {step}/{steps}, {duration(left)} left")
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps
         falling = 2 - 2 * step / steps  # from the middle on, to 0

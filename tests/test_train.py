@@ -220,7 +220,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
         for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
             prompt, answer = each.problem["prompt"], each.problem["answer"]
             assert prompt in (f"3+{answer}=", f"4+{answer}=")
-            assert seen.run.tokenizer.decode(ids, skip_special_tokens=True) == prompt + each.text
+            assert seen.run.text_of(ids) == prompt + each.text
         for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.verdict.reward for each in group}) > 1
             assert len({each.problem["prompt"] for each in group}) == 1
