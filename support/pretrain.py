@@ -32,6 +32,7 @@ BUILT_IN = {
 WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
 WARM_ROWS = 24  # demonstrations a step
 WARM_LR = 3e-3
+SECONDS_A_LINE = 10  # between the lines of progress
 
 
 def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
@@ -121,10 +122,12 @@ def warm_start(config, tokenizer, shown: list[dict], seed: int):
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     pad = transformers.DataCollatorForSeq2Seq(tokenizer)
     steps = len(shown) // WARM_ROWS
-    start = time.monotonic()
+    start = said = time.monotonic()
     for step in range(steps):
-        if step % (steps // 8 + 1) == 20:  # eight times, soon for the first time
-            left = (time.monotonic() - start) / step * (steps - step)
+        now = time.monotonic()
+        if step > 0 and now - said > SECONDS_A_LINE:
+            said = now
+            left = (now - start) / step * (steps - step)
             say(f"pretraining: step {step}/{steps}, {duration(left)} left")
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
         rising = (step + 1) / 20  # in 20 steps

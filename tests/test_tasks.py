@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import re
+import tempfile
 from fractions import Fraction
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import rewards
 from support import pretrain, tasks
 from support.tasks import TASKS, problems
+from tools import refused
 
 VERIFY = rewards.VERIFIERS
 
@@ -121,6 +123,7 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
     assert list((tmp_path / "gspo").iterdir()) == [folder]
+    assert folder.stat().st_mode & 0o777 == 0o755  # other users of a shared cache read it
     weights = (folder / "model.safetensors").stat()
     assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     assert (folder / "model.safetensors").stat() == weights
@@ -134,6 +137,39 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     monkeypatch.setattr(pretrain, "WARM_LR", 1e-3)  # another recipe, another policy
     made.append(pretrain.built_in_policy(TASKS["arithmetic"], "tiny"))
     assert len(set(made)) == 4
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_broken_policy_is_named_by_the_folder_to_delete(file, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
+    (folder / file).write_bytes((folder / file).read_bytes()[:99])
+    sentence = refused(tmp_path, "--algo gspo")
+    assert f"built-in policy is broken, delete its folder {folder}: " in sentence
+    assert "--model" not in sentence
+
+
+@pytest.mark.parametrize("home", ["/dev/null", None])
+def test_a_user_without_a_home_gets_a_temporary_cache(home, tmp_path, monkeypatch, capsys):
+    """In a container / is a home, or there is none, neither in the environment nor in passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if home:
+        monkeypatch.setenv("HOME", home)
+    else:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    folder = pretrain.cache_folder()
+    assert folder.parent == tmp_path and f"{folder} ($XDG" in capsys.readouterr().out
+
+
+def test_pretraining_tells_its_steps_and_the_time_left(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
+    monkeypatch.setattr(pretrain, "SECONDS_A_LINE", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
+    lines = re.findall("pretraining: step (.*)", capsys.readouterr().out)
+    assert len(lines) == 2 and re.fullmatch(r"1/3, \d+ s left", lines[0])
 
 
 def test_countdown_problems_can_be_solved():
