@@ -77,8 +77,8 @@ def test_a_copy_has_the_bits_and_ties_of_a_cast_model(kind, dtype):
         parameter.data += 1
     refresh(made, model)
     assert places == [parameter.data_ptr() for parameter in made.parameters()]
-    for copied, parameter in zip(made.parameters(), model.parameters(), strict=True):
-        assert torch.equal(copied, parameter.to(dtype))
+    for cast, parameter in zip(made.parameters(), model.parameters(), strict=True):
+        assert torch.equal(cast, parameter.to(dtype))
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
