@@ -97,11 +97,14 @@ def sampled_as_by_hand(model, function=says, after=";", temperature=1.0, stop=No
 # ---- sampling
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_gb": 3e-5}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_gb": 3e-5}, {"temperature": 0.0, "after": "8"}, {"after": "<unk>"}],
+    ids=str,
+)
 def test_sampling_in_turns_is_a_loop_that_appends_what_the_tool_says(model, options):
-    """Few slots, too, so that samples take the places of others."""
-    after = "8" if "temperature" in options else ";"  # a character that greedy sampling writes
-    sampled_as_by_hand(model, after=after, **options)
+    """Few slots, too, so that samples take the places of others, and a special token that asks."""
+    sampled_as_by_hand(model, **options)
 
 
 def test_a_marker_of_several_tokens(model):
