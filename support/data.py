@@ -217,26 +217,18 @@ class PromptFormat:
         return kept
 
     def warn_of_special_tokens(self, rows: list[dict], source: str) -> None:
-        """Warn if a prompt is wrapped in a chat template twice, begins twice, or ends at once."""
-        tokenizer = self.tokenizer
-        markers = []  # what the template writes around a user's message
-        if tokenizer.chat_template:
-            chat = messages_of("x")
-            wrapped = tokenizer.apply_chat_template(chat, tokenize=False, **self.template_args)
-            markers = special_tokens(tokenizer, wrapped)
+        """Warn of prompts that are wrapped in a template twice, begin twice, or end at once."""
+        special = special_tokens(self.tokenizer)
         first = {}  # token -> what is wrong with it, and the first prompt where it is
         for row in rows:
-            text, ids = text_of(row["prompt"]), row[IDS]
-            for token in markers:
-                if token in text:
-                    why = "is in the text, but the chat template wraps it again: pass the bare text"
+            text, ids = self.template.replace("{prompt}", text_of(row["prompt"])), row[IDS]
+            for token in special:
+                if token in text and self.tokenizer.decode(ids).count(token) > text.count(token):
+                    why = "is in the prompt already, and the model's template or tokenizer adds it"
                     first.setdefault(token, (why, text))
-            if ids[:2] == [tokenizer.bos_token_id] * 2:
-                why = "begins the prompt twice: the data has it, and the tokenizer adds it"
-                first.setdefault(tokenizer.bos_token, (why, text))
-            if ids[-1] == tokenizer.eos_token_id:
+            if ids[-1] == self.tokenizer.eos_token_id:
                 why = "ends the prompt before the completion: see add_eos_token of --model"
-                first.setdefault(tokenizer.eos_token, (why, text))
+                first.setdefault(self.tokenizer.eos_token, (why, text))
         for token, (why, text) in first.items():
             print(f"warning: {source}: {token} {why}; first in '{printable(text[:60])}'")
 
@@ -250,10 +242,9 @@ class PromptFormat:
             held_out = self.encode_rows(held_out, f"--eval-data {config.eval_data}")
             trained = {tuple(row[IDS]) for row in rows}
             known = sum(tuple(row[IDS]) in trained for row in held_out)
-            if known:
-                print(
-                    f"warning: --eval-data: {known} of {len(held_out)} prompts are in --data, too"
-                )
+            if known > 0:
+                share = f"{known} of {len(held_out)} prompts"
+                print(f"warning: --eval-data: {share} are in --data, too")
         else:
             rows, held_out = hold_out(rows, f"--data {config.data}")
         if len(held_out) > config.eval_prompts:  # not the first: a file may be sorted
@@ -279,8 +270,6 @@ def completion_text(tokenizer, ids: list[int], eos_ids: Collection[int] = ()) ->
     return tokenizer.decode([token for token in ids if token not in silent])
 
 
-def special_tokens(tokenizer, text: str) -> list[str]:
-    """Return the special tokens that a text holds, in their order."""
-    added = tokenizer.added_tokens_decoder.values()
-    found = [token.content for token in added if token.special and token.content in text]
-    return sorted(found, key=text.index)
+def special_tokens(tokenizer) -> list[str]:
+    """Return the tokens that structure a text, such as <|im_end|>."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

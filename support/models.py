@@ -142,8 +142,11 @@ def end_and_pad_ids(model, tokenizer) -> dict:
     if tokenizer.chat_template:
         said = "the answer"
         chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        closing = special_tokens(tokenizer, text.partition(said)[2])
+        after = ""
+        with contextlib.suppress(Exception):  # a template may refuse to end with an answer
+            after = tokenizer.apply_chat_template(chat, tokenize=False).partition(said)[2]
+        closing = [token for token in special_tokens(tokenizer) if token in after]
+        closing.sort(key=after.index)
         closing_ids = tokenizer.convert_tokens_to_ids(closing)
         if closing and eos_ids.isdisjoint(closing_ids):  # of a base model, which knows no turns
             eos_ids.add(closing_ids[0])

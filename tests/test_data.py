@@ -219,7 +219,7 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
 CHAT = "<s>{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
 
 
-def special_form(template=None, adds="$A", **others):
+def special_form(template=None, adds="$A", wrap="{prompt}"):
     """A PromptFormat of a tokenizer with special tokens. It adds BOS or an end token by itself."""
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     turns = {"user": "<|user|>", "assistant": "<|assistant|>", "end": "<|end|>", "tag": "<think>"}
@@ -229,24 +229,19 @@ def special_form(template=None, adds="$A", **others):
     processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
     tokenizer.backend_tokenizer.post_processor = processor
     tokenizer.chat_template = template
-    flags = {"system": None, "prompt_template": "{prompt}", "chat_template_args": "{}"}
-    return PromptFormat(tokenizer, SimpleNamespace(**flags, max_new_tokens=4), **others)
+    flags = {"system": None, "prompt_template": wrap, "chat_template_args": "{}"}
+    return PromptFormat(tokenizer, SimpleNamespace(**flags, max_new_tokens=4))
 
 
 @pytest.mark.parametrize(
     "template, adds, prompt, words",
     [
-        (
-            CHAT,
-            "$A",
-            "<|user|>b<|end|>\n<|assistant|>",
-            r"<\|user\|> is in the text.* again",
-        ),
-        (CHAT, "$A", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is in the text"),
+        (CHAT, "$A", "<|user|>b<|end|><|assistant|>", r"<\|user\|> is in .* adds it"),
+        (CHAT, "$A", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is in .* adds it"),
         (CHAT, "$A", "write <think> first", ""),  # not a token of the template
         (CHAT, "<s> $A </s>", "b", ""),  # the template alone writes special tokens
         (CHAT + "</s>", "$A", "b", "</s> ends the prompt .*add_eos_token"),
-        (None, "<s> $A", "<s>b", "<s> begins the prompt twice"),
+        (None, "<s> $A", "<s>b", "<s> is in .* adds it"),
         (None, "<s> $A", "b<|end|>", ""),
         (None, "$A </s>", "b", "</s> ends the prompt .*add_eos_token"),
     ],
@@ -257,6 +252,11 @@ def test_special_tokens_in_the_wrong_place_are_named_once(template, adds, prompt
     out = capsys.readouterr().out
     assert out.count("warning: --data x.jsonl: ") == out.count("; first in '") == out.count("\n")
     assert re.search(words, out) if words else out == ""
+
+
+def test_a_prompt_template_inside_a_chat_template_is_named(capsys):
+    special_form(CHAT, wrap="<|user|>{prompt}<|end|>").encode_rows([{"prompt": "a"}], "--data x")
+    assert "--data x: <|user|> is in the prompt already" in capsys.readouterr().out
 
 
 def test_a_completion_keeps_its_tags_and_loses_what_ends_it():
