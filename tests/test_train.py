@@ -110,15 +110,15 @@ ONE_UPDATE += " --micro-batch-tokens 70 --overlong-cache 0 --no-dynamic-sampling
 @pytest.fixture
 def reference_apart(monkeypatch):
     """The reference is not the policy, so that a KL between them has a gradient."""
-    start = train.start
+    make_run = train.Run
 
     def apart(config, ranks):
-        run = start(config, ranks)
+        run = make_run(config, ranks)
         for parameter in run.models.ref_policy.parameters():
             parameter += 0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
         return run
 
-    monkeypatch.setattr(train, "start", torch.no_grad()(apart))
+    monkeypatch.setattr(train, "Run", torch.no_grad()(apart))
 
 
 @pytest.mark.parametrize(
