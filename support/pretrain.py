@@ -29,14 +29,14 @@ BUILT_IN = {
         "norm_topk_prob": True,
     },
 }
-WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
+WARM_STEPS = 560  # of supervised learning
 WARM_ROWS = 24  # demonstrations a step
 WARM_LR = 3e-3
 SECONDS_A_LINE = 10  # between the lines of progress
 
 
 def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
-    """Return the folder of a policy with a token per character, made once for a recipe."""
+    """Return the folder of a character-level policy. It is pretrained if it isn't in the cache."""
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     words = {word: i for i, word in enumerate([*special.values(), *task.alphabet])}
     config = transformers.AutoConfig.for_model(
@@ -56,7 +56,7 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
     )
     shown = demonstrations(task, words, seed)
 
-    # whatever decides on the weights is part of the name
+    # everything that the weights depend on is part of the name
     recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
     cache = cache_folder()
     folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
@@ -81,7 +81,7 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the built-in policies: temporary for a user without a home directory,
+    """Return the folder of the built-in policies: a temporary one for a user without a home,
     as in many containers."""
     named = os.environ.get("XDG_CACHE_HOME")
     if named:
@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 
 
 def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dict]:
-    """Return the training rows in the order of the steps. Prompts have no loss."""
+    """Return the training rows in the order of the steps, without a loss on prompts."""
     rng, rows = random.Random(seed), []
     count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
     for problem in itertools.islice(problems(task, seed=-1 - seed), count):
@@ -104,19 +104,19 @@ def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dic
         text = prompt + task.demonstration(problem, rng)
         ids = [words[word] for word in (*text, "<eos>")]
         labels = [-100] * len(prompt) + ids[len(prompt) :]
-        # no replies of the calculator: a policy that foretells them does without the tool
+        # nor on the calculator's replies: a policy that predicts them stops calling it
         for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
             labels[reply.start() : reply.end()] = [-100] * len(reply[0])
         rows.append({"input_ids": ids, "labels": labels})
 
-    # rows of like length stand together, within windows of four steps: little padding
+    # sort by length, within windows of four steps, to save padding
     window = 4 * WARM_ROWS
     order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
     return [rows[i] for i in order]
 
 
 def warm_start(config, tokenizer, shown: list[dict], seed: int):
-    """Train a policy on demonstrations: it writes answers in the right form, and many are wrong."""
+    """Pretrain a policy on demonstrations: answers get the right format, and many are wrong."""
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -130,8 +130,8 @@ def warm_start(config, tokenizer, shown: list[dict], seed: int):
             left = (now - start) / step * (steps - step)
             say(f"pretraining: step {step}/{steps}, {duration(left)} left")
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
-        rising = (step + 1) / 20  # in 20 steps
-        falling = 2 - 2 * step / steps  # from the middle on, to 0
+        rising = (step + 1) / 20  # for 20 steps
+        falling = 2 - 2 * step / steps  # to 0, in the second half
         adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
         adam.zero_grad()
         policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()

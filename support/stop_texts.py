@@ -7,7 +7,7 @@ from support.user import need
 
 
 class StopTexts(transformers.StopStringCriteria):
-    """Tells which completions end with the token that completes one of some texts."""
+    """Finds the completions whose last token completes one of the texts."""
 
     def __init__(self, tokenizer, texts: list[str]):
         for text in texts:
@@ -17,12 +17,12 @@ class StopTexts(transformers.StopStringCriteria):
         super().__init__(tokenizer, texts)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
+        """tokens: (rows, n), those of each completion so far. Returns a bool (rows,)."""
         return super().__call__(tokens, None)
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """Take a prefix that the tokenizer writes: one of characters may lack these letters."""
+        """Choose a prefix that the tokenizer can write. It may lack some of these letters."""
         if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
             words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
             static_prefix = next(word for word in words if word.isalnum())

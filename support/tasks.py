@@ -19,20 +19,20 @@ CALCULATOR_ERROR = 0.15  # fraction of calls with a wrong digit, and of second c
 
 
 class Task(NamedTuple):
-    """An endless source of problems. The built-in policies need demonstrations of it."""
+    """An endless source of problems, with demonstrations to pretrain the built-in policies."""
 
     problem: Callable[[random.Random], dict]  # returns a random row of data
     verifier: str  # default of --reward
     max_new_tokens: int  # default of --max-new-tokens
     demonstration: Callable[[dict, random.Random], str] | None = None  # an answer, often wrong
-    alphabet: str = ""  # all characters of prompts, completions and a tool's replies
+    alphabet: str = ""  # every character of prompts, completions and tool replies
     tool: str | None = None  # default of --tool
     warm_steps: int | None = None  # steps of supervised learning; None: WARM_STEPS
-    rope_theta: float = 100.0  # of the built-in policies: larger for longer texts
+    rope_theta: float = 100.0  # of the built-in policies; larger for longer texts
 
 
 def whole_value(expression: str) -> int:
-    """Return the value of whole numbers with + - * between them."""
+    """Evaluate integers with + - * between them."""
     value = 0
     for sign, product in re.findall("([+-]?)([0-9*]+)", expression.replace(" ", "")):
         value += int(f"{sign}1") * math.prod(map(int, product.split("*")))
@@ -40,7 +40,7 @@ def whole_value(expression: str) -> int:
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
-    """Return the numbers in random order, with random symbols between them."""
+    """Write the numbers in random order, with random symbols between them."""
     first, *rest = rng.sample(numbers, len(numbers))
     return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
 
@@ -64,13 +64,13 @@ def chain_problem(rng: random.Random, operations: tuple[int, int]) -> dict:
 
 
 def chains(operations: tuple[int, int]) -> Task:
-    """Return the task of long chains. operations: fewest and most of a chain."""
+    """Return the task of longer chains. operations: fewest and most of a chain."""
     return Task(
         problem=lambda rng: chain_problem(rng, operations),
         demonstration=lambda row, rng: solve(row["prompt"], CHAINS_WRONG, rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
-        max_new_tokens=6 * operations[1] + 8,  # an operation has 6 tokens, `#6` and the end 3
+        max_new_tokens=6 * operations[1] + 8,  # 6 tokens an operation, 3 for `#6` and the end
         warm_steps=1200,
         rope_theta=1000.0,
     )
@@ -103,7 +103,7 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Write a guess, or two calls of the calculator with its replies. Either call may be wrong."""
+    """Write a guess, or two calls of the calculator with its replies. Both calls may be wrong."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, addition = re.match("(.*)([+-].*)=", problem["prompt"]).groups()
@@ -131,7 +131,7 @@ TASKS = {
     "chains": chains((12, 15)),
     "countdown": Task(
         problem=countdown_problem,
-        # it seldom gives the target
+        # rarely equal to the target
         demonstration=lambda row, rng: random_expression(row["answer"]["numbers"], "+-*", rng),
         verifier="countdown",
         alphabet="0123456789 +-*/()=:",
