@@ -74,7 +74,10 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
         warm_start(config, tokenizer, shown, seed).save_pretrained(made)
         tokenizer.save_pretrained(made)
-        os.chmod(made, 0o755)  # other users of a shared cache read it
+        # tempfile and safetensors keep theirs private, but users may share a cache
+        os.chmod(made, 0o755)
+        for path in Path(made).iterdir():
+            path.chmod(0o644)
         with contextlib.suppress(OSError):  # another run may have been faster
             os.rename(made, folder)  # at once: a run that is killed leaves no part of a policy
     return folder
