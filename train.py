@@ -48,6 +48,7 @@ from support import checkpoints, console, data, flags, health, report
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
+from support.credit import place_rewards
 from support.data import printable
 from support.folders import Output, open_output
 from support.models import (
@@ -62,9 +63,11 @@ from support.models import (
     refresh,
 )
 from support.numbers import bind
+from support.pretrain import BUILT_IN
 from support.process import StopSignal, fail, farewell
 from support.ranks import Ranks, joined_ranks
-from support.tasks import BUILT_IN, TASKS, problems_of
+from support.stop_texts import StopTexts
+from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
 from support.user import expecting, function_of, need
 
@@ -186,8 +189,8 @@ def train(run: "Run", output: Output) -> None:
         # 2. Sample G completions per prompt and reward them.
         batch, row = draw_groups(run, step)
         rollout, mask = batch.rollout, batch.mask
-        token_rewards, step_ends = data.place_rewards(
-            run.tokenizer, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
+        token_rewards, step_ends = place_rewards(
+            run.decode, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
         )
 
         # 3. Score without gradient: log-probs under pi_old (the policy before its updates), the
@@ -379,7 +382,7 @@ def sample_and_verify(
 
     texts, rows, lengths = [], [], rollout.lengths.tolist()
     for i, ids in enumerate(rollout.completions.tolist()):
-        texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
+        texts.append(run.decode(ids[: lengths[i]]))
         row = {**problems[i // group_size], "tokens": lengths[i]}
         row.pop(data.IDS)
         rows.append(row)
@@ -600,10 +603,10 @@ class Run:
             tool = parse_tool(config.tool)
             self.generate = self.turns = Turns(self.generate, tool, self.tokenizer)
         vocabulary = model_config.get_text_config().vocab_size
-        form = data.PromptFormat(self.tokenizer, config, vocabulary, context_of(model_config))
-        held_out = list(itertools.islice(held_out, config.eval_prompts))
-        self.held_out = form.encode_rows(held_out, "held out")
-        problems = form.training_problems(config, rows)  # an iterator without end
+        context = context_of(model_config)
+        began = ranks.from_first(self.progress.began)
+        form = data.PromptFormat(self.tokenizer, config, vocabulary, context, began)
+        problems, self.held_out = form.train_and_held_out(config, rows, held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
         need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
@@ -612,8 +615,10 @@ class Run:
 
         # 3. models. A checkpoint has the adapters merged in: with LoRA load the original weights
         policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
-        stops = data.StopTexts(self.tokenizer, config.stop) if config.stop else None
+        stops = StopTexts(self.tokenizer, config.stop) if config.stop else None
         self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # of `generate`
+        eos_ids = self.endings["eos_ids"]
+        self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]
         longer = [*ids, ids[-1]]  # another length, so that errors of padding show
         # before `Models` switches TF32 on: the check would refuse its rounding

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, folders, process, tasks
+from support import console, folders, pretrain, process
 from support.user import UserError
 from tools import (
     BASE,
@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     """Before the warm start, which takes half a minute. The sentence does not blame --runs."""
     Path("cache").write_text("a file, and no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setattr(tasks, "warm_start", None)
+    monkeypatch.setattr(pretrain, "warm_start", None)
     sentence = refused(tmp_path / "runs", "--algo gspo")
     assert re.search("cache/gspo.*XDG_CACHE_HOME", sentence) and "--runs" not in sentence
     assert not (tmp_path / "runs").exists()

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import rollout
-from support import data
+from support import stop_texts
 from tools import BASE, SHAPE, good, metrics, refused
 
 # tokens of one to three characters. "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
@@ -34,8 +34,8 @@ def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
     inner.decoder = tokenizers.decoders.Fuse()
     ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    monkeypatch.setattr(data, "need", lambda *_: None)  # it does not merge, so it writes no text
-    stops = data.StopTexts(tokenizer, TEXTS)
+    monkeypatch.setattr(stop_texts, "need", lambda *_: None)  # it writes no text: no merges
+    stops = stop_texts.StopTexts(tokenizer, TEXTS)
     torch.manual_seed(0)
     shape = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(WORDS)})
     model = transformers.Qwen3ForCausalLM(shape)

@@ -221,7 +221,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
         for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
             prompt, answer = each.problem["prompt"], each.problem["answer"]
             assert prompt in (f"3+{answer}=", f"4+{answer}=")
-            assert seen.run.tokenizer.decode(ids, skip_special_tokens=True) == prompt + each.text
+            assert seen.run.decode(ids) == prompt + each.text
         for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.verdict.reward for each in group}) > 1
             assert len({each.problem["prompt"] for each in group}) == 1
@@ -374,7 +374,7 @@ def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, t
     assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
     assert row["eval_reward"] > 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
-    [why] = [line for line in result.out.splitlines() if "solved" in line or "warning" in line]
+    _, why = [line for line in result.out.splitlines() if "solved" in line or "warning" in line]
     assert why.startswith("warning: --reward far: it gave a value below 0 or above 1")
 
 
@@ -405,7 +405,7 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
     rows = metrics(good(tmp_path, flags).folder)
     assert not seen.steps[0].constants.values.any()
-    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-5)
     batch, _, constants, advantages, returns, *_ = seen.steps[1]
     (_, _, _, bootstrap), *_ = calls[1]
     truncated = batch.rollout.truncated
@@ -552,7 +552,7 @@ def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
     assert "tokens" not in first and len(shown) == 4
     for each in shown:
         assert each["group"] == 0 and len(each["tokens"]) == len(each["log_ratios"])
-        read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>", "<unk>")]
+        read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>")]
         assert "".join(read) == each["completion"]
     pays = [each["reward"] for each in shown]
     advantages = [each["advantage"] for each in shown]
