@@ -578,6 +578,7 @@ class Run:
         form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
         held_out = list(itertools.islice(held_out, config.eval_prompts))
         self.held_out = form.encode_rows(held_out, "held out")
+        checkpoints.compare_data(self.progress, config, rows, self.held_out)
         problems = form.training_problems(config, rows)  # without end
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
@@ -635,9 +636,11 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = Run(config, ranks)
             progress, answers = run.progress, []
-            if progress.step == 0:  # else it is in the checkpoint
+            if not progress.before:  # else it is in the checkpoint, and today's would be the same
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
-            say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
+            say(
+                f"{len(run.held_out)} prompts held out, evaluated first: {percent(progress.before)}"
+            )
             # a run that has failed by now has written nothing
             train(run, open_output(config, ranks, progress, answers))
         return 0

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import train
 from forks import fork
 from support import folders, report
+from support.user import UserError
 from tools import (
     BASE,
     command_line,
@@ -120,6 +122,27 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert after["seconds"] > progress["seconds"] > 0  # of both starts
 
 
+def test_signals_end_the_processes_of_a_reward(tmp_path):
+    """They inherit the run's handlers. The first Ctrl-C, which a terminal sends to all, does not
+    end them, as the step needs them."""
+    Path("forks.py").write_text(
+        "import multiprocessing, os, signal, time\n\n\ndef forked(completion, answer):\n"
+        "    training = callable(signal.getsignal(signal.SIGTERM))\n"
+        "    if training and not os.path.exists('ended'):\n"
+        "        child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "        child.start()\n"
+        "        os.kill(child.pid, signal.SIGINT)\n"
+        "        child.join(1)\n"
+        "        child.terminate()\n"
+        "        child.join(9)\n"
+        "        print(child.exitcode, file=open('ended', 'w'))\n"
+        "        child.kill()\n"
+        "    return len(completion) % 2\n"
+    )
+    good(tmp_path, f"{BASE} --reward forks.py:forked --steps 1")
+    assert Path("ended").read_text() == f"-{signal.SIGTERM:d}\n"
+
+
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
     def impatient(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
@@ -138,7 +161,7 @@ def test_resuming_a_finished_run_says_so(done, tmp_path):
 
 
 def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
-    """A power failure cuts a line. The rest of it is no JSON."""
+    """A power failure cuts a line. The rest of it is no JSON. A file of the user's stays."""
     whole = good(tmp_path / "whole", BASE).folder
     folder = interrupted(tmp_path / "torn", BASE, monkeypatch, 1).folder
     tails = {
@@ -150,8 +173,10 @@ def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
     for name, tail in tails.items():
         path = folder / f"{name}.jsonl"
         path.write_text(path.read_text() + tail)
+    (folder / "notes.jsonl").write_text('{"step": 99}\n{"mine"')
     resumed(tmp_path / "torn")
     same_run(whole, folder)
+    assert (folder / "notes.jsonl").read_text() == '{"step": 99}\n{"mine"'
     assert len(metrics(folder, "starts")) == 2 and (folder / "report.html").exists()
 
 
@@ -174,25 +199,144 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
     assert newest(result.folder).name == "step-2"
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
-    """Its files are those of a run that was never killed, with one first evaluation."""
-    flags, folder = f"{BASE} --eval-every 1 --steps 1", tmp_path / "killed/run"
-    whole = good(tmp_path / "whole", flags).folder
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(train.checkpoints, "save", None)
-        launch(tmp_path / "killed", flags)
-    assert metrics(folder) and not newest(folder)
-    resumed(tmp_path / "killed")
-    same_run(whole, folder)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_another_process_has_just_trained_is_left_alone(
+    resume, done, tmp_path, monkeypatch
+):
+    """Both start with one name. The other runs to its end while this one loads and evaluates."""
+    runs, flags = (
+        (tmp_path, "--resume --name run --steps 2") if resume else (tmp_path / "new", BASE)
+    )
+    open_output = train.open_output
+
+    def late(*arguments):
+        monkeypatch.setattr(train, "open_output", open_output)
+        good(runs, flags, small=not resume)
+        return open_output(*arguments)
+
+    monkeypatch.setattr(train, "open_output", late)
+    assert "--name" in refused(runs, f"{flags} --lr 0.5", small=not resume)
+    assert newest(runs / "run").name == "step-2" and len(metrics(runs / "run")) == 2
+    assert strict((runs / "run/config.json").read_text())["lr"] == 1e-3
+
+
+def test_a_lock_is_not_inherited_and_names_its_process(tmp_path):
+    """A reward's process may outlive a run that was killed, and then nothing is locked."""
+    reader, writer = multiprocessing.Pipe()
+
+    def hold():
+        held = folders.lock(tmp_path)
+        child = os.fork()
+        if child:
+            writer.send(child)
+        time.sleep(60)
+        held.close()
+
+    owner = multiprocessing.get_context("fork").Process(target=hold)
+    owner.start()
+    child = reader.recv()
+    with pytest.raises(UserError, match=f"process {owner.pid} is already working in {tmp_path}"):
+        folders.lock(tmp_path)
+    owner.kill()
+    owner.join()
+    folders.lock(tmp_path).close()
+    os.kill(child, signal.SIGKILL)
 
 
 # ---- changed files
 
 
+@pytest.mark.parametrize("left", ["nothing", "an empty folder", "a link to nowhere"])
+def test_a_run_whose_checkpoints_are_gone_keeps_its_rows(left, done, tmp_path):
+    before, place = timeless(done), done / "checkpoints"
+    shutil.rmtree(place)
+    if left == "an empty folder":
+        place.mkdir()
+    if left == "a link to nowhere":
+        place.symlink_to("not-mounted")
+    assert f"{place} has no checkpoint" in not_resumed(tmp_path, "--steps 2")
+    assert timeless(done) == before
+
+
+def state_with(change):
+    """A function of the bytes of a safetensors file that changes its first moments."""
+
+    def changed(content):
+        tensors = safetensors.torch.load(content)
+        kept = {
+            name: change(tensor) if "exp_avg " in name else tensor
+            for name, tensor in tensors.items()
+        }
+        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
+        return safetensors.torch.save(kept, {"numbers": "{}"})
+
+    return changed
+
+
+DAMAGED = [  # file of a checkpoint, its new content
+    ("trainer/progress.json", lambda text: b""),
+    ("trainer/progress.json", lambda text: text[:40]),
+    ("trainer/progress.json", lambda text: b"[" + text + b"]"),
+    ("trainer/progress.json", lambda text: text.replace(b'drawn": 4', b'drawn": "4"')),
+    ("trainer/progress.json", lambda text: text.replace(b"before", b"after")),
+    ("trainer/state.safetensors", lambda content: b""),
+    ("trainer/state.safetensors", lambda content: content[:-9]),
+    ("trainer/state.safetensors", state_with(lambda moment: None)),
+    ("trainer/state.safetensors", state_with(lambda moment: moment.flatten()[:-1].clone())),
+    ("model.safetensors", lambda content: content[:-9]),
+]
+
+
+@pytest.mark.parametrize("file, change", DAMAGED)
+def test_a_damaged_checkpoint_is_one_sentence_with_the_one_before(
+    file, change, done, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(train, "load_model", None)  # it is found before
+    place, before = done / "checkpoints/step-1", done / "checkpoints/step-0"
+    shutil.copytree(place, before)
+    progress = before / "trainer/progress.json"
+    progress.write_text(progress.read_text().replace('"step": 1', '"step": 0'))
+    content = (place / file).read_bytes()
+    (place / file).write_bytes(change(content))
+    assert change(content) != content
+    sentence = not_resumed(tmp_path, "--steps 2")
+    assert f"{place} is damaged; move it away to resume from {before}: " in sentence
+
+
+def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
+    """One warning for rows of --data that have changed. Where the evaluation before training is of
+    other prompts or flags than those to come, today's policy is evaluated first."""
+    rows = [{"prompt": f"{i}+1=", "answer": "0"} for i in range(15)]
+    write_rows("rows.jsonl", rows)
+    write_rows("held-out.jsonl", rows[::2])
+    good(tmp_path, f"{BASE} --steps 1 --data rows.jsonl --eval-data held-out.jsonl")
+    changes = [
+        "",
+        "--eval-prompts 4",
+        "--reward pay.py:never",
+        "--eval-data rows.jsonl",
+        "more rows",
+    ]
+    for steps, change in enumerate(changes, 2):
+        if change == "more rows":
+            write_rows("rows.jsonl", [*rows, rows[0]])
+        flags = change if change.startswith("--") else ""
+        said = resumed(tmp_path, f"--steps {steps} {flags}").out
+        [*_, start] = metrics(tmp_path / "run", "starts")
+        assert ("eval_solved" in start or "eval_reward" in start) == bool(change)
+        assert ("so the first is repeated" in said) == bool(change)
+        warning = "warning: --data rows.jsonl has 16 rows .*until now it had 15 rows"
+        assert len(re.findall(warning, said)) == (change == "more rows")
+
+
 CHANGED = [  # the text of config.json, or some fields of it, words of the sentence, other flags
     ("{", "config.json"),
     ("[1]", "config.json"),
-    ({"lr": "fast"}, "config.json: TypeError"),
+    ({"lr": "fast"}, "config.json: --lr fast: expected float"),
+    ({"steps": 2.5}, "--steps 2.5: expected int"),
+    ({"steps": None}, "--steps None: expected int"),
+    ({"overlong_filter": 1}, "--overlong-filter 1: expected bool"),
+    ({"stop": [1]}, "--stop: expected a text"),
     ({"completions_per_update": 7}, "--completions-per-update 7"),
     ({"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
     ({}, "--model: a resumed run keeps its own, models/tiny", "--model models/moe"),
@@ -225,7 +369,9 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
     config |= {"epochs": 2, "eval_every": 3}
     del config["entropy_coef"], config["old_logprobs"]
     path.write_text(json.dumps(config))
-    progress.write_text(json.dumps(strict(progress.read_text()) | {"shaping": ["even"]}))
+    older = strict(progress.read_text()) | {"shaping": ["even"]}
+    del older["seal"], older["evaluation"], older["data"]
+    progress.write_text(json.dumps(older))
     Path("runs").symlink_to(tmp_path)  # as if the folder had been moved
     flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny --epochs 1"
     assert train.main(flags.split()) == 0
@@ -318,7 +464,9 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
         die_at = None  # but at a moment of the clock
         if kill % 2 == 0:
             die_at = rng.randrange(5, 110) if kill >= 4 else (2, 60)[kill // 2]
-        resume = folders.is_run(folder)  # else it died too early, and starts over
+        resume = saved > 0
+        if not resume:  # it died too early, and starts over
+            shutil.rmtree(folder, ignore_errors=True)
         flags = "--resume --name run" if resume else f"{BASE} --steps 1000 --save-every 1"
         arguments = command_line(runs, flags, small=not resume)
         process = fork(mortal_run, arguments, die_at, None, out=log)
