@@ -126,10 +126,11 @@ def test_signals_end_the_processes_of_a_reward(tmp_path):
     """They inherit the run's handlers. The first Ctrl-C, which a terminal sends to all, does not
     end them, as the step needs them."""
     Path("forks.py").write_text(
-        "import multiprocessing, os, signal, time\n\n\ndef forked(completion, answer):\n"
+        "import os, signal, time\nfrom multiprocessing import get_context\n\n\n"
+        "def forked(completion, answer):\n"
         "    training = callable(signal.getsignal(signal.SIGTERM))\n"
         "    if training and not os.path.exists('ended'):\n"
-        "        child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "        child = get_context('fork').Process(target=time.sleep, args=(60,))\n"
         "        child.start()\n"
         "        os.kill(child.pid, signal.SIGINT)\n"
         "        child.join(1)\n"
@@ -333,8 +334,8 @@ CHANGED = [  # the text of config.json, or some fields of it, words of the sente
     ("{", "config.json"),
     ("[1]", "config.json"),
     ({"lr": "fast"}, "config.json: --lr fast: expected float"),
-    ({"steps": 2.5}, "--steps 2.5: expected int"),
-    ({"steps": None}, "--steps None: expected int"),
+    ({"epochs": 2.5}, "--epochs 2.5: expected int"),
+    ({"epochs": None}, "--epochs None: expected int"),
     ({"overlong_filter": 1}, "--overlong-filter 1: expected bool"),
     ({"stop": [1]}, "--stop: expected a text"),
     ({"completions_per_update": 7}, "--completions-per-update 7"),
