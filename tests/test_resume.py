@@ -36,11 +36,12 @@ from tools import (
     refused,
     same_run,
     strict,
-    timeless,
+    watched,
     write_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("place")
+FORKED = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ RESUMED = {  # flags, the step in which the signal comes
 @pytest.mark.parametrize("case", RESUMED)
 def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     """A run that was stopped, and resumed with the command that it prints, is bit-identical: rows
-    of every step, all tensors."""
+    of every step, all tensors. A power failure has cut off a line, and a user's own file stays."""
     flags, at = RESUMED[case]
     write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in range(15)])
     flags = f"{BASE} --steps 4 {flags}"
@@ -113,35 +114,40 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert (stopped.folder / "report.html").exists()
     progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
     assert bool(progress["shaping"]) == (case == "lora")  # of the negative term
+    tails = {"metrics": '{"step": 2, "re', "samples": '{"step": 1, "prompt": "a}', "starts": '{"d'}
+    for name, tail in (tails | {"evaluations": "\x00" * 40, "mine": '{"step": 9}\n{"'}).items():
+        with open(stopped.folder / f"{name}.jsonl", "a") as file:
+            file.write(tail)
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
     told = good(tmp_path, command, small=False).out
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
+    assert (stopped.folder / "mine.jsonl").read_text() == '{"step": 9}\n{"'
+    assert len(metrics(stopped.folder, "starts")) == 2
     assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
     same_run(whole, stopped.folder)
     after = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
     assert after["seconds"] > progress["seconds"] > 0  # of both starts
 
 
-def test_signals_end_the_processes_of_a_reward(tmp_path):
+def test_signals_end_the_processes_of_a_reward(tmp_path, monkeypatch):
     """They inherit the run's handlers. The first Ctrl-C, which a terminal sends to all, does not
     end them, as the step needs them."""
-    Path("forks.py").write_text(
-        "import os, signal, time\nfrom multiprocessing import get_context\n\n\n"
-        "def forked(completion, answer):\n"
-        "    training = callable(signal.getsignal(signal.SIGTERM))\n"
-        "    if training and not os.path.exists('ended'):\n"
-        "        child = get_context('fork').Process(target=time.sleep, args=(60,))\n"
-        "        child.start()\n"
-        "        os.kill(child.pid, signal.SIGINT)\n"
-        "        child.join(1)\n"
-        "        child.terminate()\n"
-        "        child.join(9)\n"
-        "        print(child.exitcode, file=open('ended', 'w'))\n"
-        "        child.kill()\n"
-        "    return len(completion) % 2\n"
-    )
-    good(tmp_path, f"{BASE} --reward forks.py:forked --steps 1")
-    assert Path("ended").read_text() == f"-{signal.SIGTERM:d}\n"
+
+    def fork_one(_, result):
+        child = FORKED.Process(target=time.sleep, args=(60,))
+        child.start()
+        os.kill(child.pid, signal.SIGINT)
+        child.join(1)
+        child.terminate()
+        child.join(9)
+        codes.append(child.exitcode)
+        child.kill()
+        return result
+
+    codes = []
+    watched(monkeypatch, train, "score", fork_one)
+    good(tmp_path, f"{BASE} --steps 1")
+    assert codes == [-signal.SIGTERM]
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
@@ -152,33 +158,6 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "score", impatient)
     stopped = launch(tmp_path, BASE)
     assert stopped.status == 130 and not newest(stopped.folder)
-
-
-def test_resuming_a_finished_run_says_so(done, tmp_path):
-    before = digests(done), timeless(done)
-    sentence = not_resumed(tmp_path)
-    assert re.search("--steps 1: .*step-1 has 1 steps already.*--report", sentence)
-    assert (digests(done), timeless(done)) == before
-
-
-def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
-    """A power failure cuts a line. The rest of it is no JSON. A file of the user's stays."""
-    whole = good(tmp_path / "whole", BASE).folder
-    folder = interrupted(tmp_path / "torn", BASE, monkeypatch, 1).folder
-    tails = {
-        "metrics": '{"step": 2, "rew',
-        "samples": '{"step": 1, "prompt": "a}',
-        "evaluations": "\x00" * 40,
-        "starts": '{"date": "2026-',
-    }
-    for name, tail in tails.items():
-        path = folder / f"{name}.jsonl"
-        path.write_text(path.read_text() + tail)
-    (folder / "notes.jsonl").write_text('{"step": 99}\n{"mine"')
-    resumed(tmp_path / "torn")
-    same_run(whole, folder)
-    assert (folder / "notes.jsonl").read_text() == '{"step": 99}\n{"mine"'
-    assert len(metrics(folder, "starts")) == 2 and (folder / "report.html").exists()
 
 
 def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
@@ -201,13 +180,10 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_that_another_process_has_just_trained_is_left_alone(
-    resume, done, tmp_path, monkeypatch
-):
+def test_what_another_process_has_just_trained_is_left_alone(resume, done, tmp_path, monkeypatch):
     """Both start with one name. The other runs to its end while this one loads and evaluates."""
-    runs, flags = (
-        (tmp_path, "--resume --name run --steps 2") if resume else (tmp_path / "new", BASE)
-    )
+    runs = tmp_path if resume else tmp_path / "new"
+    flags = "--resume --name run --steps 2" if resume else BASE
     open_output = train.open_output
 
     def late(*arguments):
@@ -227,81 +203,109 @@ def test_a_lock_is_not_inherited_and_names_its_process(tmp_path):
 
     def hold():
         held = folders.lock(tmp_path)
-        child = os.fork()
-        if child:
-            writer.send(child)
+        writer.send(os.fork())
         time.sleep(60)
         held.close()
 
-    owner = multiprocessing.get_context("fork").Process(target=hold)
+    owner = FORKED.Process(target=hold)
     owner.start()
-    child = reader.recv()
+    children = {reader.recv(), reader.recv()} - {0}
     with pytest.raises(UserError, match=f"process {owner.pid} is already working in {tmp_path}"):
         folders.lock(tmp_path)
     owner.kill()
     owner.join()
     folders.lock(tmp_path).close()
-    os.kill(child, signal.SIGKILL)
+    os.kill(*children, signal.SIGKILL)
 
 
 # ---- changed files
 
 
-@pytest.mark.parametrize("left", ["nothing", "an empty folder", "a link to nowhere"])
-def test_a_run_whose_checkpoints_are_gone_keeps_its_rows(left, done, tmp_path):
-    before, place = timeless(done), done / "checkpoints"
-    shutil.rmtree(place)
-    if left == "an empty folder":
-        place.mkdir()
-    if left == "a link to nowhere":
-        place.symlink_to("not-mounted")
-    assert f"{place} has no checkpoint" in not_resumed(tmp_path, "--steps 2")
-    assert timeless(done) == before
+def changed(file, change):
+    """A function that changes the bytes of a run's file."""
+
+    def apply(run):
+        content = (run / file).read_bytes()
+        assert change(content) != content
+        (run / file).write_bytes(change(content))
+
+    return apply
 
 
-def state_with(change):
-    """A function of the bytes of a safetensors file that changes its first moments."""
-
-    def changed(content):
-        tensors = safetensors.torch.load(content)
-        kept = {
-            name: change(tensor) if "exp_avg " in name else tensor
-            for name, tensor in tensors.items()
-        }
-        kept = {name: tensor for name, tensor in kept.items() if tensor is not None}
-        return safetensors.torch.save(kept, {"numbers": "{}"})
-
-    return changed
+def config(**flags):
+    return changed("config.json", lambda text: json.dumps(json.loads(text) | flags).encode())
 
 
-DAMAGED = [  # file of a checkpoint, its new content
-    ("trainer/progress.json", lambda text: b""),
-    ("trainer/progress.json", lambda text: text[:40]),
-    ("trainer/progress.json", lambda text: b"[" + text + b"]"),
-    ("trainer/progress.json", lambda text: text.replace(b'drawn": 4', b'drawn": "4"')),
-    ("trainer/progress.json", lambda text: text.replace(b"before", b"after")),
-    ("trainer/state.safetensors", lambda content: b""),
-    ("trainer/state.safetensors", lambda content: content[:-9]),
-    ("trainer/state.safetensors", state_with(lambda moment: None)),
-    ("trainer/state.safetensors", state_with(lambda moment: moment.flatten()[:-1].clone())),
-    ("model.safetensors", lambda content: content[:-9]),
+def state(change):
+    def edit(content):
+        tensors = {key: change(each) for key, each in safetensors.torch.load(content).items()}
+        return safetensors.torch.save(tensors, {"numbers": "{}"})
+
+    return changed(f"{NEWEST}/trainer/state.safetensors", edit)
+
+
+def no_disk(run):
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").symlink_to("not-mounted")
+
+
+NEWEST = "checkpoints/step-1"
+EMPTY = safetensors.torch.save({}, {"numbers": "{}"})  # without moments
+PROGRESS = f"{NEWEST}/trainer/progress.json"
+DAMAGED = f"run/{NEWEST} is damaged; move it away to resume from "
+UNFIT = [  # what happens to a run's folder, words of the sentence, flags
+    (changed("config.json", lambda text: b"{"), "config.json"),
+    (changed("config.json", lambda text: b"[1]"), "config.json"),
+    (config(lr="fast"), "config.json: --lr fast: expected float"),
+    (config(epochs=2.5), "--epochs 2.5: expected int"),
+    (config(epochs=None), "--epochs None: expected int"),
+    (config(overlong_filter=1), "--overlong-filter 1: expected bool"),
+    (config(stop=[1]), "--stop: expected a text"),
+    (config(completions_per_update=7), "--completions-per-update 7"),
+    (config(lr_schedule="linear"), "--steps: a resumed run keeps its own, 1"),
+    (lambda run: shutil.rmtree(run / "checkpoints"), "run/checkpoints has no checkpoint"),
+    (no_disk, "run/checkpoints has no checkpoint"),
+    (changed(PROGRESS, lambda text: b""), DAMAGED),
+    (changed(PROGRESS, lambda text: text[:40]), DAMAGED),
+    (changed(PROGRESS, lambda text: b"[" + text + b"]"), DAMAGED),
+    (changed(PROGRESS, lambda text: text.replace(b'drawn": 4', b'drawn": "4"')), DAMAGED),
+    (changed(PROGRESS, lambda text: text.replace(b"before", b"after")), DAMAGED),
+    (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: content[:-9]), DAMAGED),
+    (changed(f"{NEWEST}/model.safetensors", lambda content: content[:-9]), DAMAGED),
+    (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: EMPTY), DAMAGED),
+    (state(lambda moment: moment.flatten()), DAMAGED),
 ]
+KEPT = {
+    "--model models/moe": "models/tiny",
+    "--algo grpo": "gspo",
+    "--lora-rank 2": 0,
+    "--seed 5": 0,
+}
+KEPT |= {
+    "--task calculator": "arithmetic",
+    "--lr-schedule cosine": "constant",
+    "--kl-coef 0.1": 0.0,
+}
+for flag, own in (KEPT | {"--stale-steps 2": 1}).items():
+    UNFIT.append((bool, f"{flag.split()[0]}: a resumed run keeps its own, {own}", flag))
+UNFIT.append(
+    (bool, "step-1 has 1 steps already; pass a larger --steps; for its report: ", "--steps 1")
+)
 
 
-@pytest.mark.parametrize("file, change", DAMAGED)
-def test_a_damaged_checkpoint_is_one_sentence_with_the_one_before(
-    file, change, done, tmp_path, monkeypatch
+@pytest.mark.parametrize("happens, words, flags", [(*case, "")[:3] for case in UNFIT])
+def test_a_run_that_cannot_be_resumed_is_one_sentence(
+    happens, words, flags, done, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train, "load_model", None)  # it is found before
-    place, before = done / "checkpoints/step-1", done / "checkpoints/step-0"
-    shutil.copytree(place, before)
-    progress = before / "trainer/progress.json"
-    progress.write_text(progress.read_text().replace('"step": 1', '"step": 0'))
-    content = (place / file).read_bytes()
-    (place / file).write_bytes(change(content))
-    assert change(content) != content
-    sentence = not_resumed(tmp_path, "--steps 2")
-    assert f"{place} is damaged; move it away to resume from {before}: " in sentence
+    """Before a model loads, and all files stay. It names the checkpoint before a damaged one."""
+    earlier = shutil.copytree(done / NEWEST, done / "checkpoints/step-0")
+    changed("trainer/progress.json", lambda text: text.replace(b'"step": 1', b'"step": 0'))(earlier)
+    happens(done)
+    monkeypatch.setattr(train, "load_model", None)
+    files = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
+    words += str(earlier) * (words == DAMAGED)
+    assert words in not_resumed(tmp_path, f"--steps 2 {flags}")
+    assert files == {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
 
 
 def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
@@ -328,37 +332,6 @@ def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
         assert ("so the first is repeated" in said) == bool(change)
         warning = "warning: --data rows.jsonl has 16 rows .*until now it had 15 rows"
         assert len(re.findall(warning, said)) == (change == "more rows")
-
-
-CHANGED = [  # the text of config.json, or some fields of it, words of the sentence, other flags
-    ("{", "config.json"),
-    ("[1]", "config.json"),
-    ({"lr": "fast"}, "config.json: --lr fast: expected float"),
-    ({"epochs": 2.5}, "--epochs 2.5: expected int"),
-    ({"epochs": None}, "--epochs None: expected int"),
-    ({"overlong_filter": 1}, "--overlong-filter 1: expected bool"),
-    ({"stop": [1]}, "--stop: expected a text"),
-    ({"completions_per_update": 7}, "--completions-per-update 7"),
-    ({"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
-    ({}, "--model: a resumed run keeps its own, models/tiny", "--model models/moe"),
-    ({}, "--algo: a resumed run keeps its own, gspo", "--algo grpo"),
-    ({}, "--lora-rank: a resumed run keeps its own, 0", "--lora-rank 2"),
-    ({}, "--task: a resumed run keeps its own, arithmetic", "--task calculator"),
-    ({}, "--lr-schedule: a resumed run keeps its own,", "--lr-schedule cosine"),
-    ({}, "--kl-coef: a resumed run keeps its own, 0.0", "--kl-coef 0.1"),
-    ({}, "--stale-steps: a resumed run keeps its own, 1", "--stale-steps 2"),
-    ({}, "--seed: a resumed run keeps its own, 0", "--seed 5"),  # other prompts
-]
-
-
-@pytest.mark.parametrize("change, words, flags", [(*case, "")[:3] for case in CHANGED])
-def test_a_change_of_the_config_is_one_sentence_and_stays(change, words, flags, done, tmp_path):
-    path = done / "config.json"
-    if isinstance(change, dict):
-        change = json.dumps(json.loads(path.read_text()) | change)
-    path.write_text(change)
-    assert words in not_resumed(tmp_path, f"--steps 2 {flags}")
-    assert path.read_text() == change
 
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
