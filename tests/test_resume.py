@@ -62,18 +62,14 @@ def done(one_step, tmp_path):
 
 def interrupted(runs, flags, monkeypatch, at):
     """Run until a signal comes in step `at`."""
-    end_step = train.console.Log.end_step
 
-    def stopping(log, tokens):
-        stopping.steps += 1
-        if stopping.steps == at:
+    def stop(steps_before, result):
+        if steps_before == at - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return end_step(log, tokens)
-
-    stopping.steps = 0
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.console.Log, "end_step", stopping)
+        watched(patch, train.console.Log, "end_step", stop)
         return launch(runs, flags)
 
 
@@ -244,6 +240,10 @@ def state(change):
     return changed(f"{NEWEST}/trainer/state.safetensors", edit)
 
 
+def unchanged(run):
+    pass
+
+
 def no_disk(run):
     (run / "checkpoints").rename(run / "elsewhere")
     (run / "checkpoints").symlink_to("not-mounted")
@@ -274,23 +274,11 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (changed(f"{NEWEST}/model.safetensors", lambda content: content[:-9]), DAMAGED),
     (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: EMPTY), DAMAGED),
     (state(lambda moment: moment.flatten()), DAMAGED),
+    (unchanged, "step-1 has 1 steps already; pass a larger --steps; for its report", "--steps 1"),
 ]
-KEPT = {
-    "--model models/moe": "models/tiny",
-    "--algo grpo": "gspo",
-    "--lora-rank 2": 0,
-    "--seed 5": 0,
-}
-KEPT |= {
-    "--task calculator": "arithmetic",
-    "--lr-schedule cosine": "constant",
-    "--kl-coef 0.1": 0.0,
-}
-for flag, own in (KEPT | {"--stale-steps 2": 1}).items():
-    UNFIT.append((bool, f"{flag.split()[0]}: a resumed run keeps its own, {own}", flag))
-UNFIT.append(
-    (bool, "step-1 has 1 steps already; pass a larger --steps; for its report: ", "--steps 1")
-)
+FIXED = ("--model models/moe", "--algo grpo", "--lora-rank 2", "--task calculator", "--seed 5")
+for flag in (*FIXED, "--lr-schedule cosine", "--kl-coef 0.1", "--stale-steps 2"):
+    UNFIT.append((unchanged, f"{flag.split()[0]}: a resumed run keeps its own, ", flag))
 
 
 @pytest.mark.parametrize("happens, words, flags", [(*case, "")[:3] for case in UNFIT])
@@ -315,34 +303,26 @@ def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
     write_rows("rows.jsonl", rows)
     write_rows("held-out.jsonl", rows[::2])
     good(tmp_path, f"{BASE} --steps 1 --data rows.jsonl --eval-data held-out.jsonl")
-    changes = [
-        "",
-        "--eval-prompts 4",
-        "--reward pay.py:never",
-        "--eval-data rows.jsonl",
-        "more rows",
-    ]
+    changes = ("", "--eval-prompts 4", "--reward pay.py:never", "--eval-data rows.jsonl", "rows")
     for steps, change in enumerate(changes, 2):
-        if change == "more rows":
+        if change == "rows":
             write_rows("rows.jsonl", [*rows, rows[0]])
-        flags = change if change.startswith("--") else ""
-        said = resumed(tmp_path, f"--steps {steps} {flags}").out
-        [*_, start] = metrics(tmp_path / "run", "starts")
+        said = resumed(tmp_path, f"--steps {steps} {change.removeprefix('rows')}").out
+        start = metrics(tmp_path / "run", "starts")[-1]
         assert ("eval_solved" in start or "eval_reward" in start) == bool(change)
         assert ("so the first is repeated" in said) == bool(change)
         warning = "warning: --data rows.jsonl has 16 rows .*until now it had 15 rows"
-        assert len(re.findall(warning, said)) == (change == "more rows")
+        assert len(re.findall(warning, said)) == (change == "rows")
 
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
-    """A flag that an older run lacks gets its default. A flag that is gone is dropped. Flags that
-    come with the resume hold from then on, also those that are the default of a run, and others are
-    kept, but for the place."""
+    """A flag that an older run lacks gets its default, one that is gone is dropped. Flags given
+    with --resume hold from then on, even where they equal a default, and others are kept."""
     path, progress = done / "config.json", newest(done) / "trainer/progress.json"
-    config = json.loads(path.read_text()) | {"max_slots": 3, "temperature": 0.9}
-    config |= {"epochs": 2, "eval_every": 3}
-    del config["entropy_coef"], config["old_logprobs"]
-    path.write_text(json.dumps(config))
+    changes = {"max_slots": 3, "temperature": 0.9, "epochs": 2, "eval_every": 3}
+    older = json.loads(path.read_text()) | changes
+    del older["entropy_coef"], older["old_logprobs"]
+    path.write_text(json.dumps(older))
     older = strict(progress.read_text()) | {"shaping": ["even"]}
     del older["seal"], older["evaluation"], older["data"]
     progress.write_text(json.dumps(older))
@@ -350,10 +330,10 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
     flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny --epochs 1"
     assert train.main(flags.split()) == 0
     completed = strict(path.read_text())
-    assert completed["old_logprobs"] == "trainer" and "max_slots" not in completed
-    assert [completed[name] for name in ("steps", "lr", "temperature")] == [2, 1e-4, 0.9]
-    assert [completed[name] for name in ("epochs", "eval_every")] == [1, 3]
-    assert completed["runs"] == "runs" and metrics(done)[-1]["lr"] == pytest.approx(1e-4)
+    expected = {"old_logprobs": "trainer", "steps": 2, "lr": 1e-4, "temperature": 0.9}
+    expected |= {"epochs": 1, "eval_every": 3, "runs": "runs"}
+    assert completed | expected == completed and "max_slots" not in completed
+    assert metrics(done)[-1]["lr"] == pytest.approx(1e-4)
     assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
 
@@ -423,8 +403,8 @@ def mortal_run(arguments, die_at, limit):
 
 
 def saved_steps(folder) -> int:
-    found = folders.checkpoints(folder)
-    return int(found[-1].name[5:]) if found else 0
+    found = newest(folder)
+    return int(found.name[5:]) if found else 0
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
