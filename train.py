@@ -654,9 +654,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress, answers = run.progress, []
             if not progress.before:  # else it is in the checkpoint, and today's would be the same
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
-            say(
-                f"{len(run.held_out)} prompts held out, evaluated first: {percent(progress.before)}"
-            )
+            say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
             # a run that has failed by now has written nothing
             train(run, open_output(config, ranks, progress, answers))
         return 0

@@ -123,8 +123,7 @@ def newest(config) -> tuple[Path | None, Progress]:
     with expecting(f"--resume: {saved} is damaged; {instead}"):
         progress = json.loads((saved / "trainer/progress.json").read_text())
         sealed = progress.pop("seal", None)  # older checkpoints have none
-        found = seal(saved, progress)
-        need(sealed in (None, found), "its files are not those that were saved")
+        need(sealed in (None, seal(saved, progress)), "its files are not those that were saved")
         progress = Progress(**progress)
     complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
     page = f"for its report: python train.py --report {folder}"
@@ -175,9 +174,8 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
     modules = {"policy": models.policy, "critic": models.critic, "ref_policy": models.ref_policy}
     if config.stale_steps > 1:
         modules["sampler"] = models.sampling_model
-    names = {}  # parameter -> its first name, as modules may share it
+    parameters = {}
     for part in filter(modules.get, modules):
         for name, parameter in modules[part].named_parameters():
-            names.setdefault(parameter, f"{part}.{name}")
-    parameters = {name: parameter for parameter, name in names.items()}
+            parameters[f"{part}.{name}"] = parameter
     return parameters, {f"policy.{name}" for name in modules["policy"].state_dict()}

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,7 +71,11 @@ def launch(size, logs, function, *arguments) -> tuple[list[int], list[str]]:
         log.write_text("")
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes.append(fork(function, rank, *arguments, out=log, **together, **own))
-    wait(processes)
+    connection.wait([process.sentinel for process in processes], MINUTES)
+    for process in processes:  # where one ends, the others end soon, or hang
+        process.join(SOON)
+        process.kill()
+        process.join()
     return [process.exitcode for process in processes], [log.read_text() for log in logs]
 
 
@@ -89,18 +93,6 @@ class Together:
         assert "Traceback" not in text
         [sentence] = re.findall("^(?:error: |stopped;).*", text, re.MULTILINE)
         return sentence
-
-
-def wait(processes) -> None:
-    """Wait until all end, which must be soon after the first. Kill those that hang."""
-    end = time.monotonic() + MINUTES
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        if not all(process.is_alive() for process in processes):
-            end = min(end, time.monotonic() + SOON)
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 def together(size, runs, flags, **more) -> Path:
