@@ -63,5 +63,5 @@ def test_completions_of_a_run_end_with_their_stop_texts(place, tmp_path):
     assert sum(text.endswith(("2;", "#")) for text in texts) > 2
     assert all(text.count("2;") + text.count("#") <= 1 for text in texts)
     assert metrics(rows)[0]["truncated"] < 1
-    assert "--stop 'z': no tokens" in refused(tmp_path, f"{BASE} --stop z")
-    assert "--stop: expected a text" in refused(tmp_path, BASE, "--stop", "")
+    assert "--stop 'z': no tokens" in refused(tmp_path / "z", f"{BASE} --stop z")
+    assert "--stop: expected a text" in refused(tmp_path / "z", BASE, "--stop", "")
