@@ -174,8 +174,9 @@ def parameters_of(models, config) -> tuple[dict[str, Tensor], set[str]]:
     modules = {"policy": models.policy, "critic": models.critic, "ref_policy": models.ref_policy}
     if config.stale_steps > 1:
         modules["sampler"] = models.sampling_model
-    parameters = {}
+    names = {}  # parameter -> its first name: a value head on the policy shares all of its weights
     for part in filter(modules.get, modules):
         for name, parameter in modules[part].named_parameters():
-            parameters[f"{part}.{name}"] = parameter
+            names.setdefault(parameter, f"{part}.{name}")
+    parameters = {name: parameter for parameter, name in names.items()}
     return parameters, {f"policy.{name}" for name in modules["policy"].state_dict()}
