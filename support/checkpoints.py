@@ -19,7 +19,7 @@ from support.user import dashed, expecting, need
 KEPT = ("algo", "model", "task", "seed", "lora_rank", "lora_alpha", "lr_schedule", "kl_coef")
 KEPT += ("stale_steps",)
 # flags that decide on an evaluation's numbers, besides its prompts
-EVALUATION = ("reward", "max_new_tokens", "stop", "tool", "temperature", "eval_samples")
+EVALUATION = ("reward", "max_new_tokens", "stop", "tool", "sampler", "temperature", "eval_samples")
 
 
 @dataclasses.dataclass

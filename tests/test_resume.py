@@ -125,9 +125,9 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert after["seconds"] > progress["seconds"] > 0  # of both starts
 
 
-def test_signals_end_the_processes_of_a_reward(tmp_path, monkeypatch):
-    """They inherit the run's handlers. The first Ctrl-C, which a terminal sends to all, does not
-    end them, as the step needs them."""
+def test_a_process_of_a_reward_ends_by_a_signal_and_has_no_lock(tmp_path, monkeypatch):
+    """It inherits the run's handlers. The first Ctrl-C, which a terminal sends to all, does not end
+    it, as the step needs it. The run holds the lock meanwhile."""
 
     def fork_one(_, result):
         child = FORKED.Process(target=time.sleep, args=(60,))
@@ -136,14 +136,17 @@ def test_signals_end_the_processes_of_a_reward(tmp_path, monkeypatch):
         child.join(1)
         child.terminate()
         child.join(9)
-        codes.append(child.exitcode)
+        other = FORKED.Process(target=folders.lock, args=(tmp_path / "run",))
+        other.start()
+        other.join(9)
+        codes.extend([child.exitcode, other.exitcode])
         child.kill()
         return result
 
     codes = []
     watched(monkeypatch, train, "score", fork_one)
     good(tmp_path, f"{BASE} --steps 1")
-    assert codes == [-signal.SIGTERM]
+    assert codes == [-signal.SIGTERM, 1]  # a traceback of UserError
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
