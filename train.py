@@ -326,8 +326,6 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
     Returns the batch, and metrics of all groups that were drawn."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, verdicts = [], []
-    if run.turns:
-        run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
@@ -387,6 +385,8 @@ def sample_and_verify(
         rows.append(row)
     verdicts = run.reward.verify(ranks.share(texts), ranks.share(rows))
     verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
+    if run.turns:
+        verdicts = run.turns.abstain(verdicts, ranks)
     run.reward.note_shaping(verdicts)
     run.log.lap("verify")
     return rollout, verdicts

@@ -19,9 +19,9 @@ def fault_warnings(verdicts: list) -> dict[str, str]:
     faults = [verdict.fault for verdict in verdicts if verdict.fault]
     sentences = {}
     if faults:
-        sentences["fault"] = f"a verifier failed, its completion is left out: {faults[0]}"
+        sentences["fault"] = f"no verdict, so the completion is left out: {faults[0]}"
     if len(faults) > MANY_FAULTS * len(verdicts):
-        share = f"verifiers failed on {len(faults) / len(verdicts):.0%} of completions"
+        share = f"there is no verdict on {len(faults) / len(verdicts):.0%} of completions"
         sentences["faults"] = f"{share}: nothing is learned from those. The first: {faults[0]}"
     return sentences
 
@@ -48,8 +48,6 @@ def warnings_of(run, row: dict) -> dict[str, str]:
     if not 0.5 < ratio < 2:
         why = "lower --lr? A loss of your own: is `per` the unit of its mean?"
         sentences["ratio"] = f"the mean ratio is {ratio:.3g}, expected near 1: {why}"
-    if run.turns and run.turns.fault:
-        sentences["tool"] = f"the tool failed and gave no reply: {run.turns.fault}"
     if run.progress.quiet_steps == 10:
         why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
         if row["truncated"] == 1:
