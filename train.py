@@ -387,7 +387,6 @@ def sample_and_verify(
     verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
     if run.turns:
         verdicts = run.turns.abstain(verdicts, ranks)
-    run.reward.note_shaping(verdicts)
     run.log.lap("verify")
     return rollout, verdicts
 
@@ -551,7 +550,6 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        run.progress.shaping = sorted(run.reward.shaping)
         checkpoints.save(folder, run)
     if output.tracker:
         with run.log.trying("--track"):
@@ -593,7 +591,6 @@ class Run:
             with expecting(f"--sampler {config.sampler}: expected file.py:function"):
                 self.generate = checked(function_of(config.sampler))
         saved, self.progress = checkpoints.newest(config)  # counters, saved in each checkpoint
-        self.reward.shaping.update(self.progress.shaping)
 
         # 2. tokenizer and prompts
         source, self.tokenizer, model_config = find_model(config, ranks)

@@ -32,7 +32,6 @@ class Progress:
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates skipped because they were not finite
     quiet_steps: int = 0  # in a row, without any advantage
-    shaping: list[str] = dataclasses.field(default_factory=list)  # terms that `solved` leaves out
     before: dict = dataclasses.field(default_factory=dict)  # the evaluation before training
     evaluation: str = ""  # fingerprint of that evaluation's prompts and flags
     data: str = ""  # number and fingerprint of the rows of --data
@@ -124,7 +123,8 @@ def newest(config) -> tuple[Path | None, Progress]:
         progress = json.loads((saved / "trainer/progress.json").read_text())
         sealed = progress.pop("seal", None)  # older checkpoints have none
         need(sealed in (None, seal(saved, progress)), "its files are not those that were saved")
-        progress = Progress(**progress)
+        known = vars(Progress()).keys() & progress.keys()  # older ones may have others
+        progress = Progress(**{name: progress[name] for name in known})
     complete = f"{saved} has {progress.step} steps already; pass a larger --steps"
     page = f"for its report: python train.py --report {folder}"
     need(progress.step < config.steps, f"--steps {config.steps}: {complete}; {page}")

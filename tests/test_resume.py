@@ -109,7 +109,6 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     assert (stopped.folder / "report.html").exists()
     progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
-    assert bool(progress["shaping"]) == (case == "lora")  # of the negative term
     tails = {"metrics": '{"step": 2, "re', "samples": '{"step": 1, "prompt": "a}', "starts": '{"d'}
     for name, tail in (tails | {"evaluations": "\x00" * 40, "mine": '{"step": 9}\n{"'}).items():
         with open(stopped.folder / f"{name}.jsonl", "a") as file:
@@ -337,7 +336,6 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
     expected |= {"epochs": 1, "eval_every": 3, "runs": "runs"}
     assert completed | expected == completed and "max_slots" not in completed
     assert metrics(done)[-1]["lr"] == pytest.approx(1e-4)
-    assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
 
 class Counting(torch.optim.SGD):
