@@ -607,6 +607,7 @@ class Run:
         began = ranks.from_first(self.progress.began)
         form = data.PromptFormat(self.tokenizer, config, vocabulary, context, began)
         problems, self.held_out = form.train_and_held_out(config, rows, held_out)
+        checkpoints.compare_data(self.progress, config, rows, self.held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
         need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
@@ -653,9 +654,9 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = Run(config, ranks)
             progress, answers = run.progress, []
-            if progress.step == 0:  # else it is in the checkpoint
+            if not progress.before:  # else it is in the checkpoint, and today's would be the same
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
-            say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
+            say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
             # a run that has failed by now has written nothing
             train(run, open_output(config, ranks, progress, answers))
         return 0

@@ -57,14 +57,11 @@ def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
     assert {"<eos>", "t>", "x<st>y", "Q:", ">"} <= endings
 
 
-def test_a_text_that_no_tokens_write_is_refused(place, tmp_path):
-    assert "--stop 'z': no tokens" in refused(tmp_path, f"{BASE} --stop z")
-    assert "--stop: expected a text" in refused(tmp_path, BASE, "--stop", "")
-
-
 def test_completions_of_a_run_end_with_their_stop_texts(place, tmp_path):
     rows = good(tmp_path, f"{BASE} --max-new-tokens 24 --stop 2; --stop #").folder
     texts = [row["completion"] for row in metrics(rows, "samples")]
     assert sum(text.endswith(("2;", "#")) for text in texts) > 2
     assert all(text.count("2;") + text.count("#") <= 1 for text in texts)
     assert metrics(rows)[0]["truncated"] < 1
+    assert "--stop 'z': no tokens" in refused(tmp_path / "z", f"{BASE} --stop z")
+    assert "--stop: expected a text" in refused(tmp_path / "z", BASE, "--stop", "")
