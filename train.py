@@ -85,7 +85,7 @@ class Config:
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default: the task's")
     teacher: str | None = flag(None, "opd: a larger model, folder or hub name")
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
-    sampler: str | None = flag(None, "file.py:function with the signature of rollout.generate")
+    sampler: str | None = flag(None, "vllm, or file.py:function like rollout.generate")
     steps: int = flag(50, "rollout steps", low=1)
     seed: int = flag(0, "seed of problems, samples, shuffles and adapters", low=0)
 
@@ -231,7 +231,7 @@ def train(run, output: Output) -> None:
             group["lr"] = group["initial_lr"] * lr_factor(config, step)
         counted = mask if algorithm.per == "token" else mask.any(1)  # what the loss averages over
         new_logprobs = torch.zeros_like(old_logprobs)  # of a row's last forward pass
-        first_logprobs = None  # of the first update
+        first_live = []  # rows of the first update that has any
         all_metrics, bad_updates = [], 0
         for rows, parts in updates * config.epochs:
             # dead groups count in the mean of the loss, but not in those of the metrics
@@ -267,8 +267,8 @@ def train(run, output: Output) -> None:
                 totals["loss"] += float(loss.detach())
                 for name, value in metrics.items():
                     totals[name] += float(value * metric_scale)
-            if first_logprobs is None:
-                first_logprobs = new_logprobs.clone()
+            if len(first_live) == 0:
+                first_live, first_logprobs = rows[alive[rows]], new_logprobs.clone()
 
             totals = ranks.sum_numbers(totals)
             for group in optimizer.param_groups:
@@ -289,7 +289,8 @@ def train(run, output: Output) -> None:
         # 6. Report: metrics, evaluation, checkpoint.
         log_ratios = new_logprobs - old_logprobs
         sampler_log_ratios = first_logprobs - rollout.sampler_logprobs
-        first_live, last_live = (rows[alive[rows]] for rows, _ in (updates[0], updates[-1]))
+        last_rows, _ = updates[-1]
+        last_live = last_rows[alive[last_rows]]
         row |= measure.advantage_metrics(advantages, returns, values, mask)
         row |= measure.mean_metrics(all_metrics) | {"bad_updates": bad_updates}
         row |= measure.drift("policy", log_ratios[alive], mask[alive])
@@ -559,10 +560,9 @@ class Run:
         rows, held_out = read(config, self.reward)
         self.generate, self.turns = generate, None
         if config.sampler:
-            from support.extras.samplers import checked
+            from support.extras.samplers import load_sampler
 
-            with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-                self.generate = checked(function_of(config.sampler))
+            self.generate = load_sampler(config)
         saved, self.progress = checkpoints.newest(config)
         self.reward.shaping.update(self.progress.shaping)
 
@@ -593,6 +593,14 @@ class Run:
         longer = [*ids, ids[-1]]  # another length, so that errors of padding show
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         self.models = Models(config, self.algorithm, policy)
+        if config.sampler:  # not ours: a copy that misses updates would give no error
+            from support.extras.samplers import check_weights
+
+            asked = [row[data.IDS][-64:] for row in self.held_out[:2]]
+            options = {"temperature": config.temperature, "cache_gb": config.cache_gb}
+            sampler = self.turns.generate if self.turns else self.generate
+            model = self.models.sampling_model
+            check_weights(sampler, model, asked, **options, **self.endings)
         if self.models.teacher:
             self.share_prefixes = self.share_prefixes and shares_prefixes(self.models.teacher)
         self.optimizer = make_optimizer(config, self.models)

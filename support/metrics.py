@@ -9,6 +9,7 @@ from torch import Tensor
 from gspo import completion_mean
 from support.data import text_of
 
+SAMPLER_KL = {"float32": 1e-3, "bfloat16": 2e-2}  # rounding makes at most 1e-9 and 9e-3
 SHOWN_GROUPS = 4  # of a step in samples.jsonl
 MANY_TRUNCATED = 1 / 3  # of the completions
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
@@ -94,8 +95,7 @@ def warnings_of(run, row: dict) -> dict[str, str]:
     for name in run.reward.shaping - run.reward.shaping_at_first:
         why = "it gave a value below 0 or above 1, so `solved` and dead groups leave it out now"
         sentences[f"shaping {name}"] = f"--reward {name}: {why}"
-    same_weights = config.dtype == "float32" and config.stale_steps == 1
-    if same_weights and row.get("sampler_kl", 0.0) > 1e-3:
+    if config.stale_steps == 1 and row.get("sampler_kl", 0.0) > SAMPLER_KL[config.dtype]:
         found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
         sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
     ratio = row.get("ratio_mean", 1.0)

