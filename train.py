@@ -63,7 +63,7 @@ from support.process import StopSignal, fail, farewell
 from support.ranks import Ranks, joined_ranks
 from support.tasks import BUILT_IN, TASKS, problems_of
 from support.trees import shares_prefixes
-from support.user import expecting, function_of, need
+from support.user import need
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling

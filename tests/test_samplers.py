@@ -1,13 +1,12 @@
-"""Samplers that are not ours. Those of a user's file may do anything; vLLM's has tests of its own."""
+"""Samplers that are not ours: those of a user's file. vLLM's has a test file of its own."""
 
-import copy
+import re
 import sys
 
 import pytest
-import torch
 
-import rollout
-from tools import BASE, good, metrics, refused
+import train
+from tools import BASE, good, metrics, refused, timeless
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -46,8 +45,40 @@ STALE = "nats a token away from the model's once the weights have changed"
         ("frozen", STALE),
         ("stale_matrix", STALE),
         ("warmer", STALE),
-        ("fails", r"failed on two short prompts: RuntimeError: no kernel .*my.py, line"),
+        ("fails", "failed on two short prompts: RuntimeError: no kernel .*my.py, line"),
     ],
 )
 def test_a_sampler_that_does_not_follow_the_weights_is_refused(name, sentence, place, tmp_path):
+    """Before training. One that does has the model's log-probs, whose weights are as they were."""
     place.joinpath("my.py").write_text(SAMPLER)
+    error = refused(tmp_path, f"{BASE} --sampler my.py:{name}")
+    assert error.startswith("error: --sampler") and re.search(sentence, error), error
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_that_follows_them_trains_as_ours(dtype, place, tmp_path):
+    """The weights were negated twice for the check, and are the same bits."""
+    place.joinpath("my.py").write_text(SAMPLER)
+    flags = f"{BASE} --dtype {dtype}"
+    ours, theirs = (
+        timeless(good(tmp_path / kind, f"{flags} {more}").folder)
+        for kind, more in (("ours", ""), ("theirs", "--sampler my.py:follows"))
+    )
+    assert ours == theirs
+
+
+def test_vllm_that_is_not_installed_is_named_with_its_pip_line(monkeypatch, tmp_path):
+    """Before a model loads, also where it is installed and its import fails."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(train, "load_model", None)
+    assert "--sampler vllm: needs pip install vllm==" in refused(tmp_path, f"{BASE} --sampler vllm")
+
+
+def test_the_sampler_is_measured_where_the_first_update_has_no_active_row(prompts, seen, tmp_path):
+    """Of 3 updates, of a group each, those of dead groups have none."""
+    flags = "--model models/tiny --data rows.jsonl --reward pay.py:by_prompt --steps 4 --lr 1e-3"
+    flags += " --prompts-per-step 3 --completions-per-update 4 --eval-data rows.jsonl"
+    rows = metrics(good(tmp_path, flags).folder)
+    active = [[len(update.active_rows) > 0 for update in step.updates] for step in seen.steps]
+    assert any(not updates[0] and any(updates) for updates in active)
+    assert [row.get("sampler_kl", 1) < 1e-3 for row in rows] == [any(each) for each in active]

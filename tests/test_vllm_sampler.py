@@ -26,16 +26,17 @@ CONFIGS = {
     "class of transformers": transformers.Olmo2Config(**{**SIZES, "hidden_size": 128}),
 }
 PROMPTS = [[7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [7, 8, 9, 20] * 12]
-ENDS = {"eos_ids": [2, 5], "pad_id": 0}
+OPTIONS = {"eos_ids": [2, 5], "pad_id": 0, "temperature": 1.0, "cache_gb": None, "stops": None}
 
 
 @pytest.fixture
 def sampler():
-    """A sampler without an engine, for the model of the test."""
-    from support.extras.vllm_sampler import VllmSampler
+    """A sampler without an engine, which the test's first call starts."""
+    from support.extras.samplers import load_sampler
 
-    yield VllmSampler(types.SimpleNamespace(device="cpu", model="random", temperature=1.0))
-    cleanup_dist_env_and_memory()  # process groups of this engine would not fit the next one
+    flags = {"sampler": "vllm", "device": "cpu", "model": "random", "temperature": 1.0}
+    yield load_sampler(types.SimpleNamespace(**flags))
+    cleanup_dist_env_and_memory()  # process groups of this engine do not fit the next one
 
 
 def model_of(kind):
@@ -70,11 +71,14 @@ def test_engine_follows_the_weights(kind, sampler):
     completions are those of the plain sampler."""
     model = model_of(kind)
     for seed, temperature in ((2, 1.0), (3, 0.7), (4, 1.0)):
-        samples = sampler(model, PROMPTS, uniforms(), temperature=temperature, **ENDS)
+        options = {**OPTIONS, "temperature": temperature}
+        samples = sampler(model, PROMPTS, uniforms(), **options)
         assert largest_gap(model, samples, temperature) < 1e-3
         shake(model, seed)
-    greedy = sampler(model, PROMPTS, uniforms(size=1), temperature=0.0, **ENDS)
-    plain = generate(model, PROMPTS, uniforms(size=1), temperature=0.0, **ENDS)
+    options = {**OPTIONS, "temperature": 0.0}
+    greedy, plain = (
+        each(model, PROMPTS, uniforms(size=1), **options) for each in (sampler, generate)
+    )
     assert torch.equal(greedy.tokens, plain.tokens) and largest_gap(model, greedy) < 1e-3
     assert torch.equal(greedy.truncated, plain.truncated)
 
@@ -85,7 +89,7 @@ def test_seeds_ends_and_stops(sampler):
     first token that completes a stop does, too: here an even one after two others."""
     model, numbers = model_of("tied head"), uniforms()
     numbers[:, 2] = numbers[:, 0]
-    samples, again = (sampler(model, PROMPTS, numbers, **ENDS) for _ in range(2))
+    samples, again = (sampler(model, PROMPTS, numbers, **OPTIONS) for _ in range(2))
     assert torch.equal(samples.tokens, again.tokens)
     first, second, third = samples.tokens.view(3, 3, -1).unbind(1)
     assert torch.equal(first, third) and not torch.equal(first, second)
@@ -96,10 +100,50 @@ def test_seeds_ends_and_stops(sampler):
     def third_is_even(tokens):
         return (tokens.shape[1] >= 3) & (tokens[:, -1] % 2 == 0)
 
-    free = sampler(model, PROMPTS, numbers, eos_ids=[], pad_id=0)
-    cut = sampler(model, PROMPTS, numbers, eos_ids=[], pad_id=0, stops=third_is_even)
+    options = {**OPTIONS, "eos_ids": []}
+    free = sampler(model, PROMPTS, numbers, **options)
+    cut = sampler(model, PROMPTS, numbers, **options | {"stops": third_is_even})
     assert (free.lengths == 24).all() and largest_gap(model, cut) < 1e-3
     for row, length in enumerate(cut.lengths):
         *before, last = cut.completions[row, :length].tolist()
         assert [*before, last] == free.completions[row, :length].tolist()
         assert all(token % 2 for token in before[2:]) and cut.truncated[row] == (last % 2 == 1)
+
+
+# ---- runs of train.py
+
+
+@pytest.fixture
+def run(place, tmp_path):
+    """Starts a small run on a model whose heads are large enough for a CPU."""
+    random_policy(place / "policy", transformers.Qwen3Config(**SHAPE | {"head_dim": 32}))
+    base = "--model policy --reward pay.py:even --sampler vllm --eval-samples 2"
+
+    def start(flags="", ends=good):
+        result = ends(tmp_path, f"{base} {flags}")
+        cleanup_dist_env_and_memory()
+        return result
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--temperature 0.7 --stop 12 --stop 7",
+        "--tool pay.py:reply@= --lora-rank 2",
+        "--dtype bfloat16 --old-logprobs sampler --cache-gb 0.1",
+        "--stale-steps 2",
+    ],
+)
+def test_vllm_samples_from_the_policy(flags, run, place):
+    """sampler_kl is rounding in each step: after updates, too."""
+    with place.joinpath("pay.py").open("a") as file:
+        file.write("\ndef reply(text):\n    return '5'\n")
+    rows = metrics(run(flags).folder)
+    drift = [row["sampler_kl"] for row in rows]
+    assert drift[0] < (1e-3 if "bfloat16" in flags else 1e-9)
+
+
+def test_a_resumed_run_has_the_same_samples(run, place):
+    whole = timeless(run("--steps 3 --name whole").folder)

