@@ -13,16 +13,30 @@ from support.user import UserError, dashed, did_you_mean, need
 
 
 def flag(default, help: str, **rules):
-    """Return a dataclass field that is a flag. A default of None means: something else decides.
+    """Return a dataclass field that is a flag. A default of None depends on other flags.
 
-    heading starts a section of --help. low and high are bounds that are allowed, above is one that
-    is not. choices are the values. needs names a flag without which this one does nothing."""
+    heading starts a section of --help. low and high are inclusive bounds, above is an exclusive
+    lower bound. choices lists the allowed values. needs names a flag without which this one has no
+    effect."""
     return dataclasses.field(default=default, metadata=rules | {"help": help})
 
 
-def parse(kind: type, description: str, arguments: list[str], *, defaults=None, elsewhere=None):
-    """Return an instance of a dataclass from a command line. defaults {name: value} replace its
-    own. elsewhere {flag of another project: ours} is for hints."""
+def number(help: str, **rules):
+    """A flag that is a number of the objective: None means the default of the algorithm."""
+    return flag(None, help, is_number=True, **rules)
+
+
+def parse(
+    kind: type,
+    description: str,
+    arguments: list[str],
+    *,
+    defaults=None,
+    elsewhere=None,
+    helps=None,
+):
+    """Parse a command line into a dataclass. defaults {name: value} override its own, helps {name:
+    text} extend the help, elsewhere {flag of another project: ours} is for hints."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=description, formatter_class=form, allow_abbrev=False, exit_on_error=False
@@ -35,7 +49,8 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
             group = parser.add_argument_group(field.metadata["heading"])
         options = {"help": field.metadata["help"], "default": argparse.SUPPRESS}
         if field.default is not None:
-            options["help"] += f"; default {field.default}"
+            options["help"] += f", default: {field.default}"
+        options["help"] += (helps or {}).get(field.name, "")
         value_type = kinds_of(field)[0]
         if value_type is bool:
             options["action"] = argparse.BooleanOptionalAction

@@ -70,6 +70,7 @@ class Log:
         self.device = torch.get_device_module(device)
         self.seconds = collections.Counter()  # of the phases of this step
         self.warned = set()  # kinds
+        self.last_said = None
         self.last_lap = time.perf_counter()
         self.run_start = self.last_lap - seconds_before  # earlier starts of the run count
 
@@ -92,6 +93,12 @@ class Log:
         """Return the seconds of the phases and of the step, and its completion tokens a second."""
         seconds = time.perf_counter() - self.step_start
         return {**self.seconds, "seconds_step": seconds, "tokens_per_second": tokens / seconds}
+
+    def say_if_new(self, text: str) -> None:
+        """Print a line unless it equals the last one that came this way."""
+        if text != self.last_said:
+            self.last_said = text
+            say(text)
 
     def warn(self, kind: str, message: str) -> None:
         """Print a warning of this kind once a run."""

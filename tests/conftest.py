@@ -72,37 +72,39 @@ def prompts(place):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and of every step the tensors of the loop, as its report begins."""
+    """Keeps the run and, of every step, what the loop hands to its helpers: the batch, the updates
+    and the tensors by name."""
     kept = SimpleNamespace(run=None, steps=[])
-    report_step = train.report_step
+    plan_updates, step_metrics = train.plan_updates, train.measure.step_metrics
 
-    def keep(run, *others):
+    def keep_updates(*given):
+        kept.updates = plan_updates(*given)
+        return kept.updates
+
+    def keep_step(run, batch, tensors, *others):
         kept.run = run
-        kept.steps.append(step_of(SimpleNamespace(**sys._getframe(1).f_locals)))
-        return report_step(run, *others)
+        kept.steps.append(step_of(batch, tensors, kept.updates))
+        return step_metrics(run, batch, tensors, *others)
 
-    monkeypatch.setattr(train, "report_step", keep)
+    monkeypatch.setattr(train, "plan_updates", keep_updates)
+    monkeypatch.setattr(train.measure, "step_metrics", keep_step)
     return kept
 
 
 Step = namedtuple("Step", "batch updates constants advantages returns result")
 
 
-def step_of(local) -> Step:
-    """Order the local variables of `train` as the tests read them."""
-    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
-    constants = SimpleNamespace(**{name: getattr(local, name) for name in names})
-    samples = [SimpleNamespace(text=v.completion, problem=v.row, verdict=v) for v in local.verdicts]
-    batch = SimpleNamespace(
-        step=local.step,
-        rollout=local.rollout,
-        samples=samples,
-        mask=local.mask,
-        rewards=local.rewards,
-    )
-    updates = [
-        SimpleNamespace(rows=rows, active_rows=rows[local.alive[rows]], parts=parts)
-        for rows, parts in local.updates
+def step_of(batch, tensors: dict, updates: list) -> Step:
+    """Order them as the tests read them."""
+    samples = [
+        SimpleNamespace(text=verdict.completion, problem=verdict.row, verdict=verdict)
+        for verdict in batch.verdicts
     ]
-    result = SimpleNamespace(last_logprobs=local.new_logprobs, first_logprobs=local.first_logprobs)
-    return Step(batch, updates, constants, local.advantages, local.returns, result)
+    batch = SimpleNamespace(**batch._asdict(), samples=samples)
+    updates = [
+        SimpleNamespace(rows=rows, active_rows=active_rows, parts=parts)
+        for rows, active_rows, parts in updates
+    ]
+    named = SimpleNamespace(**tensors)
+    result = SimpleNamespace(last_logprobs=named.new_logprobs, first_logprobs=named.first_logprobs)
+    return Step(batch, updates, named, named.advantages, named.returns, result)

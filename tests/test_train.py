@@ -109,15 +109,15 @@ ONE_UPDATE += " --micro-batch-tokens 70 --overlong-cache 0 --no-dynamic-sampling
 @pytest.fixture
 def reference_apart(monkeypatch):
     """The reference is not the policy, so that a KL between them has a gradient."""
-    make_run = train.Run
+    start = train.start
 
     def apart(config, ranks):
-        run = make_run(config, ranks)
+        run = start(config, ranks)
         for parameter in run.models.ref_policy.parameters():
             parameter += 0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
         return run
 
-    monkeypatch.setattr(train, "Run", torch.no_grad()(apart))
+    monkeypatch.setattr(train, "start", torch.no_grad()(apart))
 
 
 @pytest.mark.parametrize(
@@ -494,7 +494,7 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
         "advantage_abs": sum(map(abs, advantages)) / 16,
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-    phases = [row[f"seconds_{phase}"] for phase in ("sample", "score", "constants", "improve")]
+    phases = [row[f"seconds_{phase}"] for phase in ("sample", "verify", "score", "update")]
     assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
 
 

@@ -1,6 +1,7 @@
 """vLLM's engine beside rollout.generate and the scorer, and in runs of train.py. Without vllm all
 of it is skipped; docs/contributing.md has an environment for it."""
 
+import re
 import types
 
 import pytest
@@ -112,15 +113,17 @@ def test_seeds_ends_and_stops(sampler):
 
 # ---- runs of train.py
 
+FLAGS = "--reward pay.py:even --sampler vllm --eval-samples 2"
+STALE = "nats a token away from the model's once the weights have changed"
+
 
 @pytest.fixture
 def run(place, tmp_path):
-    """Starts a small run on a model whose heads are large enough for a CPU."""
+    """Starts a small run of a policy whose heads are large enough for vLLM on a CPU."""
     random_policy(place / "policy", transformers.Qwen3Config(**SHAPE | {"head_dim": 32}))
-    base = "--model policy --reward pay.py:even --sampler vllm --eval-samples 2"
 
-    def start(flags="", ends=good):
-        result = ends(tmp_path, f"{base} {flags}")
+    def start(flags="", model="policy", ends=good):
+        result = ends(tmp_path, f"--model {model} {FLAGS} {flags}")
         cleanup_dist_env_and_memory()
         return result
 
@@ -128,22 +131,44 @@ def run(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "flags, most",
     [
-        "--temperature 0.7 --stop 12 --stop 7",
-        "--tool pay.py:reply@= --lora-rank 2",
-        "--dtype bfloat16 --old-logprobs sampler --cache-gb 0.1",
-        "--stale-steps 2",
+        ("--tool pay.py:reply@= --lora-rank 2", 1e-9),
+        ("--dtype bfloat16 --old-logprobs sampler --cache-gb 0.1", 1e-3),
     ],
 )
-def test_vllm_samples_from_the_policy(flags, run, place):
-    """sampler_kl is rounding in each step: after updates, too."""
+def test_vllm_samples_from_the_policy(flags, most, run, place):
+    """In every step, also after updates, sampler_kl is rounding."""
     with place.joinpath("pay.py").open("a") as file:
         file.write("\ndef reply(text):\n    return '5'\n")
-    rows = metrics(run(flags).folder)
-    drift = [row["sampler_kl"] for row in rows]
-    assert drift[0] < (1e-3 if "bfloat16" in flags else 1e-9)
+    assert all(row["sampler_kl"] < most for row in metrics(run(flags).folder))
 
 
-def test_a_resumed_run_has_the_same_samples(run, place):
-    whole = timeless(run("--steps 3 --name whole").folder)
+def test_a_resumed_run_has_the_samples_of_an_unbroken_one(run):
+    flags = "--temperature 0.7 --stop 12 --stop 7"
+    whole = timeless(run(f"{flags} --steps 3").folder)
+    run(f"{flags} --steps 2 --name parts")
+    parts = timeless(run("--steps 3 --name parts --resume").folder.with_name("parts"))
+    assert parts == whole and all(row["sampler_kl"] < 1e-9 for row in whole)
+
+
+@pytest.mark.parametrize(
+    "flags, model, sentence",
+    [
+        ("--temperature 0.001", "policy", "--temperature 0.001: vLLM would sample at 0.01"),
+        ("", "tiny", "--sampler vllm: on a CPU it has no kernel for the built-in models"),
+        ("", "models/tiny", "--sampler: it failed on two short prompts: RuntimeError: .*head_dim"),
+        ("--cache-gb 1e-5", "policy", "--sampler: it failed .*: ValueError: .*KV cache"),
+    ],
+)
+def test_what_vllm_cannot_do_is_one_sentence(flags, model, sentence, run):
+    assert re.search(sentence, run(flags, model, ends=refused))
+
+
+def test_an_engine_with_old_weights_is_refused(run, monkeypatch):
+    from support.extras import vllm_sampler
+
+    loaded, load_weights = [], vllm_sampler.load_weights
+    once = lambda *given: loaded or loaded.append(load_weights(*given))  # noqa: E731
+    monkeypatch.setattr(vllm_sampler, "load_weights", once)
+    assert STALE in run(ends=refused)
