@@ -641,8 +641,8 @@ def start(config: Config, ranks: Ranks) -> Run:
     models = Models(config, algorithm, policy)
     if config.sampler:  # a copy of its own that misses updates would give no error
         asked = [row[data.IDS][-64:] for row in held_out[:2]]
-        options = {"temperature": config.temperature, "cache_gb": config.cache_gb, **endings}
-        check_weights(turns.generate if turns else sampler, models.sampling_model, asked, **options)
+        plain = turns.generate if turns else sampler
+        check_weights(config, plain, models.sampling_model, asked, endings)
     if models.teacher:
         share_prefixes = share_prefixes and shares_prefixes(models.teacher)
     optimizer = make_optimizer(config, models)

