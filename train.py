@@ -25,7 +25,6 @@ import math
 import random
 import sys
 import typing
-from collections.abc import Callable, Iterator
 
 try:
     import torch
@@ -45,7 +44,7 @@ from rollout import (
     generate,
     micro_batches,
 )
-from support import checkpoints, console, data, flags, report
+from support import checkpoints, console, data, flags, health, report
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
@@ -58,6 +57,8 @@ from support.models import (
     find_model,
     free_memory,
     load_model,
+    lr_factor,
+    make_optimizer,
     refresh,
 )
 from support.numbers import bind
@@ -152,28 +153,6 @@ class Config:
     dtype: str | None = flag(None, "of forward passes, default: bfloat16 on CUDA", choices=DTYPES)
 
 
-@dataclasses.dataclass
-class Run:
-    """Everything that outlives a step. `start` makes it."""
-
-    config: Config
-    ranks: Ranks  # this process among those of torchrun
-    algorithm: gspo.Algorithm  # its functions bound to the numbers of the flags
-    models: Models  # policy, sampling_model, and ref_policy, teacher and critic or None
-    optimizer: torch.optim.Optimizer
-    autocast: Callable  # context of a forward pass in --dtype
-    tokenizer: transformers.PreTrainedTokenizerBase
-    problems: Iterator[dict]  # training rows with the tokens of their prompts, without end
-    held_out: list[dict]
-    reward: verifiers.Reward
-    generate: Callable  # rollout.generate or --sampler, and around it the turns of --tool
-    turns: typing.Any  # Turns of --tool, or None
-    endings: dict  # eos_ids, pad_id and stops, arguments of generate
-    share_prefixes: bool  # whether the scorer may read trees
-    progress: checkpoints.Progress  # counters, saved in each checkpoint
-    log: console.Log
-
-
 class Batch(typing.NamedTuple):
     """What a step trains on: N = P * G completions, the G completions of a prompt contiguous."""
 
@@ -186,7 +165,7 @@ class Batch(typing.NamedTuple):
 # ---- the algorithm -------------------------------------------------------------------------------
 
 
-def train(run: Run, output: Output) -> None:
+def train(run: "Run", output: Output) -> None:
     """The training loop. Tensors have N rows, one per completion, and T columns, one per token."""
     config, algorithm, models, ranks = run.config, run.algorithm, run.models, run.ranks
     policy, optimizer, progress, log = models.policy, run.optimizer, run.progress, run.log
@@ -340,7 +319,7 @@ def train(run: Run, output: Output) -> None:
 # ---- sampling and rewards ------------------------------------------------------------------------
 
 
-def draw_groups(run: Run, step: int) -> tuple[Batch, dict]:
+def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
     """Sample and verify the groups of a step. Dynamic sampling drops groups of equal rewards and
     draws further prompts, at most MAX_REFILLS times.
 
@@ -360,7 +339,7 @@ def draw_groups(run: Run, step: int) -> tuple[Batch, dict]:
         if not config.dynamic_sampling or int((~dead).sum()) >= count:
             break
     row = {"step": step} | measure.group_metrics(dead, correct, verdicts)
-    for kind, sentence in measure.fault_warnings(verdicts).items():
+    for kind, sentence in health.fault_warnings(verdicts).items():
         run.log.warn(kind, sentence)
 
     groups = torch.arange(len(verdicts)).view(-1, size)
@@ -381,7 +360,7 @@ def draw_groups(run: Run, step: int) -> tuple[Batch, dict]:
 
 
 def sample_and_verify(
-    run: Run, model, problems: list[dict], group_size: int, temperature: float, seed: str
+    run: "Run", model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[verifiers.Verdict]]:
     """Sample group_size completions of each problem and verify them. Equal seeds give equal
     samples. Processes share the work, and each gets all results."""
@@ -425,7 +404,7 @@ def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
 
 
 def plan_updates(
-    run: Run, rollout: Rollout, active: Tensor, step: int
+    run: "Run", rollout: Rollout, active: Tensor, step: int
 ) -> list[tuple[Tensor, Tensor, list[MicroBatch]]]:
     """Divide the groups, in random order, into updates. Returns for each update its rows, the
     active ones among them, and the micro-batches of this process's share of those."""
@@ -444,7 +423,9 @@ def plan_updates(
 # ---- forward passes ------------------------------------------------------------------------------
 
 
-def logprobs_of(run: Run, model, part: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
+def logprobs_of(
+    run: "Run", model, part: MicroBatch, entropy: str = "none"
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (n, T) of a micro-batch under a model."""
     config, routing = run.config, run.models.routing
     watches = routing and model is run.models.policy  # records the experts of pi_old, or replays
@@ -454,14 +435,14 @@ def logprobs_of(run: Run, model, part: MicroBatch, entropy: str = "none") -> tup
         )
 
 
-def critic_values(run: Run, part: MicroBatch) -> Tensor:
+def critic_values(run: "Run", part: MicroBatch) -> Tensor:
     """The critic's values (n, T) of a micro-batch."""
     with run.autocast():
         return completion_values(run.models.critic, part.rollout, part.trees)
 
 
 @torch.no_grad()
-def score(run: Run, rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | None]:
+def score(run: "Run", rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | None]:
     """Return old_logprobs, ref_logprobs, teacher_logprobs and values, each (N, T): 0 outside the
     micro-batches, None where there is no such model. pi_old is the policy itself rather than the
     copy that samples, unless --old-logprobs is sampler."""
@@ -487,7 +468,7 @@ def score(run: Run, rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | 
     return scores
 
 
-def is_finite(run: Run, step: int, totals: dict[str, float]) -> bool:
+def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
     """Whether loss, mean ratio and gradient norms are finite; if not, the update is skipped. More
     than MAX_BAD_UPDATES in a row end the run."""
     decisive = [name for name in totals if name in DECISIVE or name.endswith("grad_norm")]
@@ -503,18 +484,10 @@ def is_finite(run: Run, step: int, totals: dict[str, float]) -> bool:
     return not wrong
 
 
-def lr_factor(config: Config, step: int) -> float:
-    """The factor of the learning rate: linear warmup times --lr-schedule."""
-    warm_up = min(1.0, step / max(config.warmup_steps, 1))
-    left = 1 - (step - 1) / config.steps
-    cosine = (1 - math.cos(math.pi * left)) / 2
-    return warm_up * {"constant": 1.0, "linear": left, "cosine": cosine}[config.lr_schedule]
-
-
 # ---- evaluation and report -----------------------------------------------------------------------
 
 
-def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
+def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
     """Return held-out metrics and a few answers: greedy accuracy and pass@k, or the mean greedy
     reward if no verifier tells right from wrong. Completions without a verdict are left out."""
     policy, model, held_out = run.models.policy, run.models.sampling_model, run.held_out
@@ -552,7 +525,7 @@ def evaluate(run: Run, pass_k: int) -> tuple[dict, list[dict]]:
     return metrics, answers
 
 
-def report_step(run: Run, output: Output, row: dict, shown: list[dict], stopping: bool) -> dict:
+def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stopping: bool) -> dict:
     """Evaluate, warn, print the line of the step, write rows and checkpoint. A tracker or page that
     fails does not end the run. Returns the row of metrics.jsonl."""
     config, step, folder = run.config, row["step"], output.folder
@@ -569,7 +542,7 @@ def report_step(run: Run, output: Output, row: dict, shown: list[dict], stopping
         if routing := run.models.routing:
             score_again = functools.partial(logprobs_of, run, run.models.policy)
             row |= routing.measure_flips(score_again, run.ranks)
-    for kind, sentence in measure.warnings_of(run, row).items():
+    for kind, sentence in health.warnings_of(run, row).items():
         run.log.warn(kind, sentence)
 
     if run.ranks.first:
@@ -585,104 +558,82 @@ def report_step(run: Run, output: Output, row: dict, shown: list[dict], stopping
             output.tracker(row)
     if run.ranks.first and (evaluates or stopping):
         with run.log.trying("report.html"):
-            report.write_report([folder], folder / "report.html")
+            sentences = report.write_report([folder], folder / "report.html")
+            if last:
+                print(*map(printable, sentences), sep="\n")
     return row
 
 
 # ---- start-up ------------------------------------------------------------------------------------
 
 
-def start(config: Config, ranks: Ranks) -> Run:
-    """Prepare a run, with everything that can fail on wrong input before any weights load."""
-    bfloat16 = {"dtype": torch.bfloat16, "enabled": config.dtype == "bfloat16"}
-    autocast = functools.partial(torch.autocast, config.device, **bfloat16)
-    if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
-        say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
-    torch.manual_seed(config.seed)  # for a fork's random weights: equal in all processes
+class Run:
+    """Everything that outlives a step. What can fail on wrong input fails before weights load."""
 
-    # 1. reward, data and sampler
-    algorithm = bind(config)
-    reward = verifiers.parse_reward(config.reward, config.device)
-    reward.reads_steps = "token_rewards" in algorithm.reads
-    read = data.read_data if config.data else problems_of
-    rows, held_out = read(config, reward)
-    sampler, turns = generate, None
-    if config.sampler:
-        from support.extras.samplers import check_weights, load_sampler
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config = config
+        self.ranks = ranks  # this process among those of torchrun
+        bfloat16 = {"dtype": torch.bfloat16, "enabled": config.dtype == "bfloat16"}
+        self.autocast = functools.partial(torch.autocast, config.device, **bfloat16)
+        if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
+            say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
+        torch.manual_seed(config.seed)  # for a fork's random weights: equal in all processes
 
-        sampler = load_sampler(config)
-    saved, progress = checkpoints.newest(config)
-    reward.shaping.update(progress.shaping)
+        # 1. reward, data and sampler
+        self.algorithm = bind(config)  # a row of ALGOS, with the numbers of the flags
+        self.reward = verifiers.parse_reward(config.reward, config.device)
+        self.reward.reads_steps = "token_rewards" in self.algorithm.reads
+        read = data.read_data if config.data else problems_of
+        rows, held_out = read(config, self.reward)
+        self.generate = generate  # rollout.generate or --sampler; with --tool, its turns around it
+        self.turns = None  # the same turns, which count calls and faults
+        if config.sampler:
+            from support.extras.samplers import check_weights, load_sampler
 
-    # 2. tokenizer and prompts
-    source, tokenizer, model_config = find_model(config, ranks)
-    if config.tool:
-        from support.extras.tools import Turns, parse_tool
+            self.generate = sampler = load_sampler(config)
+        saved, self.progress = checkpoints.newest(config)  # counters, saved in each checkpoint
+        self.reward.shaping.update(self.progress.shaping)
 
-        sampler = turns = Turns(sampler, parse_tool(config.tool), tokenizer)
-    stops = data.StopTexts(tokenizer, config.stop) if config.stop else None
-    vocabulary = model_config.get_text_config().vocab_size
-    form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
-    held_out = form.encode_rows(list(itertools.islice(held_out, config.eval_prompts)), "held out")
-    problems = form.training_problems(config, rows)  # without end
-    problems = itertools.islice(problems, progress.prompts_drawn, None)
-    few = min(len(held_out), config.prompts_per_step)
-    need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
-    prompt = held_out[0][data.IDS]
-    say(f"first held-out prompt: '{printable(tokenizer.decode(prompt))}'")
+        # 2. tokenizer and prompts
+        source, self.tokenizer, model_config = find_model(config, ranks)
+        if config.tool:
+            from support.extras.tools import Turns, parse_tool
 
-    # 3. models. A checkpoint's weights have the adapters merged in: LoRA loads the original ones
-    policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
-    endings = {**end_and_pad_ids(policy, tokenizer), "stops": stops}
-    ids = prompt[-63:]
-    longer = [*ids, ids[-1]]  # another length, so that errors of padding show
-    # before `Models` switches TF32 on, whose rounding the check would refuse
-    share_prefixes = check_scorer(policy, [ids, longer], endings["pad_id"])
-    models = Models(config, algorithm, policy)
-    if config.sampler:  # a copy of its own that misses updates would give no error
-        asked = [row[data.IDS][-64:] for row in held_out[:2]]
-        plain = turns.generate if turns else sampler
-        check_weights(config, plain, models.sampling_model, asked, endings)
-    if models.teacher:
-        share_prefixes = share_prefixes and shares_prefixes(models.teacher)
-    optimizer = make_optimizer(config, models)
-    if saved:
-        checkpoints.restore(saved, config, models, optimizer)
-    trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
-    size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
-    size += ", scored with shared prefixes" if share_prefixes else ", scored a text a row"
-    say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
-    return Run(
-        config=config,
-        ranks=ranks,
-        algorithm=algorithm,
-        models=models,
-        optimizer=optimizer,
-        autocast=autocast,
-        tokenizer=tokenizer,
-        problems=problems,
-        held_out=held_out,
-        reward=reward,
-        generate=sampler,
-        turns=turns,
-        endings=endings,
-        share_prefixes=share_prefixes,
-        progress=progress,
-        log=console.Log(config.device, progress.seconds),
-    )
+            tool = parse_tool(config.tool)
+            self.generate = self.turns = Turns(self.generate, tool, self.tokenizer)
+        vocabulary = model_config.get_text_config().vocab_size
+        form = data.PromptFormat(self.tokenizer, config, vocabulary, context_of(model_config))
+        held_out = list(itertools.islice(held_out, config.eval_prompts))
+        self.held_out = form.encode_rows(held_out, "held out")
+        problems = form.training_problems(config, rows)  # an iterator without end
+        self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
+        few = min(len(self.held_out), config.prompts_per_step)
+        need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
+        prompt = self.held_out[0][data.IDS]
+        say(f"first held-out prompt: '{printable(self.tokenizer.decode(prompt))}'")
 
-
-def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:
-    """Return AdamW with a parameter group for the policy, and one for a critic."""
-    trained = [(models.policy, config.lr, "grad_norm")]
-    if models.critic:
-        trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
-    groups = []
-    for model, lr, norm_metric in trained:
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        rates = {"lr": lr, "initial_lr": lr}
-        groups.append({"params": parameters, **rates, "norm_metric": norm_metric})
-    return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+        # 3. models. A checkpoint has the adapters merged in: with LoRA load the original weights
+        policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
+        stops = data.StopTexts(self.tokenizer, config.stop) if config.stop else None
+        self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # of `generate`
+        ids = prompt[-63:]
+        longer = [*ids, ids[-1]]  # another length, so that errors of padding show
+        # before `Models` switches TF32 on: the check would refuse its rounding
+        self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
+        self.models = Models(config, self.algorithm, policy)
+        if config.sampler:  # stale weights give no error
+            copied = self.models.sampling_model
+            check_weights(config, sampler, copied, [ids, longer], self.endings)
+        if self.models.teacher:
+            self.share_prefixes = self.share_prefixes and shares_prefixes(self.models.teacher)
+        self.optimizer = make_optimizer(config, self.models)
+        if saved:
+            checkpoints.restore(saved, config, self.models, self.optimizer)
+        trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
+        size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
+        size += ", scored with shared prefixes" if self.share_prefixes else ", scored a text a row"
+        say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
+        self.log = console.Log(config.device, self.progress.seconds)
 
 
 parse_flags = functools.partial(flags.read, Config, __doc__)  # arguments -> Config
@@ -700,7 +651,7 @@ def main(arguments: list[str] | None = None) -> int:
         with joined_ranks(config.device) as ranks:
             if config.model in BUILT_IN:  # more threads only wait for each other at this size
                 torch.set_num_threads(min(2, torch.get_num_threads()))
-            run = start(config, ranks)
+            run = Run(config, ranks)
             progress, answers = run.progress, []
             if progress.step == 0:  # else it is in the checkpoint
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)

@@ -12,22 +12,16 @@ import torch
 from support.data import printable
 from support.user import reason
 
-STEP = {  # metric -> its format in the line of a step
+# metric -> its format in the line of a step, which fits on a narrow terminal. metrics.jsonl has all
+STEP = {
     "reward": "reward {:.2f}",
     "solved": "solved {:.0%}",
     "length_mean": "len {:.0f}",
-    "truncated": "truncated {:.0%}",
     "dead": "dead {:.0%}",
-    "ratio_mean": "ratio {:.4f}",
     "clip_fraction": "clip {:.0%}",
-    "kl": "kl {:.4f}",
     "entropy": "entropy {:.2f}",
-    "tool_calls": "calls {:.2f}",
-    "grad_norm": "grad {:.2f}",
     "eval_solved": "held out {:.1%}",
     "eval_reward": "held-out reward {:.2f}",
-    "tokens_per_second": "{:,.0f} tok/s",
-    "seconds_step": "{:.1f} s",
 }
 
 
@@ -42,7 +36,7 @@ def say(text: str) -> None:
 
 
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
-    """Return a row of metrics.jsonl as one line. The loss is left out: it is always near 0."""
+    """A row of metrics.jsonl as one line."""
     parts = [form.format(row[name]) for name, form in STEP.items() if name in row]
     return " | ".join([f"step {row['step']}/{steps}", *parts, f"{duration(seconds_left)} left"])
 

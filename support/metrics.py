@@ -1,5 +1,4 @@
-"""A step as numbers, for metrics.jsonl, as warnings, for the console, and as some of its
-completions, for samples.jsonl."""
+"""A step as numbers, for metrics.jsonl, and some of its completions, for samples.jsonl."""
 
 import math
 import statistics
@@ -10,10 +9,7 @@ from torch import Tensor
 from gspo import completion_mean
 from support.data import text_of
 
-SAMPLER_KL = {"float32": 1e-3, "bfloat16": 2e-2}  # rounding makes at most 1e-9 and 9e-3
 SHOWN_GROUPS = 4  # of a step in samples.jsonl
-MANY_TRUNCATED = MANY_FAULTS = 1 / 3  # of the completions
-TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
 
 
 def number(value: float) -> float | None:
@@ -40,18 +36,6 @@ def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
         row["dead_right"] = (dead & all_right & judged.any(1)).float().mean()
         row["dead_wrong"] = (dead & (highest <= 0) & judged.any(1)).float().mean()
     return {name: value for name, value in row.items() if not math.isnan(value)}
-
-
-def fault_warnings(verdicts: list) -> dict[str, str]:
-    """kind -> sentence about completions without a verdict."""
-    faults = [verdict.fault for verdict in verdicts if verdict.fault]
-    sentences = {}
-    if faults:
-        sentences["fault"] = f"a verifier failed, its completion is left out: {faults[0]}"
-    if len(faults) > MANY_FAULTS * len(verdicts):
-        share = f"verifiers failed on {len(faults) / len(verdicts):.0%} of completions"
-        sentences["faults"] = f"{share}: nothing is learned from those. The first: {faults[0]}"
-    return sentences
 
 
 def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates: list) -> dict:
@@ -136,36 +120,6 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
         f"{prefix}_token_std": tokens.std(correction=0),
         f"{prefix}_sequence_std": completion_mean(log_ratio, mask).std(correction=0),
     }
-
-
-def warnings_of(run, row: dict) -> dict[str, str]:
-    """Return kind -> sentence about a step, of which the console shows each kind once."""
-    config, sentences = run.config, {}
-    if row["truncated"] > MANY_TRUNCATED:
-        sentences["truncated"] = TRUNCATED.format(row["truncated"])
-    groups = round(row["prompts_drawn"])
-    kept = round(groups * (1 - row["dead"]))
-    if config.dynamic_sampling and kept < config.prompts_per_step:
-        few = f"{kept} of {groups} groups have different rewards"
-        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
-    for name in run.reward.shaping - run.reward.shaping_at_first:
-        why = "it gave a value below 0 or above 1, so `solved` and dead groups leave it out now"
-        sentences[f"shaping {name}"] = f"--reward {name}: {why}"
-    if config.stale_steps == 1 and row.get("sampler_kl", 0.0) > SAMPLER_KL[config.dtype]:
-        found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
-        sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
-    ratio = row.get("ratio_mean", 1.0)
-    if not 0.5 < ratio < 2:
-        why = "lower --lr? A loss of your own: is `per` the unit of its mean?"
-        sentences["ratio"] = f"the mean ratio is {ratio:.3g}, expected near 1: {why}"
-    if run.turns and run.turns.fault:
-        sentences["tool"] = f"the tool failed and gave no reply: {run.turns.fault}"
-    if run.progress.quiet_steps == 10:
-        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
-        if row["truncated"] == 1:
-            why = "all completions are truncated (--max-new-tokens)"
-        sentences["quiet"] = f"10 steps taught nothing: {why}"
-    return sentences
 
 
 def readable(verdict, step: int) -> dict:

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -205,6 +206,27 @@ class Models:
         # 4. a critic: a copy that has both
         if algorithm.value_loss:
             self.critic = critic_of(policy)
+
+
+def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
+    """Return AdamW with a parameter group for the policy, and one for a critic."""
+    trained = [(models.policy, config.lr, "grad_norm")]
+    if models.critic:
+        trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
+    groups = []
+    for model, lr, norm_metric in trained:
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        rates = {"lr": lr, "initial_lr": lr}
+        groups.append({"params": parameters, **rates, "norm_metric": norm_metric})
+    return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+
+
+def lr_factor(config, step: int) -> float:
+    """The factor of the learning rate: linear warmup times --lr-schedule."""
+    warm_up = min(1.0, step / max(config.warmup_steps, 1))
+    left = 1 - (step - 1) / config.steps
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    return warm_up * {"constant": 1.0, "linear": left, "cosine": cosine}[config.lr_schedule]
 
 
 # ---- parts of a model ----------------------------------------------------------------------------

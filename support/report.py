@@ -218,7 +218,7 @@ def write_report(folders: list[Path], page: Path) -> list[str]:
     body = [HEAD, f"<style>{style}</style><title>{title}</title><h1>{title}</h1>"]
     said = []
     for i, story in enumerate(stories):
-        sentences = health(story.rows, story.flags) or ["nothing unhealthy"]
+        sentences = health(story.rows, story.flags, story.starts[0]) or ["nothing unhealthy"]
         said += [f"{story.name}: {sentence}" for sentence in sentences]
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
         body += [headline(story), *(f"<p>{visible(sentence)}</p>" for sentence in sentences)]

@@ -265,7 +265,9 @@ def test_help_has_every_flag_with_its_default(capsys):
     text = "".join(capsys.readouterr().out.split())  # names are broken over lines
     for name, field in FIELDS.items():
         assert dashed(name) in text and "".join(field.metadata["help"].split()) in text
-    assert "samplingandinscoring;default1.0" in text  # temperature
+    assert "alsousedforscoring,default:1.0" in text  # temperature
+    assert "token'sweight,default:cispo5.0;dppo20.0" in text  # of each algorithm
+    assert "default:gspo,gspo-token0.0003;luspo0.002;" in text
 
 
 # ---- functions that flags reach

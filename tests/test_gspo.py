@@ -15,6 +15,7 @@ A sequence-level objective is also a rule: every token has the mean ratio s, and
 of L log-probs is s A / L (arXiv 2507.18071 eq. 10): the "completion" mean of s A.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -31,7 +32,7 @@ import torch
 
 import gspo
 import train
-from support.flags import bind
+from support.numbers import bind, numbers_of
 
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6
@@ -723,20 +724,89 @@ def test_a_row_that_contradicts_itself_is_refused():
     for wrong in (
         dict(kl_in="reward"),
         dict(reads=("token_rewards", "values")),
+        dict(reads=("rewards", "value")),
+        dict(loss_reads=("sampler_logprob",)),
         dict(per="tokens"),
         dict(per="token"),  # grpo_loss is a mean over completions
         dict(value_loss=gspo.value_loss),
     ):
         with pytest.raises(AssertionError):
-            gspo.Algorithm(gspo.grpo_loss, **wrong)
+            gspo.Algorithm(gspo.grpo_loss, **{"per": "completion"} | wrong)
 
 
-def test_a_forks_number_needs_no_flag(monkeypatch):
-    """Without a field of Config it keeps its own default."""
+def forks_loss(*, temperature):
+    """A loss whose one number has the name of a flag of train.py that is no number."""
 
-    def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, temper=0.5, clip_low=0.1):
-        return temper, clip_low
+    def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, temperature=temperature):
+        raise AssertionError("never called")
 
-    monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(loss))
-    config = train.parse_flags(["--algo", "gspo"])
-    assert config.clip_low == 0.1 and bind(config).loss(0, 0, 0, 0) == (0.5, 0.1)
+    return loss
+
+
+def test_a_number_without_a_flag_of_its_own_is_an_error(monkeypatch):
+    """`temperature=0.5` would silently get the sampling temperature, 1.0."""
+    monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(forks_loss(temperature=0.5), "token"))
+    with pytest.raises(AssertionError, match="temperature has no flag"):
+        train.parse_flags(["--algo", "gspo"])
+
+
+def test_every_flag_of_a_number_has_an_algorithm():
+    """And no keyword-only parameter of an algorithm lacks its flag, as `parse_flags` checks."""
+    for name in gspo.ALGOS:
+        train.parse_flags(["--algo", name, *(["--teacher", "any"] if name == "opd" else [])])
+    numbers = {name for row in gspo.ALGOS.values() for name in numbers_of(row)}
+    fields = dataclasses.fields(train.Config)
+    assert numbers == {field.name for field in fields if field.metadata.get("is_number")}
+
+
+# ---- completions without a verdict
+
+
+def test_a_reward_of_nan_has_advantage_0_and_leaves_its_group_alone():
+    """-3, -1, no verdict, -2: mean -2 and std 1 of the three others."""
+    rewards = torch.tensor([-3.0, -1.0, math.nan, -2.0])
+    assert gspo.group_advantages(rewards, 4).tolist() == pytest.approx([-1, 1, 0, 0], abs=1e-5)
+    of_others = gspo.leave_one_out_advantages(rewards, 4).tolist()
+    assert of_others == pytest.approx([-1.5, 1.5, 0, 0])
+
+
+@pytest.mark.parametrize("scale", gspo.ADVANTAGE_SCALES)
+@pytest.mark.parametrize("missing", [(), (1,), (0, 5), (4, 5, 6, 7), tuple(range(8))])
+def test_the_others_have_the_advantages_of_a_batch_without_it(scale, missing):
+    """Groups of 4. Where a single verdict is left, its advantage is 0."""
+    rewards = torch.tensor([0.1, 0.7, 0.3, 0.9, 0.2, 0.2, 0.2, 1.0], dtype=torch.float64)
+    kept = [i for i in range(8) if i not in missing]
+    rewards[list(missing)] = math.nan
+    found = gspo.group_advantages(rewards, 4, advantage_scale=scale)
+    assert not found[list(missing)].any()
+    every = [rewards[i].item() for i in kept]
+    for first in (0, 4):
+        own = [i for i in kept if first <= i < first + 4]
+        pays = [rewards[i].item() for i in own]
+        if len(set(pays)) < 2:
+            assert not found[own].any()
+            continue
+        divisors = {"group": stdev(pays) + 1e-6, "batch": stdev(every) + 1e-6}
+        divisors |= {"mean": fmean(pays), "none": 1.0}
+        expected = [(pay - fmean(pays)) / divisors[scale] for pay in pays]
+        assert found[own].tolist() == pytest.approx(expected)
+
+
+def test_step_advantages_leave_out_a_completion_without_a_verdict():
+    ends = torch.tensor([[0, 1, 1]] * 4)
+    pays = torch.tensor([[0, 1.0, 0], [0, 0, 1.0], [0, 0, math.nan], [0, 0.5, 0.5]])
+    found = gspo.step_advantages(pays, ends, 4)
+    assert not found[2].any()
+    torch.testing.assert_close(found[[0, 1, 3]], gspo.step_advantages(pays[[0, 1, 3]], ends[:3], 3))
+
+
+def test_dead_groups_are_those_whose_advantages_are_0():
+    pays = torch.tensor([[1.0, 0], [0, 1], [1, 1], [1, 1], [1, math.nan], [1, 1]])
+    ends = torch.ones(6, 2) > 0
+    assert gspo.dead_groups(pays, ends, 2).tolist() == [False, True, False]
+    outcomes = torch.tensor([[0.0, 0], [0, 1], [0, 1], [0, 1], [0, math.nan], [0, 1]])
+    assert gspo.dead_groups(outcomes, torch.tensor([[False, True]] * 6), 2).tolist() == [
+        False,
+        True,
+        True,
+    ]

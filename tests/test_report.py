@@ -23,7 +23,7 @@ HOSTILE = [
 HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
 FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
 FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
-FLAGS |= {"clip_low": 3e-4}
+FLAGS |= {"clip_low": 3e-4, "eval_prompts": 256}
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 
 

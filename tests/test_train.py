@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,15 +110,15 @@ ONE_UPDATE += " --micro-batch-tokens 70 --overlong-cache 0 --no-dynamic-sampling
 @pytest.fixture
 def reference_apart(monkeypatch):
     """The reference is not the policy, so that a KL between them has a gradient."""
-    start = train.start
+    make_run = train.Run
 
     def apart(config, ranks):
-        run = start(config, ranks)
+        run = make_run(config, ranks)
         for parameter in run.models.ref_policy.parameters():
             parameter += 0.01 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
         return run
 
-    monkeypatch.setattr(train, "start", torch.no_grad()(apart))
+    monkeypatch.setattr(train, "Run", torch.no_grad()(apart))
 
 
 @pytest.mark.parametrize(
@@ -445,7 +446,7 @@ def test_rows_of_advantage_0_are_trained_on_where_the_loss_needs_them(seen, monk
         return loss - 0.1 * gspo.masked_mean(logprobs, mask, "completion", denom), metrics
 
     for loss, computed in ((gspo.gspo_loss, 0), (with_bonus, 4)):
-        row = gspo.Algorithm(loss, skip_dead_groups=computed == 0)
+        row = gspo.Algorithm(loss, "completion", skip_dead_groups=computed == 0)
         monkeypatch.setitem(gspo.ALGOS, "gspo", row)
         good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never --name {loss.__name__}")
         sizes = [len(update.active_rows) for update in seen.steps[-1].updates]
@@ -455,7 +456,7 @@ def test_rows_of_advantage_0_are_trained_on_where_the_loss_needs_them(seen, monk
 def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
     reads = gspo.ALGOS["ppo"].reads
     row = gspo.Algorithm(
-        gspo.gspo_token_loss, gspo.ppo_advantages, reads, value_loss=gspo.value_loss
+        gspo.gspo_token_loss, "completion", gspo.ppo_advantages, reads, value_loss=gspo.value_loss
     )
     monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     calls = spied(monkeypatch, "ppo", "value_loss")
@@ -463,12 +464,52 @@ def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
     assert calls and all(keywords["per"] == "completion" for _, keywords, _ in calls)
 
 
-def test_advantages_that_read_something_unknown_are_an_error(seen, monkeypatch, tmp_path):
-    """They would be trained on as if they were those of a critic."""
-    row = gspo.Algorithm(gspo.gspo_loss, reads=("rewards", "value"))
+def test_a_dead_group_with_an_advantage_is_an_error(monkeypatch, tmp_path):
+    """Its rows get no forward pass: the advantage would be without effect, silently."""
+
+    def with_bonus(rewards, group_size):
+        return gspo.group_advantages(rewards, group_size) + 0.1
+
+    row = gspo.Algorithm(gspo.gspo_loss, "completion", with_bonus, skip_dead_groups=True)
     monkeypatch.setitem(gspo.ALGOS, "gspo", row)
-    with pytest.raises(KeyError, match="'value'"):
-        good(tmp_path, f"{BASE} --steps 1")
+    with pytest.raises(AssertionError, match="skip_dead_groups"):
+        good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never")
+
+
+def test_a_loss_may_read_another_tensor_of_the_step(seen, monkeypatch, tmp_path):
+    """A row of ALGOS names it, and the rows of a micro-batch arrive."""
+    given = []
+
+    def loss(logprobs, old_logprobs, advantages, mask, denom=None, *, sampler_logprobs):
+        given.append(sampler_logprobs)
+        return gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom)
+
+    row = gspo.Algorithm(loss, "completion", loss_reads=("sampler_logprobs",))
+    monkeypatch.setitem(gspo.ALGOS, "gspo", row)
+    good(tmp_path, f"{BASE} --steps 1 --micro-batch-tokens 30")
+    [step] = seen.steps
+    parts = [part for update in step.updates for part in update.parts]
+    expected = [step.batch.rollout.sampler_logprobs[part.rows] for part in parts]
+    assert len(given) == len(expected) > 4 and all(map(torch.equal, given, expected))
+
+
+def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
+    """Rewards are negative, so that 0 would be the best. Weights are those of a run in which the
+    completions that fail are not there for the mean, std and gradient of the others."""
+    code = "def near(completion, answer):\n    return -len(completion) / int('7' in completion)\n"
+    Path("near.py").write_text(code)
+    result = good(tmp_path, f"{BASE} --steps 1 --reward near.py:near --eval-prompts 8")
+    [row], [step] = metrics(result.folder), seen.steps
+    failed = torch.tensor(["7" not in each.text for each in step.batch.samples])
+    assert 0 < failed.sum() < 16 and row["verifier_faults"] == failed.sum()
+    assert step.batch.rewards.isnan().tolist() == failed.tolist()
+    assert not step.batch.mask[failed].any() and not step.advantages[failed].any()
+    pays = [each.verdict.reward for each in step.batch.samples]
+    assert row["reward"] == pytest.approx(statistics.fmean(x for x in pays if x == x))
+    assert not {int(i) for update in step.updates for i in update.active_rows} & set(
+        failed.nonzero()
+    )
+    assert "left out" in result.out
 
 
 # ---- metrics
