@@ -8,9 +8,7 @@ import torch
 
 import bench_pictures as pictures
 import common
-import train
 from bench_pictures import Completion, Plot
-from support.ranks import Ranks
 from support.report import Story
 from tools import ROOT, command_line
 
@@ -113,13 +111,13 @@ def test_length_picture_has_medians_of_each_length():
         assert_near(curve, [(plot.x(x), plot.y(math.log10(0.05 / x))) for x in (4, 8)])
 
 
-def test_log_ratios_are_those_of_the_updates(place):
+def test_log_ratios_are_those_of_the_updates(place, seen):
     """One step of a random policy: the ratios are relative to pi_old's log-probs."""
-    words = command_line("runs", "--model models/tiny --reward pay.py:even --max-new-tokens 6")
-    run = train.start(train.parse_flags(words), Ranks())
-    found, done = pictures.train_and_compare(run, 1)
-    gaps = pictures.score(run, done.batch.rollout) - done.constants.old_logprobs
-    for i in torch.cat([update.active_rows for update in done.updates]).tolist():
+    flags = "--model models/tiny --reward pay.py:even --max-new-tokens 6 --steps 1"
+    found = pictures.compare_steps(command_line("runs", flags))
+    [step] = seen.steps
+    gaps = pictures.score(seen.run, step.batch.rollout) - step.constants.old_logprobs
+    for i in torch.cat([update.active_rows for update in step.updates]).tolist():
         expected = gaps[i, : len(found[i].tokens)].tolist()
         assert found[i].log_ratios == pytest.approx(expected, abs=1e-5)
     assert max(one.furthest for one in found) > 1e-3

@@ -12,7 +12,6 @@ need the rows that long.py writes. clip.svg and weights.svg are edited by hand.
 A picture has a light and a dark look, page included, and letters that a phone can show. Colours are
 distinct for colour-blind readers, and a word, a mark or a dash repeats the meaning of each."""
 
-import contextlib
 import html
 import math
 import statistics
@@ -29,7 +28,6 @@ import long
 import rollout
 import train
 from support import tasks
-from support.ranks import Ranks
 from support.report import Story, points_of, read_story
 
 OPERATIONS = (1, 8)  # of the chains: fewest and most
@@ -175,57 +173,36 @@ class Completion(NamedTuple):
         return max(map(abs, self.log_ratios))
 
 
-@contextlib.contextmanager
-def short_run() -> Iterator[train.Run]:
-    """Start GSPO with its defaults, on longer and shorter chains than the built-in task has."""
-    flags = f"--steps {STEPS} --max-new-tokens {MOST_TOKENS} --device cpu "
-    flags += "--eval-prompts 8 --eval-samples 0"  # the first evaluation is not used
+def compare_steps(words: list[str]) -> list[Completion]:
+    """Train with these flags. Return the completions of all steps, each scored before the updates
+    of its step and after them."""
+    found, before = [], []
+    plan_updates, step_metrics = train.plan_updates, train.measure.step_metrics
+
+    def plan(run, samples, *others):
+        before.append(score(run, samples))
+        return plan_updates(run, samples, *others)
+
+    def measure(run, batch, *others):
+        log_ratios = score(run, batch.rollout) - before.pop()
+        for i, length in enumerate(batch.rollout.lengths.tolist()):
+            ids = batch.rollout.completions[i, :length].tolist()
+            tokens = [run.tokenizer.decode([id]) for id in ids]
+            found.append(Completion(tokens, log_ratios[i, :length].tolist()))
+        return step_metrics(run, batch, *others)
+
     with (
-        mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
-        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(train, "plan_updates", plan),
+        mock.patch.object(train.measure, "step_metrics", measure),
     ):
-        yield train.start(train.parse_flags([*flags.split(), "--runs", folder]), Ranks())
-
-
-class Step(NamedTuple):
-    """A step before its updates, as `improve` takes it."""
-
-    batch: train.Batch
-    updates: list[train.Update]
-    constants: train.Constants
-    advantages: torch.Tensor
-    returns: None
-
-
-def sampled(run: train.Run, step: int) -> Step:
-    """Return a step before its updates."""
-    batch = train.collect(run, step)
-    advantages, returns = train.compute_advantages(run, batch)
-    updates = train.plan(run, batch, advantages)
-    constants = train.compute_constants(run, batch, updates)
-    return Step(batch, updates, constants, advantages, returns)
-
-
-def train_and_compare(run: train.Run, step: int) -> tuple[list[Completion], Step]:
-    """Return the completions of a step, scored before its updates and after them, and the step."""
-    begun = sampled(run, step)
-    batch = begun.batch
-    before = score(run, batch.rollout)
-    train.improve(run, *begun)
-    log_ratios = score(run, batch.rollout) - before
-    found = []
-    for i, length in enumerate(batch.rollout.lengths.tolist()):
-        ids = batch.rollout.completions[i, :length].tolist()
-        tokens = [run.tokenizer.decode([id]) for id in ids]
-        found.append(Completion(tokens, log_ratios[i, :length].tolist()))
-    return found, begun
+        assert train.main(words) == 0
+    return found
 
 
 @torch.no_grad()
 def score(run: train.Run, samples: rollout.Rollout) -> torch.Tensor:
     """Return log-probs (N, T) under the present policy."""
-    policy = run.models.policy.module
-    return rollout.completion_logprobs(policy, samples, run.config.temperature)[0]
+    return rollout.completion_logprobs(run.models.policy, samples, run.config.temperature)[0]
 
 
 # ---- curve.svg and real.svg ----------------------------------------------------------------------
@@ -464,11 +441,13 @@ def main() -> None:
         drawn["real"] = curve_picture([read_story(folder) for folder in given.real])
     if not drawn:
         torch.set_num_threads(1)
-        with short_run() as run:
-            for _ in range(24):  # the numbers in docs/ are those of the prompts behind these
-                next(run.problems)
-            steps = [train_and_compare(run, step + 1)[0] for step in range(STEPS)]
-            found = [one for step in steps for one in step]
+        flags = f"--steps {STEPS} --max-new-tokens {MOST_TOKENS} --device cpu "
+        flags += "--eval-prompts 8 --eval-samples 0 --eval-every 0"
+        with (
+            mock.patch.object(tasks, "ARITHMETIC_OPERATIONS", OPERATIONS),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            found = compare_steps([*flags.split(), "--runs", folder])
         # the completion with the most ratios that differ visibly from 1, and all fit on the axis
         some = [one for one in found if 16 <= len(one.tokens) <= 24 and one.furthest < 0.22]
         varied = max(some, key=lambda one: sum(abs(each) > 0.01 for each in one.log_ratios))
