@@ -2,6 +2,8 @@
 of it is skipped; docs/contributing.md has an environment for it."""
 
 import re
+import subprocess
+import sys
 import types
 
 import pytest
@@ -13,7 +15,7 @@ import transformers
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from rollout import completion_logprobs, generate
-from tools import SHAPE, good, metrics, random_policy, refused, timeless
+from tools import ROOT, SHAPE, command_line, good, metrics, random_policy, refused, timeless
 
 SIZES = {"vocab_size": 123, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -150,6 +152,20 @@ def test_a_resumed_run_has_the_samples_of_an_unbroken_one(run):
     run(f"{flags} --steps 2 --name parts")
     parts = timeless(run("--steps 3 --name parts --resume").folder.with_name("parts"))
     assert parts[2] == whole[2] and all(row["sampler_kl"] < 1e-9 for row in whole)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_an_engine_in_each_process(run, tmp_path):
+    """The samples are those of one process."""
+    alone = metrics(run("--lr 1e-4").folder)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "train.py")]
+    command += command_line(tmp_path / "two", f"--model policy {FLAGS} --lr 1e-4")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for row, own in zip(metrics(tmp_path / "two/run"), alone, strict=True):
+        assert row["reward"] == own["reward"] and row["length_mean"] == own["length_mean"]
+        assert row["sampler_kl"] < 1e-9
 
 
 @pytest.mark.parametrize(
