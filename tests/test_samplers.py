@@ -54,6 +54,18 @@ def test_one_that_follows_them_trains_as_ours(dtype, place, tmp_path):
     assert ours == theirs
 
 
+def test_a_rollout_of_lists_ends_at_the_first_stop_or_end_token():
+    """4 is a stop, 2 an end token. What an engine wrote after a stop becomes padding."""
+    from support.extras.samplers import rollout_of
+
+    prompts, completions = [[7], [8, 8], [9]], [[5, 6, 2], [5, 4, 4, 7], [5]]
+    logprobs = [[-1.0] * len(ids) for ids in completions]
+    found = rollout_of(prompts, completions, logprobs, [2], 0, stops=lambda ids: ids[:, -1] == 4)
+    assert found.sequences() == [[7, 5, 6, 2], [8, 8, 5, 4], [9, 5]]
+    assert found.truncated.tolist() == [False, False, True]
+    assert found.sampler_logprobs.tolist() == [[-1, -1, -1], [-1, -1, 0], [-1, 0, 0]]
+
+
 def test_vllm_that_is_not_installed_is_named_with_its_pip_line(monkeypatch, tmp_path):
     """Before a model loads, also where it is installed and its import fails."""
     monkeypatch.setitem(sys.modules, "vllm", None)

@@ -84,14 +84,10 @@ def rollout_of(
         stop = first_stop(stops, list(ids), 0)  # the length with it
         lengths.append(stop or len(ids))
         ended.append(stop is not None or ids[-1] in eos_ids)
-    return Rollout.of(
-        prompts,
-        padded(completions, "cpu"),
-        pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True),
-        torch.tensor(lengths),
-        torch.tensor(ended),
-        pad_id,
-    )
+    tokens = padded(completions, "cpu")
+    logprobs = pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True)
+    lengths, ended = torch.tensor(lengths), torch.tensor(ended)
+    return Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
 
 
 @torch.no_grad()
@@ -102,7 +98,8 @@ def check_weights(config, sampler: Callable, model, prompts: list[list[int]], en
     were. So all weights are negated, the sampler's log-probs are compared with the scorer's, the
     weights are negated back, and the same is done again. Negation is exact and its own inverse,
     takes no memory, and changes what every layer computes."""
-    uniforms = torch.rand(len(prompts), 4, 8, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(len(prompts), 4, 8, generator=generator)
     options = {"temperature": config.temperature, "cache_gb": config.cache_gb, **endings}
     failures = Exception if config.sampler == "vllm" else ()  # a user's own keeps its traceback
     gaps = []
@@ -112,11 +109,9 @@ def check_weights(config, sampler: Callable, model, prompts: list[list[int]], en
         with expecting("--sampler vllm: it cannot sample from this model", failures):
             found = sampler(model, prompts, uniforms, **options)
         own, _ = completion_logprobs(model, found, config.temperature, entropy="none")
-        gap = (own - found.sampler_logprobs)[found.completion_mask].abs().mean()
-        gaps.append(float(gap))
-    need(
-        all(gap < LARGEST_GAP for gap in gaps),  # false for NaN
-        f"--sampler {config.sampler}: its log-probs are {max(gaps):.1g} nats a token away from the "
-        "model's once the weights have changed: does it load them in each call, and sample at the "
-        "temperature that it is given?",
-    )
+        difference = own - found.sampler_logprobs
+        gaps.append(float(difference[found.completion_mask].abs().mean()))
+    apart = f"its log-probs are {max(gaps):.1g} nats a token away from the model's"
+    asks = "does it load them in each call, and sample at the temperature that it is given?"
+    follows = all(gap < LARGEST_GAP for gap in gaps)  # not with NaN
+    need(follows, f"--sampler {config.sampler}: {apart} once the weights have changed: {asks}")
