@@ -18,7 +18,9 @@ from forks import fork, program
 from support import report
 from tools import ROOT, copy_of_project, digests, good, metrics, strict, watched, write_rows
 
-PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in DOCS.rglob("*.md")}
+PAGES["README.md"] = (ROOT / "README.md").read_text()
 README = PAGES["README.md"]
 
 
@@ -85,18 +87,18 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """To a file of the project, and to a heading of it."""
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    folder = ROOT if page == "README.md" else (DOCS / page).parent
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
-            target = folder / (name or page)
+            target = folder / (name or Path(page).name)
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text()), link
 
 
 def test_every_page_has_a_link_from_another():
     text = "".join(PAGES.values())
-    linked = set(re.findall(r"\]\((?:docs/)?(\w[\w-]*\.md)", text))
+    linked = set(re.findall(r"\]\((?:docs/)?(\w[\w/-]*\.md)", text))
     assert PAGES.keys() - {"README.md"} <= linked
 
 

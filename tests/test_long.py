@@ -48,4 +48,4 @@ def test_a_rule_is_the_longest_run_of_good_neighbours_that_has_every_rate():
 
 def test_tables_of_the_page_are_those_of_the_runs():
     rows = common.read_rows(common.ROOT / "docs/runs/rates/rows.jsonl")
-    assert long.tables(rows) in (common.ROOT / "docs/results.md").read_text()
+    assert long.tables(rows) in (common.ROOT / "docs/runs/rates/README.md").read_text()

@@ -4,7 +4,7 @@
     python tests/bench/long.py --table --write     # the tables, and no run
 
 A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
-lines to repeat runs. docs/results.md, "Learning rates", has the plan and the results."""
+lines to repeat runs. docs/runs/rates/ has the plan and the results."""
 
 import collections
 import itertools
@@ -351,7 +351,7 @@ def rule(runs: Runs, number: Callable) -> str:
 
 
 def tables(rows: Runs) -> str:
-    """Return everything that docs/results.md has of these runs."""
+    """Return the tables of docs/runs/rates/README.md."""
     plain = runs_with(rows, "")
     runs, others, narrow = of_rows(plain, MAIN), of_rows(plain, OTHERS), bands_of(plain)
     eleven, both = of_rows(plain, MAIN + OTHERS), of_rows(plain, ("luspo", "gspo, luspo's band"))
@@ -395,14 +395,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument("--write", action="store_true", help="put them into docs/results.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put them into the README of docs/runs/rates"
+    )
     given = parser.parse_args()
     if not given.table:
         common.run_missing(train_once, every_run(), given.out, given.jobs)
     found = tables(read_rows(given.out))
     print(found)
     if given.write:
-        common.put("docs/results.md", "rates", found)
+        common.put("docs/runs/rates/README.md", "rates", found)
 
 
 if __name__ == "__main__":
