@@ -15,6 +15,7 @@ import transformers
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from rollout import completion_logprobs, generate
+from support.user import UserError
 from tools import ROOT, SHAPE, command_line, good, metrics, random_policy, refused, timeless
 
 SIZES = {"vocab_size": 123, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -26,8 +27,9 @@ CONFIGS = {
     "tied head": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "experts": transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
     "no name for the head": transformers.Gemma2Config(**SIZES, **GEMMA),
-    "class of transformers": transformers.Olmo2Config(**{**SIZES, "hidden_size": 128}),
+    "class of transformers": transformers.Olmo2Config(**SIZES | {"hidden_size": 128}),
 }
+LONG = transformers.LlamaConfig(**SIZES | {"max_position_embeddings": 2**15})
 PROMPTS = [[7, 8, 9], [10, 11, 12, 13, 14, 15, 16], [7, 8, 9, 20] * 12]
 OPTIONS = {"eos_ids": [2, 5], "pad_id": 0, "temperature": 1.0, "cache_gb": None, "stops": None}
 
@@ -42,10 +44,10 @@ def sampler():
     cleanup_dist_env_and_memory()  # process groups of this engine do not fit the next one
 
 
-def model_of(kind):
+def model_of(config):
     """A random model whose distributions are far from uniform."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     model.config.architectures = [type(model).__name__]
     return shake(model, seed=1)
 
@@ -72,7 +74,7 @@ def largest_gap(model, samples, temperature=1.0):
 def test_engine_follows_the_weights(kind, sampler):
     """Its log-probs are the model's, at first and after every change of the weights, and its greedy
     completions are those of the plain sampler."""
-    model = model_of(kind)
+    model = model_of(CONFIGS[kind])
     for seed, temperature in ((2, 1.0), (3, 0.7), (4, 1.0)):
         options = {**OPTIONS, "temperature": temperature}
         samples = sampler(model, PROMPTS, uniforms(), **options)
@@ -90,7 +92,7 @@ def test_engine_follows_the_weights(kind, sampler):
 def test_seeds_ends_and_stops(sampler):
     """Equal uniforms give equal tokens. Any end token ends a completion, and no other does. The
     first token that completes a stop does, too: here an even one after two others."""
-    model, numbers = model_of("tied head"), uniforms()
+    model, numbers = model_of(CONFIGS["tied head"]), uniforms()
     numbers[:, 2] = numbers[:, 0]
     samples, again = (sampler(model, PROMPTS, numbers, **OPTIONS) for _ in range(2))
     assert torch.equal(samples.tokens, again.tokens)
@@ -111,6 +113,14 @@ def test_seeds_ends_and_stops(sampler):
         *before, last = cut.completions[row, :length].tolist()
         assert [*before, last] == free.completions[row, :length].tolist()
         assert all(token % 2 for token in before[2:]) and cut.truncated[row] == (last % 2 == 1)
+
+
+@torch.no_grad()
+def test_a_completion_that_the_kv_cache_has_no_room_for_is_refused(sampler):
+    """A token takes 1 kB, a block 128 tokens. The context is so long that the engine starts with a part of it."""
+    model = model_of(LONG)
+    with pytest.raises(UserError, match="--cache-gb: has room for 768 of 2048 tokens"):
+        sampler(model, PROMPTS, uniforms(limit=2000), **OPTIONS | {"cache_gb": 1e-3})
 
 
 # ---- runs of train.py
