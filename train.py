@@ -326,8 +326,6 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
     Returns the batch, and metrics of all groups that were drawn."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, verdicts = [], []
-    if run.turns:
-        run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
@@ -387,7 +385,8 @@ def sample_and_verify(
         rows.append(row)
     verdicts = run.reward.verify(ranks.share(texts), ranks.share(rows))
     verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
-    run.reward.note_shaping(verdicts)
+    if run.turns:
+        verdicts = run.turns.abstain(verdicts, ranks)
     run.log.lap("verify")
     return rollout, verdicts
 
@@ -551,7 +550,6 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        run.progress.shaping = sorted(run.reward.shaping)
         checkpoints.save(folder, run)
     if output.tracker:
         with run.log.trying("--track"):
@@ -592,7 +590,6 @@ class Run:
 
             self.generate = sampler = load_sampler(config)
         saved, self.progress = checkpoints.newest(config)  # counters, saved in each checkpoint
-        self.reward.shaping.update(self.progress.shaping)
 
         # 2. tokenizer and prompts
         source, self.tokenizer, model_config = find_model(config, ranks)

@@ -29,7 +29,6 @@ class Progress:
     prompts_drawn: int = 0
     bad_in_a_row: int = 0  # updates that were skipped because they were not finite
     quiet_steps: int = 0  # in a row, without an advantage
-    shaping: list[str] = dataclasses.field(default_factory=list)  # terms that `solved` leaves out
     before: dict = dataclasses.field(default_factory=dict)  # the evaluation before the first step
 
 

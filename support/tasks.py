@@ -172,7 +172,7 @@ def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
 def problems_of(config, reward) -> tuple[Iterator[dict], Iterator[dict]]:
     """Return the problems of --task to train on, and held-out ones."""
     task = TASKS[config.task]
-    reward.check(list(itertools.islice(problems(task, config.seed), 1)))
+    reward.check(list(itertools.islice(problems(task, config.seed), 4)))
     return problems(task, config.seed), problems(task, config.seed, held_out=True)
 
 

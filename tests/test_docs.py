@@ -50,7 +50,7 @@ def test_the_console_of_the_readme_is_that_of_the_default_run():
 
 @pytest.mark.slow  # a fork's own are not documented here
 def test_verifiers_are_those_of_rewards():
-    names = rewards.VERIFIERS.keys() | set(rewards.EXTRAS)
+    names = {*rewards.VERIFIERS, *rewards.MATHEMATICS, "code"}
     assert names <= first_cells("verifiers.md")
 
 

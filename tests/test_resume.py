@@ -110,7 +110,6 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     assert (stopped.folder / "report.html").exists()
     progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
-    assert bool(progress["shaping"]) == (case == "lora")  # of the negative term
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
     told = good(tmp_path, command, small=False).out
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
@@ -220,12 +219,11 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
     """A flag that an older run lacks gets its default. A flag that is gone is dropped. Flags that
     come with the resume hold from then on, also those that are the default of a run, and others are
     kept, but for the place."""
-    path, progress = done / "config.json", newest(done) / "trainer/progress.json"
+    path = done / "config.json"
     config = json.loads(path.read_text()) | {"max_slots": 3, "temperature": 0.9}
     config |= {"epochs": 2, "eval_every": 3}
     del config["entropy_coef"], config["old_logprobs"]
     path.write_text(json.dumps(config))
-    progress.write_text(json.dumps(strict(progress.read_text()) | {"shaping": ["even"]}))
     Path("runs").symlink_to(tmp_path)  # as if the folder had been moved
     flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny --epochs 1"
     assert train.main(flags.split()) == 0
@@ -234,7 +232,6 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
     assert [completed[name] for name in ("steps", "lr", "temperature")] == [2, 1e-4, 0.9]
     assert [completed[name] for name in ("epochs", "eval_every")] == [1, 3]
     assert completed["runs"] == "runs" and metrics(done)[-1]["lr"] == pytest.approx(1e-4)
-    assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
 
 
 class Counting(torch.optim.SGD):

@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import re
-from fractions import Fraction
 
 import pytest
 
@@ -93,9 +92,9 @@ def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
         written, asked = demonstration[0], re.findall("[+*][0-9]", row["prompt"])
         steps = demonstration.partition("#")[0].split(";")
         for operation, step in zip(asked, steps, strict=True):
-            value = rewards.exact_value(f"{value}{operation}") % 10
+            value = eval(f"{value}{operation}") % 10
             assert step[:-1] == f"{written}{operation}="
-            right = rewards.exact_value(f"{written}{operation}") % 10
+            right = eval(f"{written}{operation}") % 10
             wrong[operation[0] == "*" and operation[1] in hard].append(step[-1] != str(right))
             written = step[-1]
         assert row["answer"] == str(value)
@@ -104,16 +103,6 @@ def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
     assert (min(counts), max(counts)) == operations
     assert not any(wrong[False])
     assert 0.5 < sum(wrong[True]) / len(wrong[True]) < 0.6  # 0.6, less those that are right so
-
-
-def test_exact_value_is_a_fraction_and_nothing_else_is_evaluated():
-    values = {"8/(3-8/3)": 24, "2-3-4": -5, "2*3+4*5": 26, "-(2+3)*+4": -20}
-    values |= {"1/3+1/6": Fraction(1, 2), " ( 1 + 2 ) ": 3}
-    assert {text: rewards.exact_value(text) for text in values} == values
-    others = ["", "1/0", "2**3", "7//2", "(1", "1 2", "x", "1.5", "1,2", "f(1)", "3(4, 5)", "1e3"]
-    for text in [*others, "-" * 1000 + "1", "(" * 900 + "1" + ")" * 900]:
-        with pytest.raises(Exception):  # noqa: B017
-            rewards.exact_value(text)
 
 
 def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
@@ -144,7 +133,7 @@ def test_countdown_problems_can_be_solved():
         for order in itertools.permutations(numbers):
             for symbols in itertools.product("+-*", repeat=len(order) - 1):
                 pairs = zip(order, [*symbols, ""])
-                values.add(rewards.exact_value("".join(f"{n}{symbol}" for n, symbol in pairs)))
+                values.add(eval("".join(f"{n}{symbol}" for n, symbol in pairs)))
         assert target in values
 
 
@@ -161,4 +150,4 @@ def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
         completion = text.partition("=")[2]
         assert own == re.sub(r"(</calc>)=-?\d+", r"\1", completion)
         for call, value in re.findall(r"<calc>(.*?)</calc>=(-?\d+)", completion):
-            assert rewards.exact_value(call) == int(value)
+            assert eval(call) == int(value)

@@ -496,19 +496,18 @@ def test_a_loss_may_read_another_tensor_of_the_step(seen, monkeypatch, tmp_path)
 def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
     """Rewards are negative, so that 0 would be the best. Weights are those of a run in which the
     completions that fail are not there for the mean, std and gradient of the others."""
-    code = "def near(completion, answer):\n    return -len(completion) / int('7' in completion)\n"
+    code = "def near(completion, answer):\n    return -len(completion) / min(len(completion) % 3, 1)\n"
     Path("near.py").write_text(code)
     result = good(tmp_path, f"{BASE} --steps 1 --reward near.py:near --eval-prompts 8")
     [row], [step] = metrics(result.folder), seen.steps
-    failed = torch.tensor(["7" not in each.text for each in step.batch.samples])
+    failed = torch.tensor([len(each.text) % 3 == 0 for each in step.batch.samples])
     assert 0 < failed.sum() < 16 and row["verifier_faults"] == failed.sum()
     assert step.batch.rewards.isnan().tolist() == failed.tolist()
     assert not step.batch.mask[failed].any() and not step.advantages[failed].any()
     pays = [each.verdict.reward for each in step.batch.samples]
     assert row["reward"] == pytest.approx(statistics.fmean(x for x in pays if x == x))
-    assert not {int(i) for update in step.updates for i in update.active_rows} & set(
-        failed.nonzero()
-    )
+    trained = torch.cat([update.active_rows for update in step.updates])
+    assert len(trained) > 0 and not failed[trained].any()
     assert "left out" in result.out
 
 
