@@ -69,7 +69,7 @@ from support.ranks import Ranks, joined_ranks
 from support.stop_texts import StopTexts
 from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
-from support.user import expecting, function_of, need
+from support.user import need
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
@@ -94,7 +94,7 @@ class Config:
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function, default: the task's")
     teacher: str | None = flag(None, "opd: teacher model, a folder or hub name")
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
-    sampler: str | None = flag(None, "file.py:function with the signature of rollout.generate")
+    sampler: str | None = flag(None, "vllm, or file.py:function like rollout.generate")
     steps: int = flag(50, "number of rollout steps", low=1)
     seed: int = flag(0, "random seed of problems, samples, shuffles and adapters", low=0)
 
@@ -589,10 +589,9 @@ class Run:
         self.generate = generate  # rollout.generate or --sampler; with --tool, its turns around it
         self.turns = None  # the same turns, which count calls and faults
         if config.sampler:
-            from support.extras.samplers import checked
+            from support.extras.samplers import check_weights, load_sampler
 
-            with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-                self.generate = checked(function_of(config.sampler))
+            self.generate = sampler = load_sampler(config)
         saved, self.progress = checkpoints.newest(config)  # counters, saved in each checkpoint
 
         # 2. tokenizer and prompts
@@ -625,6 +624,9 @@ class Run:
         # before `Models` switches TF32 on: the check would refuse its rounding
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         self.models = Models(config, self.algorithm, policy)
+        if config.sampler:  # stale weights give no error
+            copied = self.models.sampling_model
+            check_weights(config, sampler, copied, [ids, longer], self.endings)
         if self.models.teacher:
             self.share_prefixes = self.share_prefixes and shares_prefixes(self.models.teacher)
         self.optimizer = make_optimizer(config, self.models)
