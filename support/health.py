@@ -4,7 +4,7 @@ health of a run, for its page and its last lines."""
 import math
 from statistics import fmean, variance
 
-from support.tasks import BUILT_IN
+from support.pretrain import BUILT_IN
 
 MANY_TRUNCATED = MANY_FAULTS = 1 / 3  # of the completions
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"

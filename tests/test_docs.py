@@ -211,13 +211,13 @@ def applied(step: str, project: Path) -> None:
 PROGRAM = """
 import json, pathlib, sys, torch
 import rollout, train
-from support import tasks
+from support import pretrain
 
 print("refused", train.main(["--positive-weight", "0.2"]))
 logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)
 token, logprobs = rollout.sample_token(logits, (torch.arange(800) + 0.5) / 800, 1.0, 0.7)
 print("nucleus", [token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()])
-tasks.WARM_STEPS = 40
+pretrain.WARM_STEPS = 40
 print("trained", train.main(sys.argv[1:]))
 
 pathlib.Path("right.py").write_text("def right(completion, answer):\\n    return answer != '2'\\n")

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, folders, process, tasks
-from support.user import UserError
+from support import console, folders, pretrain, process
 from tools import (
     BASE,
     ROOT,
@@ -46,7 +45,7 @@ def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
     two of the run's own stay."""
     folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
     first = folder / "checkpoints/step-1"
-    copies = {"step-1-good", "step-99x", "best"}
+    copies = {"step-1-good", "step-99x", "step-1000", "best"}
     for name in copies:
         shutil.copytree(first, first.with_name(name))
     good(tmp_path, "--resume --name run --steps 4", small=False)
@@ -72,7 +71,7 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     """Before the warm start, which takes half a minute. The sentence does not blame --runs."""
     Path("cache").write_text("a file, and no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setattr(tasks, "warm_start", None)
+    monkeypatch.setattr(pretrain, "warm_start", None)
     sentence = refused(tmp_path / "runs", "--algo gspo")
     assert re.search("cache/gspo.*XDG_CACHE_HOME", sentence) and "--runs" not in sentence
     assert not (tmp_path / "runs").exists()
@@ -193,21 +192,6 @@ def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
 
 
 # ---- the environment
-
-
-def test_a_second_process_is_refused_while_a_run_writes_and_no_longer(monkeypatch, tmp_path):
-    """A lock of the operating system, on an open file: nothing must be removed after a kill -9."""
-    said = f"another process is at work in {tmp_path / 'run'}"
-
-    def try_to_lock(_, result):
-        with pytest.raises(UserError, match=said):
-            folders.lock(tmp_path / "run")
-        return result
-
-    watched(monkeypatch, train, "score", try_to_lock)
-    good(tmp_path, f"{BASE} --steps 1")
-    with folders.lock(tmp_path / "run"):
-        assert said in refused(tmp_path, "--resume --name run --steps 2", small=False)
 
 
 def python(*words, folder=ROOT, **environment):

@@ -4,12 +4,14 @@ import itertools
 import json
 import random
 import re
+import tempfile
 
 import pytest
 
 import rewards
-from support import tasks
+from support import pretrain, tasks
 from support.tasks import TASKS, problems
+from tools import refused
 
 VERIFY = rewards.VERIFIERS
 
@@ -106,23 +108,58 @@ def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
 
 
 def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
-    monkeypatch.setattr(tasks, "WARM_STEPS", 2)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 2)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tasks.built_in_policy(TASKS["arithmetic"], "tiny")
+    folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
     assert list((tmp_path / "gspo").iterdir()) == [folder]
+    for path in (folder, *folder.iterdir()):  # other users of a shared cache read it
+        assert path.stat().st_mode & 0o044 == 0o044
     weights = (folder / "model.safetensors").stat()
-    assert tasks.built_in_policy(TASKS["arithmetic"], "tiny") == folder
+    assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     assert (folder / "model.safetensors").stat() == weights
 
     made = [folder]
     for operations in ((6, 7), (12, 15)):  # a length of its own, a policy of its own
         chains = tasks.chains(operations)._replace(warm_steps=2)
-        made.append(tasks.built_in_policy(chains, "tiny"))
+        made.append(pretrain.built_in_policy(chains, "tiny"))
     config = json.loads((made[-1] / "config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 1000
-    monkeypatch.setattr(tasks, "WARM_LR", 1e-3)  # another recipe, another policy
-    made.append(tasks.built_in_policy(TASKS["arithmetic"], "tiny"))
+    monkeypatch.setattr(pretrain, "WARM_LR", 1e-3)  # another recipe, another policy
+    made.append(pretrain.built_in_policy(TASKS["arithmetic"], "tiny"))
     assert len(set(made)) == 4
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_broken_policy_is_named_by_the_folder_to_delete(file, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
+    (folder / file).write_bytes((folder / file).read_bytes()[:99])
+    sentence = refused(tmp_path, "--algo gspo")
+    assert f"built-in policy is broken, delete its folder {folder}: " in sentence
+    assert "--model" not in sentence
+
+
+@pytest.mark.parametrize("home", ["/dev/null", None])
+def test_a_user_without_a_home_gets_a_temporary_cache(home, tmp_path, monkeypatch, capsys):
+    """In a container / is a home, or there is none, neither in the environment nor in passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if home:
+        monkeypatch.setenv("HOME", home)
+    else:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    folder = pretrain.cache_folder()
+    assert folder.parent == tmp_path and f"{folder} ($XDG" in capsys.readouterr().out
+
+
+def test_pretraining_tells_its_steps_and_the_time_left(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
+    monkeypatch.setattr(pretrain, "SECONDS_A_LINE", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
+    lines = re.findall("pretraining: step (.*)", capsys.readouterr().out)
+    assert len(lines) == 2 and re.fullmatch(r"1/3, \d+ s left", lines[0])
 
 
 def test_countdown_problems_can_be_solved():
@@ -139,11 +176,11 @@ def test_countdown_problems_can_be_solved():
 
 def test_demonstrations_teach_the_completion_and_not_the_tool(monkeypatch):
     """Labels are the policy's own tokens: not the prompt, and not the calculator's replies."""
-    monkeypatch.setattr(tasks, "WARM_STEPS", 4)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 4)
     task = TASKS["calculator"]
     words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *task.alphabet])}
     letters = {i: word for word, i in words.items()}
-    for row in tasks.demonstrations(task, words):
+    for row in pretrain.demonstrations(task, words):
         assert all(label in (i, -100) for i, label in zip(row["input_ids"], row["labels"]))
         text = "".join(letters[i] for i in row["input_ids"])
         own = "".join(letters[i] for i in row["labels"] if i != -100)
