@@ -1,8 +1,8 @@
 """The loop of train.py: from the rollout to the gradient, and the metrics."""
 
 import math
+import re
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -281,18 +281,12 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(algorithm, seen
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
 
 
-def test_soft_overlong_penalty_is_eq_13():
-    """L_max 20, L_cache 4: 0 up to 16, (16 - |y|) / 4 up to 20, -1 beyond."""
-    lengths = torch.tensor([0, 16, 17, 19, 20, 99])
-    assert gspo.soft_overlong_penalty(lengths, 20, 4).tolist() == [0, 0, -0.25, -0.75, -1, -1]
-
-
-def test_soft_overlong_punishment_reaches_the_rewards(seen, tmp_path):
+def test_the_soft_overlong_penalty_of_eq_13_reaches_the_rewards(seen, tmp_path):
     """Of at most 12 with a cache of 5: length 12 costs 1, 8 costs 1/5, 7 and less nothing."""
     good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
     [(batch, *_)] = seen.steps
     lengths = batch.rollout.lengths.tolist()
-    assert min(lengths) <= 7 < max(lengths)
+    assert min(lengths) <= 7 < max(lengths) == 12
     expected = [pay - max(0, n - 7) / 5 for pay, n in zip(pays_of(batch), lengths)]
     assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -494,23 +488,22 @@ def test_a_loss_may_read_another_tensor_of_the_step(seen, monkeypatch, tmp_path)
 
 
 def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
-    """Rewards are negative, so that 0 would be the best. Weights are those of a run in which the
-    completions that fail are not there for the mean, std and gradient of the others."""
-    code = (
-        "def near(completion, answer):\n    return -len(completion) / min(len(completion) % 3, 1)\n"
-    )
-    Path("near.py").write_text(code)
-    result = good(tmp_path, f"{BASE} --steps 1 --reward near.py:near --eval-prompts 8")
+    """Nor is it in the mean and std of its group. The console names the error, without the escape
+    sequence of its message."""
+    reward = "pay.py:even + pay.py:broken"  # it raises where the length is odd, and else pays 0
+    result = good(tmp_path, f"{BASE} --steps 1", "--reward", reward)
     [row], [step] = metrics(result.folder), seen.steps
-    failed = torch.tensor([len(each.text) % 3 == 0 for each in step.batch.samples])
+    failed = torch.tensor([len(each.text) % 2 == 1 for each in step.batch.samples])
     assert 0 < failed.sum() < 16 and row["verifier_faults"] == failed.sum()
     assert step.batch.rewards.isnan().tolist() == failed.tolist()
     assert not step.batch.mask[failed].any() and not step.advantages[failed].any()
-    pays = [each.verdict.reward for each in step.batch.samples]
-    assert row["reward"] == pytest.approx(statistics.fmean(x for x in pays if x == x))
+    pays = [x for x in pays_of(step.batch) if x == x]
+    assert row["reward"] == pytest.approx(statistics.fmean(pays)) == row["reward/even"]
+    assert row["reward/broken"] == 0
     trained = torch.cat([update.active_rows for update in step.updates])
     assert len(trained) > 0 and not failed[trained].any()
-    assert "left out" in result.out
+    assert "left out" in result.out and "\x1b" not in result.out + result.err
+    assert re.search("warning: .*broken.*ArithmeticError.*boom", result.out)
 
 
 # ---- metrics
@@ -694,16 +687,6 @@ def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_pat
     rows = metrics(good(tmp_path, f"{BASE} --algo ppo").folder)
     assert [row["bad_updates"] for row in rows] == [4, 0]
     assert ["advantage_abs" in row for row in rows] == [False, True]
-
-
-def test_a_verifier_that_raises_is_told_scored_0_and_counted(seen, tmp_path):
-    result = good(tmp_path, f"{BASE} --steps 3", "--reward", "pay.py:even + pay.py:broken")
-    told = [line for line in result.out.splitlines() if "boom" in line]
-    assert told and "broken" in told[0] and "ArithmeticError" in told[0]
-    assert "\x1b" not in result.out + result.err  # the raised message has an escape sequence
-    for row, (batch, *_) in zip(metrics(result.folder), seen.steps, strict=True):
-        assert 0 < row["verifier_faults"] == sum(len(each.text) % 2 for each in batch.samples)
-        assert row["reward/broken"] == 0 and row["reward"] == pytest.approx(row["reward/even"])
 
 
 @pytest.mark.slow
