@@ -1,6 +1,8 @@
 """Verifiers and rewards: answers to reward, answers not to reward, texts that must not hang."""
 
+import ast
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -17,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import patterns
 import rewards
 from forks import fork, program
 from support import mathematics
@@ -318,28 +319,72 @@ def test_no_comparison_takes_long(piece):
             assert time.process_time() - start < 0.2, (given, gold)
 
 
+# Exponential backtracking takes a repeat of something that can match a text in several ways. These
+# are the repeats of something with a choice in it -> a text on which a wrong one would take long
+CHOICES = {
+    r"\\boxed +(-?\w+(?:[.,/]\d+)*)": "\\boxed 1" + 25 * ".1",
+    r"(?:(?:the|final|correct|best|answer|option|choice|is)\b[^\w≠¬~❌]*)*": 25 * "the ",
+    r"([^\W\d]\w*(?:\(\w\))?|\(\w(?:, ?\w)+\)) ?=": "(x" + 25 * ", x",
+    r"\A(?:[= ]|\*\*|0(?=\d))+|(?:[. ]|\*\*)+\Z": 25 * "**= 0. ",
+    r"\{(?:[^{}]|\{[^{}]*\})*\}": "¦{" + 25 * "{}",
+}
+REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+
+
+def expressions(path):
+    """Every expression of a file's calls, such as re.search("..."), and of its REWRITES."""
+    module = importlib.import_module(path.replace("/", "."))
+    yield from (pattern for pattern, _ in getattr(module, "REWRITES", []))
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if re.fullmatch(r"re\.(?!escape)\w+", call):
+            words = ast.walk(node.args[0])
+            local = {word.id: "name" for word in words if isinstance(word, ast.Name)}
+            yield eval(ast.unparse(node.args[0]), local | vars(module))
+
+
+def parts_of(expression):
+    """(operation, argument) of every node of a parsed expression, at any depth."""
+    for each in expression if isinstance(expression, (tuple, list)) else expression.data:
+        if isinstance(expression, re._parser.SubPattern):
+            yield str(each[0]), each[1]
+        if isinstance(each, (tuple, list, re._parser.SubPattern)):
+            yield from parts_of(each)
+
+
+def has_choice(expression):
+    return any(
+        operation == "BRANCH" or (operation in REPEATS and argument[0] != argument[1])
+        for operation, argument in parts_of(expression)
+    )
+
+
 @pytest.mark.parametrize(
-    "path",
-    ["rewards.py", "support/mathematics.py", "support/tasks.py", "support/extras/programs.py"],
+    "path", ["rewards", "support/mathematics", "support/tasks", "support/extras/programs"]
 )
-def test_no_expression_backtracks_without_end(path, tmp_path):
-    """Each on repetitions of its own pieces. Exponential growth would not end within the limit."""
-    process = fork(program, COMMAND, "tests/patterns.py", path, out=tmp_path / "out", folder=ROOT)
-    process.join(120)
-    process.kill()  # if it has no end
-    process.join()
-    assert process.exitcode == 0, (tmp_path / "out").read_text().splitlines()[-1:]
-
-
-@pytest.mark.parametrize("path", ["rewards.py", "support/mathematics.py"])
-def test_verifiers_are_fast_on_pieces_of_their_own_expressions(path):
-    for pattern, length in itertools.product(patterns.expressions(path).values(), (900, 9_900)):
-        texts = patterns.texts(pattern, samples=1, length=length)
-        texts += list(map(boxed, texts))
-        for text, name in itertools.product(texts, ("math", "math_lenient", "choice")):
+def test_no_expression_backtracks_exponentially(path):
+    for expression in expressions(path):
+        parts = parts_of(re._parser.parse(expression))
+        repeats = [argument for operation, argument in parts if operation in REPEATS]
+        if any(has_choice(body) for _, high, body in repeats if high > 9):
+            [text] = [text for part, text in CHOICES.items() if part in expression]
             start = time.process_time()
-            VERIFY[name](text, "B")
-            assert time.process_time() - start < 0.2, (name, pattern.pattern[:50], text[:50])
+            for completion in (text, text + "\0"):
+                re.search(expression, completion)
+            assert time.process_time() - start < 0.2, expression
+
+
+def test_verifiers_take_no_time_on_repeated_pieces():
+    """Nor on the longest text that is read as an answer."""
+    rng = random.Random(0)
+    pieces = [*MANY.split("|"), *cells(SLOW), ".1", "the ", ", x", "**= 0. ", "{}"]
+    pieces += ["".join(rng.choices(pieces, k=2)) for _ in range(60)]
+    for piece, name in itertools.product(pieces, ("math", "math_lenient", "choice")):
+        text = (piece * 9_900)[:9_900]
+        for completion in (text, boxed(text), boxed(text[:900])):
+            start = time.process_time()
+            VERIFY[name](completion, "B")
+            assert time.process_time() - start < 0.2, (name, piece)
 
 
 # ---- rewards
