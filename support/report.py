@@ -1,8 +1,8 @@
-"""Write the page of a run: curves, a group inside an update, answers to held-out prompts.
+"""Write the report of one or more runs: curves, a group inside an update, held-out answers.
 
     python train.py --report runs/a runs/b
 
-The page is one file without scripts that loads nothing."""
+The page is a single file that runs no scripts and loads nothing."""
 
 import html
 import json
@@ -13,44 +13,50 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from support.console import duration
 from support.data import printable, printable_lines
 from support.folders import replace_text
 from support.health import health
 from support.user import expecting, need
 
-MOST_POINTS, MOST_DOTS = 200, 40  # of a curve
-MOST_CARDS = 12  # evaluations of a prompt, completions of a group
-MOST_TOKENS = 400  # of a completion
+MOST_POINTS, MOST_DOTS = 200, 40  # per curve
+MOST_CARDS = 12  # evaluations per prompt, completions per group
+MOST_TOKENS = 400  # per completion
+LEGEND = (
+    "Completions of one prompt at the last update of step {}. Since they were sampled, "
+    '<span class="more by3">blue</span> tokens have become likelier and '
+    '<span class="less by3">orange</span> ones less likely. A is the advantage of a completion, '
+    "s the geometric mean of its tokens' ratios."
+)
+# algorithm -> the ratio that it clips: one per completion, or one per token
+CLIPS = dict.fromkeys(("gspo", "gspo-token", "luspo"), "s")
+CLIPS |= dict.fromkeys(("grpo", "dr-grpo", "dapo", "ppo", "reinforce++"), "a token's ratio")
 
 
 class Story(NamedTuple):
-    """The files of one run."""
-
-    name: str
+    name: str  # of the run's folder
     flags: dict  # config.json
-    starts: list[dict]  # starts.jsonl, a line a start
-    rows: list[dict]  # metrics.jsonl, a line a step
-    evaluations: list[dict]  # evaluations.jsonl, a line an answer
-    group: Sequence[dict] = ()  # samples.jsonl: the last completions that have their tokens
+    starts: list[dict]  # starts.jsonl, one row per start
+    rows: list[dict]  # metrics.jsonl, one row per step
+    evaluations: list[dict]  # evaluations.jsonl, one row per answer
+    group: Sequence[dict] = ()  # samples.jsonl, the last rows with tokens
 
 
 def read_story(folder: Path) -> Story:
-    """Read a run's folder."""
+    """Read the folder of a run."""
     flags = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    starts = read_rows(folder / "starts.jsonl")
-    rows = read_rows(folder / "metrics.jsonl")
-    evaluations = read_rows(folder / "evaluations.jsonl")
+    files = [folder / f"{name}.jsonl" for name in ("starts", "metrics", "evaluations")]
     group = read_group(folder / "samples.jsonl")
-    return Story(folder.resolve().name, flags, starts, rows, evaluations, group)
+    return Story(folder.resolve().name, flags, *map(read_rows, files), group)
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read a JSONL file. A last line without an end is still being written."""
+    """Read a JSONL file. A last line without a line break is still being written."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def read_group(path: Path) -> list[dict]:
-    """Return the last group of completions that has its tokens. Older runs have none."""
+    """Return the last group with tokens, without reading a long file into memory."""
     if not path.exists():
         return []
     with open(path, "rb") as file:
@@ -60,24 +66,20 @@ def read_group(path: Path) -> list[dict]:
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
-    """Return (step, value), from the evaluation before training on."""
+    """Return (step, value) pairs, starting with the evaluation before training."""
     rows = story.starts[:1] + story.rows
     return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 def at_most(most: int, items: list) -> list:
-    """Return some of them, evenly chosen, always the first and the last."""
+    """Thin out a list evenly. The first and the last item stay."""
     size = max(1, math.ceil((len(items) - 1) / (most - 1)))
     return items[:-1:size] + items[-1:]
 
 
-# ---- charts --------------------------------------------------------------------------------------
-
-
 def visible(value) -> str:
-    """Return text as escaped HTML. Characters that hide or reorder text are shown by their code."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return html.escape(printable_lines(text))
+    """Escape text for HTML. Characters that hide or reorder text are shown as their code."""
+    return html.escape(printable_lines(str(value)))
 
 
 class Chart(NamedTuple):
@@ -120,13 +122,13 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     low, high = min(chart.low, *values), max(chart.high, *values)
 
     def place(step: float, value: float) -> tuple[float, float]:
-        return 50 + 250 * step / last, 130 - 124 * (value - low) / (high - low)
+        return 64 + 250 * step / last, 130 - 124 * (value - low) / (high - low)
 
-    drawn = [f'<text x="300" y="145" text-anchor="end">step {last:g}</text>']
+    drawn = [f'<text x="314" y="145" text-anchor="end">step {last:g}</text>']
     for value in (low, (low + high) / 2, high):
         _, y = place(0, value)
-        drawn.append(f'<path class="axis" d="M50 {y:.1f}H300"/>')
-        drawn.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{value:{chart.form}}</text>')
+        drawn.append(f'<path class="axis" d="M64 {y:.1f}H314"/>')
+        drawn.append(f'<text x="58" y="{y + 4:.1f}" text-anchor="end">{value:{chart.form}}</text>')
     title = f"<figcaption><b>{metric}</b> "
     for i, curve in enumerate(curves):
         if not curve:
@@ -142,63 +144,84 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     return f'<figure>{title}</figcaption>{picture}<div class="dim">{chart.healthy}</div></figure>'
 
 
-# ---- texts ---------------------------------------------------------------------------------------
+def is_clipped(ratio: float, advantage: float, flags: dict) -> bool:
+    """Whether a ratio has left the band on the side to which its advantage pushes it."""
+    if advantage > 0:
+        return ratio > 1 + flags["clip_high"]
+    return advantage < 0 and ratio < 1 - flags["clip_low"]
 
 
 def inside_update(story: Story) -> str:
     """Show the completions of a group, each token shaded by how far its probability moved."""
-    group = story.group
-    darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
-    said = "The last update of step {}. Blue tokens became likelier, orange ones less likely."
-    parts = [f"<h2>Inside an update of {visible(story.name)}</h2>"]
-    parts.append(f'<p class="dim">{said.format(group[0]["step"])}</p>')
+    group, flags = story.group, story.flags
+    clips = CLIPS.get(flags["algo"])
+    legend = LEGEND.format(group[0]["step"])
+    if clips:
+        low, high = 1 - flags["clip_low"], 1 + flags["clip_high"]
+        band = f"A &gt; 0 and {clips} above {high:g}, or A &lt; 0 and {clips} below {low:g}"
+        legend += f' <span class="clipped">Underlined</span> tokens are clipped: {band}.'
+    parts = [f"<h2>Inside an update of {visible(story.name)}</h2><p>{legend}</p>"]
     parts.append(f'<pre class="prompt">{visible(group[0]["prompt"])}</pre><div class="cards">')
+    darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
     for row in group:
-        spans = []
-        for text, move in zip(row["tokens"][:MOST_TOKENS], row["log_ratios"]):
-            look = f"{'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
-            ratio = math.exp(move)
-            spans.append(f'<span class="{look}" title="{ratio:.4f}">{visible(text)}</span>')
         s = math.exp(fmean(row["log_ratios"]))
-        head = f"A {fmean(row['advantage']):+.2f}, s {s:.5f}"
-        parts.append(card("", head, "".join(spans)))
+        head = f"{earned(row)}, A {fmean(row['advantage']):+.2f}, s\N{NO-BREAK SPACE}{s:.5f}"
+        spans = ""
+        for text, move, a in zip(row["tokens"][:MOST_TOKENS], row["log_ratios"], row["advantage"]):
+            ratio = math.exp(move)
+            look = f"{'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
+            if clips and is_clipped(s if clips == "s" else ratio, a, flags):
+                look += " clipped"
+            spans += f'<span class="{look}" title="{ratio:.4f}">{visible(text)}</span>'
+        parts.append(card("", head, spans))
     return "".join([*parts, "</div>"])
+
+
+def earned(row: dict) -> str:
+    """Return the reward as text. A completion without a verdict has none."""
+    return "no verdict" if row["reward"] is None else f"reward {row['reward']:.3g}"
 
 
 def card(look: str, head: str, body: str) -> str:
     """Return a completion in a box below a line about it, both as HTML."""
-    title = f'<span class="head">{head}</span>'
-    return f'<div class="card {look}">{title}<pre>{body}</pre></div>'
+    return f'<div class="card {look}"><span class="head">{head}</span><pre>{body}</pre></div>'
 
 
 def headline(story: Story) -> str:
-    """Say which model was trained, from where to where, when, and by which command."""
+    """Say what was trained, how, for how long, with which result, and by which command."""
     flags = story.flags
+    seconds = sum(row["seconds_step"] for row in story.rows)  # evaluations not counted
     lines = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
-    for metric, form in (("eval_solved", "{:.1%}"), ("eval_reward", "mean reward {:.2f}")):
-        texts = [f"{form.format(y)} (step {step})" for step, y in points_of(story, metric)]
+    lines[0] += f", lr {flags['lr']:g}, seed {flags['seed']}: training took {duration(seconds)}"
+    forms = {"solved": ".1%", f"pass@{flags['eval_samples']}": ".1%", "reward": ".2f"}
+    for name, form in forms.items():
+        texts = [f"{y:{form}} (step {step})" for step, y in points_of(story, f"eval_{name}")]
         if texts:
-            lines.append(f"held out {texts[0]} → {texts[-1]}")
+            lines.append(f"held out, {name}: {texts[0]} → {texts[-1]}")
     lines += [f"{start['date']}: {start['command']}" for start in story.starts]
     return "".join(f"<div>{visible(line)}</div>" for line in lines)
 
 
+def verdict(row: dict) -> str:
+    """Return "right", "wrong" or "unjudged"."""
+    if row["correct"] is None:
+        return "unjudged"
+    return "right" if row["correct"] > 0.5 else "wrong"
+
+
 def answers(story: Story) -> str:
-    """Show a run's answers to each of the held-out prompts, evaluation after evaluation."""
+    """Show the answers to each held-out prompt over time, prompts that are still wrong first."""
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
     parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
-    for prompt, rows in by_prompt.items():
-        parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
-        answer = f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>'
-        parts.append(f'{answer}<div class="cards">')
+    for rows in sorted(by_prompt.values(), key=lambda rows: verdict(rows[-1]) != "wrong"):
+        parts.append(f'<pre class="prompt">{visible(rows[0]["prompt"])}</pre>')
+        parts.append(f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>')
+        parts.append('<div class="cards">')
         for row in at_most(MOST_CARDS, rows):
-            verdict = "unjudged"
-            if row["correct"] is not None:
-                verdict = "right" if row["correct"] > 0.5 else "wrong"
-            head = visible(f"step {row['step']}: reward {row['reward']:.3g}, {verdict}")
-            parts.append(card(verdict, head, visible(row["completion"])))
+            head = f"step {row['step']}: {earned(row)}, {verdict(row)}"
+            parts.append(card(verdict(row), head, visible(row["completion"])))
         parts.append("</div>")
     return f'<details open="">{"".join(parts)}</details>'
 
