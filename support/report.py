@@ -22,6 +22,7 @@ from support.user import expecting, need
 MOST_POINTS, MOST_DOTS = 200, 40  # per curve
 MOST_CARDS = 12  # evaluations per prompt, completions per group
 MOST_TOKENS = 400  # per completion
+CARD = '<div class="card {}"><span class="head">{}</span><pre>{}</pre></div>'
 LEGEND = (
     "Completions of one prompt at the last update of step {}. Since they were sampled, "
     '<span class="more by3">blue</span> tokens have become likelier and '
@@ -90,23 +91,23 @@ class Chart(NamedTuple):
 
 
 CHARTS = {
-    "eval_solved": Chart("held-out prompts, greedy. Rises with solved", 0, 1, ".1%"),
-    "eval_solved_lenient": Chart("the same answers in any format", 0, 1, ".1%"),
-    "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".1%"),
-    "reward": Chart("mean over the completions trained on. Rises", 0, 1, ".2f"),
-    "eval_reward": Chart("mean reward of held-out prompts, greedy. Rises", 0, 1, ".2f"),
-    "length_mean": Chart("tokens. No drift to --max-new-tokens", form=",.0f"),
-    "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
-    "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
-    "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
-    "clip_fraction": Chart("GSPO half at first, a quarter at the end. GRPO to 2%", 0, 1, ".1%"),
-    "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
-    "approx_kl": Chart("nats to π_old. A rise comes before collapse"),
-    "kl": Chart("nats to π_ref. Grows slowly"),
-    "sampler_kl": Chart("trainer to sampler. 0 up to rounding in float32", 0, 1e-3),
-    "grad_norm": Chart("before clipping. Steady"),
-    "tool_calls": Chart("replies of --tool in a completion", 0, 1),
-    "teacher_kl": Chart("nats to the teacher. Falls"),
+    "eval_solved": Chart("Greedy accuracy on held-out prompts. Rises with solved.", 0, 1, ".1%"),
+    "eval_solved_lenient": Chart("The same answers, right in any format.", 0, 1, ".1%"),
+    "solved": Chart("Sampled completions that are right. Rises with the reward.", 0, 1, ".1%"),
+    "reward": Chart("Mean over the completions trained on. Should rise.", 0, 1),
+    "eval_reward": Chart("Mean greedy reward on held-out prompts. Should rise.", 0, 1),
+    "length_mean": Chart("Tokens. Should not drift toward --max-new-tokens.", form=",.0f"),
+    "truncated": Chart("Should stay near 0; if not, raise --max-new-tokens.", 0, 1, ".1%"),
+    "dead": Chart("Groups of equal rewards. Near 100%, little is learned.", 0, 1, ".1%"),
+    "entropy": Chart("Nats per token. Falls slowly; near 0, exploration is over.", 0, 0.1),
+    "clip_fraction": Chart("GSPO: half at first, a quarter later. GRPO: up to 2%.", 0, 1, ".1%"),
+    "ratio_mean": Chart("GSPO: within 0.003 of 1.", 0.997, 1.003, ".4f"),
+    "approx_kl": Chart("Nats from π_old. Rises before a collapse."),
+    "kl": Chart("Nats from π_ref. Grows slowly."),
+    "sampler_kl": Chart("Trainer to sampler. 0 up to rounding in float32.", 0, 1e-3),
+    "grad_norm": Chart("Before clipping. Should be steady."),
+    "tool_calls": Chart("Replies of --tool per completion.", 0, 1),
+    "teacher_kl": Chart("Nats from the teacher. Falls."),
 }
 
 
@@ -144,19 +145,12 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     return f'<figure>{title}</figcaption>{picture}<div class="dim">{chart.healthy}</div></figure>'
 
 
-def is_clipped(ratio: float, advantage: float, flags: dict) -> bool:
-    """Whether a ratio has left the band on the side to which its advantage pushes it."""
-    if advantage > 0:
-        return ratio > 1 + flags["clip_high"]
-    return advantage < 0 and ratio < 1 - flags["clip_low"]
-
-
 def inside_update(story: Story) -> str:
     """Show the completions of a group, each token shaded by how far its probability moved."""
     group, flags = story.group, story.flags
-    clips = CLIPS.get(flags["algo"])
-    legend = LEGEND.format(group[0]["step"])
-    if clips:
+    legend = LEGEND.format(visible(group[0]["step"]))
+    low, high = 0.0, math.inf
+    if clips := CLIPS.get(flags["algo"]):
         low, high = 1 - flags["clip_low"], 1 + flags["clip_high"]
         band = f"A &gt; 0 and {clips} above {high:g}, or A &lt; 0 and {clips} below {low:g}"
         legend += f' <span class="clipped">Underlined</span> tokens are clipped: {band}.'
@@ -165,26 +159,29 @@ def inside_update(story: Story) -> str:
     darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
     for row in group:
         s = math.exp(fmean(row["log_ratios"]))
-        head = f"{earned(row)}, A {fmean(row['advantage']):+.2f}, s\N{NO-BREAK SPACE}{s:.5f}"
         spans = ""
         for text, move, a in zip(row["tokens"][:MOST_TOKENS], row["log_ratios"], row["advantage"]):
             ratio = math.exp(move)
             look = f"{'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
-            if clips and is_clipped(s if clips == "s" else ratio, a, flags):
+            limited = s if clips == "s" else ratio
+            if (a > 0 and limited > high) or (a < 0 and limited < low):
                 look += " clipped"
             spans += f'<span class="{look}" title="{ratio:.4f}">{visible(text)}</span>'
-        parts.append(card("", head, spans))
+        _, words = judged(row)
+        head = f"{words}, A {fmean(row['advantage']):+.2f}, s&#160;{s:.5f}"
+        parts.append(CARD.format("", head, spans))
     return "".join([*parts, "</div>"])
 
 
-def earned(row: dict) -> str:
-    """Return the reward as text. A completion without a verdict has none."""
-    return "no verdict" if row["reward"] is None else f"reward {row['reward']:.3g}"
-
-
-def card(look: str, head: str, body: str) -> str:
-    """Return a completion in a box below a line about it, both as HTML."""
-    return f'<div class="card {look}"><span class="head">{head}</span><pre>{body}</pre></div>'
+def judged(row: dict) -> tuple[str, str]:
+    """Return the look of an answer, and its reward in words."""
+    if row["reward"] is None:
+        return "", "no verdict"
+    words = f"reward {row['reward']:.3g}"
+    if row.get("correct") is None:  # samples.jsonl does not say, nor do some verifiers
+        return "", words
+    look = "right" if row["correct"] > 0.5 else "wrong"
+    return look, f"{words}, {look}"
 
 
 def headline(story: Story) -> str:
@@ -193,7 +190,7 @@ def headline(story: Story) -> str:
     seconds = sum(row["seconds_step"] for row in story.rows)  # evaluations not counted
     lines = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
     lines[0] += f", lr {flags['lr']:g}, seed {flags['seed']}: training took {duration(seconds)}"
-    forms = {"solved": ".1%", f"pass@{flags['eval_samples']}": ".1%", "reward": ".2f"}
+    forms = {"solved": ".1%", f"pass@{flags['eval_samples']}": ".1%", "reward": ".3g"}
     for name, form in forms.items():
         texts = [f"{y:{form}} (step {step})" for step, y in points_of(story, f"eval_{name}")]
         if texts:
@@ -202,26 +199,20 @@ def headline(story: Story) -> str:
     return "".join(f"<div>{visible(line)}</div>" for line in lines)
 
 
-def verdict(row: dict) -> str:
-    """Return "right", "wrong" or "unjudged"."""
-    if row["correct"] is None:
-        return "unjudged"
-    return "right" if row["correct"] > 0.5 else "wrong"
-
-
 def answers(story: Story) -> str:
     """Show the answers to each held-out prompt over time, prompts that are still wrong first."""
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
     parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
-    for rows in sorted(by_prompt.values(), key=lambda rows: verdict(rows[-1]) != "wrong"):
+    for rows in sorted(by_prompt.values(), key=lambda rows: judged(rows[-1])[0] != "wrong"):
         parts.append(f'<pre class="prompt">{visible(rows[0]["prompt"])}</pre>')
         parts.append(f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>')
         parts.append('<div class="cards">')
         for row in at_most(MOST_CARDS, rows):
-            head = f"step {row['step']}: {earned(row)}, {verdict(row)}"
-            parts.append(card(verdict(row), head, visible(row["completion"])))
+            look, words = judged(row)
+            head = visible(f"step {row['step']}: {words}")
+            parts.append(CARD.format(look, head, visible(row["completion"])))
         parts.append("</div>")
     return f'<details open="">{"".join(parts)}</details>'
 

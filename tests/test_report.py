@@ -6,8 +6,11 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import train
 from support import report
+from support.numbers import bind
 from support.user import UserError
 from tools import write_rows
 
@@ -23,7 +26,7 @@ HOSTILE = [
 HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
 FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
 FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
-FLAGS |= {"clip_low": 3e-4, "eval_prompts": 256}
+FLAGS |= {"clip_low": 3e-4, "clip_high": 4e-4, "eval_prompts": 256, "eval_samples": 8, "seed": 3}
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 
 
@@ -52,7 +55,8 @@ class Page:
 
 def step_row(step: int, **more) -> dict:
     row = {"step": step, "reward": 0.5, "solved": 0.5, "truncated": 0.0, "dead": 0.3}
-    return row | {"dead_right": 0.2, "clip_fraction": 0.3, "entropy": 0.4} | more
+    row |= {"dead_right": 0.2, "clip_fraction": 0.3, "entropy": 0.4, "seconds_step": 12.0}
+    return row | more
 
 
 def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
@@ -62,7 +66,7 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
 
 def write_run(folder, rows=(), evaluations=(), **flags):
     folder.mkdir(parents=True)
-    write_rows(folder / "starts.jsonl", [START | {"eval_solved": 0.289}])
+    write_rows(folder / "starts.jsonl", [START | {"eval_solved": 0.289, "eval_pass@8": 0.832}])
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "evaluations.jsonl", evaluations)
     write_rows(folder / "config.json", [FLAGS | flags])
@@ -87,8 +91,8 @@ def assert_self_contained(text: str, page: Page):
 
 def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     rows = [step_row(step, eval_solved=0.2 * step, truncated=0.5) for step in range(1, 6)]
-    answers = [evaluation(0, "2+2=", "5", correct=correct) for correct in (0, 1, None)]
-    first = write_run(tmp_path / "first", rows, answers)
+    del rows[3]["reward"]  # no completion had a verdict
+    first = write_run(tmp_path / "first", rows)
     healthy = [row | {"truncated": 0.0} for row in rows[:2]]
     second = write_run(tmp_path / "second", healthy, algo="grpo")
     report.main([str(first), str(second)])
@@ -96,15 +100,28 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     page = Page(text)
     assert_self_contained(text, page)
     assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
-    assert [len(curve) for curve in page.curves("reward")] == [5, 2]  # there is none at step 0
-    for fact in ("28.9% (step 0) → 100.0% (step 5)", "2026-11-23: python train.py --algo gspo"):
+    assert [len(curve) for curve in page.curves("reward")] == [4, 2]  # there is none at step 0
+    facts = ["gspo, tiny on arithmetic, lr 0.0002, seed 3: training took 60 s"]
+    facts += ["solved: 28.9% (step 0) → 100.0% (step 5)", "pass@8: 83.2% (step 0)"]
+    for fact in [*facts, "2026-11-23: python train.py --algo gspo"]:
         assert fact in text
-    cards = [("card wrong", "wrong"), ("card right", "right"), ("card unjudged", "unjudged")]
-    verdicts = [(look, f"step 0: reward 1, {verdict}5") for look, verdict in cards]
-    assert page.of_class("card") == verdicts
     said = capsys.readouterr().out
     for name, sentence in (("first", "50% of completions are trunc"), ("second", "nothing unheal")):
         assert f"{name}: {sentence}" in said and sentence in "".join(page.root.itertext())
+
+
+def test_prompts_whose_last_answer_is_wrong_come_first(tmp_path):
+    rows = [evaluation(0, "right", "x", reward=None, correct=None)]
+    for prompt, correct in (("none", None), ("right", 1.0), ("wrong", 0.0)):
+        rows.append(evaluation(9, prompt, "x", reward=0.25, correct=correct))
+    _, page = page_of(write_run(tmp_path / "run", [], rows))
+    last = "step 9: reward 0.25"
+    assert page.of_class("card") == [
+        ("card wrong", f"{last}, wrongx"),
+        ("card ", "step 0: no verdictx"),
+        ("card right", f"{last}, rightx"),
+        ("card ", f"{last}x"),
+    ]
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
@@ -161,7 +178,7 @@ def test_small_changes_look_small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1e-5, 3e-5)]
+    "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1.89e-5, 3.79e-5)]
 )
 def test_any_two_values_have_a_place(tmp_path, values):
     for metric in ("reward", "grad_norm"):
@@ -170,6 +187,8 @@ def test_any_two_values_have_a_place(tmp_path, values):
         [[(_, first), (_, second)]] = page.curves(metric)
         assert 6 <= min(first, second) <= max(first, second) <= 130
         assert (first >= second) == (values[1] >= values[0])
+        for label in page.root.iter("text"):  # ends at x; a character has about 6.2 of 320 units
+            assert 6.2 * len(label.text) <= float(label.get("x"))
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
@@ -183,21 +202,34 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
 
 
-def test_a_group_shows_how_far_each_token_moved(tmp_path):
-    """Of the last step that has them. Other rows of samples.jsonl have no tokens."""
-    run = write_run(tmp_path / "run", [step_row(1)])
-    row = {"step": 1, "prompt": "2+2=", "answer": "4", "completion": "<b>4!", "reward": 1.0}
-    more = {"tokens": ["<b>", "4", "!"], "log_ratios": [0.2, -0.3, 0.0]}
-    more["advantage"] = [1.0, 1.0, -0.5]  # with a critic each token has its own
-    write_rows(run / "samples.jsonl", [row, row | more, row | more | {"step": 2}, row])
+@pytest.mark.parametrize("algo", ["sapo", *report.CLIPS])
+def test_a_group_shows_how_far_tokens_moved_and_which_are_clipped(tmp_path, algo):
+    """Underlined are those whose gradient is 0, by the loss itself: inside the band, and beyond
+    both of its sides. Rows without tokens, and one that is still being written, are skipped."""
+    config = train.parse_flags(["--algo", algo])
+    high = 2 * (config.clip_high or 0.2)
+    moves = torch.tensor([[-high, 0, high], [high] * 3, [-high] * 3]).repeat(2, 1).requires_grad_()
+    advantages = torch.tensor([[1.0] * 3] * 3 + [[-1.0] * 3] * 3)
+    loss, _ = bind(config).loss(moves, torch.zeros(6, 3), advantages, torch.ones(6, 3))
+    loss.backward()
+    run = write_run(tmp_path / "run", [step_row(1)], **vars(config))
+    rows = [
+        {"step": 2, "prompt": "2+2=", "reward": 1.0, "tokens": ["<b>", "4", "!"]} for _ in moves
+    ]
+    for row, own, a in zip(rows, moves.tolist(), advantages.tolist()):
+        row |= {"log_ratios": own, "advantage": a}
+    write_rows(run / "samples.jsonl", [*rows, {"step": 3}])
     with open(run / "samples.jsonl", "a") as file:
-        file.write('{"step": 3, "log_ratios": [')  # is being written
+        file.write('{"step": 4, "log_ratios": [')
     text, page = page_of(run)
     assert_self_contained(text, page)
-    assert page.of_class("card") == [("card ", "A +0.50, s 0.96722<b>4!")] and "step 2." in text
-    for look, token, ratio in (("more by3", "<b>", "1.2214"), ("less by4", "4", "0.7408")):
-        assert (look, token) in page.of_class(look.split()[0])
-        assert ("span", {"class": look, "title": ratio}) in page.elements
+    assert page.of_class("card")[0][1] == "reward 1, A +1.00, s\xa01.00000<b>4!"
+    tokens = [attributes for _, attributes in page.elements if "title" in attributes]
+    assert [token["title"] for token in tokens] == [f"{x:.4f}" for x in moves.exp().flatten()]
+    looks = [token["class"] for token in tokens]
+    assert ["clipped" in look for look in looks] == (moves.grad == 0).flatten().tolist()
+    assert [look.split()[:2] for look in looks[:3:2]] == [["less", "by4"], ["more", "by4"]]
+    assert (f"below {1 - (config.clip_low or 0):g}." in text) == (algo != "sapo")
 
 
 def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
