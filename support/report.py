@@ -26,8 +26,8 @@ CARD = '<div class="card {}"><span class="head">{}</span><pre>{}</pre></div>'
 LEGEND = (
     "Completions of one prompt at the last update of step {}. Since they were sampled, "
     '<span class="more by3">blue</span> tokens have become likelier and '
-    '<span class="less by3">orange</span> ones less likely. A is the advantage of a completion, '
-    "s the geometric mean of its tokens' ratios."
+    '<span class="less by3">orange</span> ones less likely (hover over a token for its ratio). '
+    "A is a completion's advantage, s the geometric mean of its ratios."
 )
 # algorithm -> the ratio that it clips: one per completion, or one per token
 CLIPS = dict.fromkeys(("gspo", "gspo-token", "luspo"), "s")
