@@ -24,10 +24,9 @@ HOSTILE = [
     "<!-- <![CDATA[ ]]> &amp;lt; &#60;b&#62; {} %s",
 ]
 HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
-FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
-FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
-FLAGS |= {"clip_low": 3e-4, "clip_high": 4e-4, "eval_prompts": 256, "eval_samples": 8, "seed": 3}
+FLAGS = vars(train.parse_flags(["--seed", "3"]))
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
+START |= {"eval_solved": 0.289, "eval_pass@8": 0.832}
 
 
 class Page:
@@ -66,7 +65,7 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
 
 def write_run(folder, rows=(), evaluations=(), **flags):
     folder.mkdir(parents=True)
-    write_rows(folder / "starts.jsonl", [START | {"eval_solved": 0.289, "eval_pass@8": 0.832}])
+    write_rows(folder / "starts.jsonl", [START])
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "evaluations.jsonl", evaluations)
     write_rows(folder / "config.json", [FLAGS | flags])
@@ -92,7 +91,10 @@ def assert_self_contained(text: str, page: Page):
 def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     rows = [step_row(step, eval_solved=0.2 * step, truncated=0.5) for step in range(1, 6)]
     del rows[3]["reward"]  # no completion had a verdict
-    first = write_run(tmp_path / "first", rows)
+    answers = [evaluation(0, "right", "x", reward=None, correct=None)]
+    for prompt, correct in (("none", None), ("right", 1.0), ("wrong", 0.0)):
+        answers.append(evaluation(9, prompt, "x", reward=0.25, correct=correct))
+    first = write_run(tmp_path / "first", rows, answers)
     healthy = [row | {"truncated": 0.0} for row in rows[:2]]
     second = write_run(tmp_path / "second", healthy, algo="grpo")
     report.main([str(first), str(second)])
@@ -105,23 +107,12 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     facts += ["solved: 28.9% (step 0) → 100.0% (step 5)", "pass@8: 83.2% (step 0)"]
     for fact in [*facts, "2026-11-23: python train.py --algo gspo"]:
         assert fact in text
+    cards = [("card wrong", "step 9: reward 0.25, wrongx")]  # first what is still wrong
+    cards += [("card ", "step 0: no verdictx"), ("card right", "step 9: reward 0.25, rightx")]
+    assert page.of_class("card") == [*cards, ("card ", "step 9: reward 0.25x")]
     said = capsys.readouterr().out
     for name, sentence in (("first", "50% of completions are trunc"), ("second", "nothing unheal")):
         assert f"{name}: {sentence}" in said and sentence in "".join(page.root.itertext())
-
-
-def test_prompts_whose_last_answer_is_wrong_come_first(tmp_path):
-    rows = [evaluation(0, "right", "x", reward=None, correct=None)]
-    for prompt, correct in (("none", None), ("right", 1.0), ("wrong", 0.0)):
-        rows.append(evaluation(9, prompt, "x", reward=0.25, correct=correct))
-    _, page = page_of(write_run(tmp_path / "run", [], rows))
-    last = "step 9: reward 0.25"
-    assert page.of_class("card") == [
-        ("card wrong", f"{last}, wrongx"),
-        ("card ", "step 0: no verdictx"),
-        ("card right", f"{last}, rightx"),
-        ("card ", f"{last}x"),
-    ]
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
@@ -181,14 +172,14 @@ def test_small_changes_look_small(tmp_path):
     "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1.89e-5, 3.79e-5)]
 )
 def test_any_two_values_have_a_place(tmp_path, values):
+    rows = [step_row(i, reward=value, grad_norm=value) for i, value in enumerate(values, 1)]
+    _, page = page_of(write_run(tmp_path / "run", rows))
     for metric in ("reward", "grad_norm"):
-        rows = [step_row(1, **{metric: values[0]}), step_row(2, **{metric: values[1]})]
-        text, page = page_of(write_run(tmp_path / metric, rows))
         [[(_, first), (_, second)]] = page.curves(metric)
         assert 6 <= min(first, second) <= max(first, second) <= 130
         assert (first >= second) == (values[1] >= values[0])
-        for label in page.root.iter("text"):  # ends at x; a character has about 6.2 of 320 units
-            assert 6.2 * len(label.text) <= float(label.get("x"))
+    for label in page.root.iter("text"):  # ends at x; a character is about 6.2 units wide
+        assert 6.2 * len(label.text) <= float(label.get("x"))
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
@@ -213,11 +204,9 @@ def test_a_group_shows_how_far_tokens_moved_and_which_are_clipped(tmp_path, algo
     loss, _ = bind(config).loss(moves, torch.zeros(6, 3), advantages, torch.ones(6, 3))
     loss.backward()
     run = write_run(tmp_path / "run", [step_row(1)], **vars(config))
-    rows = [
-        {"step": 2, "prompt": "2+2=", "reward": 1.0, "tokens": ["<b>", "4", "!"]} for _ in moves
-    ]
-    for row, own, a in zip(rows, moves.tolist(), advantages.tolist()):
-        row |= {"log_ratios": own, "advantage": a}
+    row = {"step": 2, "prompt": "2+2=", "reward": 1.0, "tokens": ["<b>", "4", "!"]}
+    pairs = zip(moves.tolist(), advantages.tolist())
+    rows = [row | {"log_ratios": own, "advantage": a} for own, a in pairs]
     write_rows(run / "samples.jsonl", [*rows, {"step": 3}])
     with open(run / "samples.jsonl", "a") as file:
         file.write('{"step": 4, "log_ratios": [')
@@ -226,9 +215,9 @@ def test_a_group_shows_how_far_tokens_moved_and_which_are_clipped(tmp_path, algo
     assert page.of_class("card")[0][1] == "reward 1, A +1.00, s\xa01.00000<b>4!"
     tokens = [attributes for _, attributes in page.elements if "title" in attributes]
     assert [token["title"] for token in tokens] == [f"{x:.4f}" for x in moves.exp().flatten()]
-    looks = [token["class"] for token in tokens]
+    looks = [token["class"].split() for token in tokens]
     assert ["clipped" in look for look in looks] == (moves.grad == 0).flatten().tolist()
-    assert [look.split()[:2] for look in looks[:3:2]] == [["less", "by4"], ["more", "by4"]]
+    assert [look[:2] for look in looks[:3:2]] == [["less", "by4"], ["more", "by4"]]
     assert (f"below {1 - (config.clip_low or 0):g}." in text) == (algo != "sapo")
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "page.html")
         page.write_text(page_of(given.run, given.step))
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-lcd-text"]
+        command = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars"]
         command += [f"--window-size={WIDTH},{HEIGHT}", f"--force-device-scale-factor={SCALE}"]
         subprocess.run([*command, f"--screenshot={given.out}", page.as_uri()], check=True)
 
