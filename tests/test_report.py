@@ -22,8 +22,10 @@ HOSTILE = [
     "</style></title><svg onload=document.title='owned'>",
     "\" onmouseover='document.title=1' x=\"",
     "<!-- <![CDATA[ ]]> &amp;lt; &#60;b&#62; {} %s",
+    "שלום é\n東",  # to be shown as it is
 ]
-HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
+# characters that hide or reorder text, and half of a surrogate pair, which no encoding takes
+HIDDEN = "\x00\x07\t\r\x1b\x7f\x85\xad\u061c\u200b\u2028\u202e\u2066\u2069\ufeff\U000e0041\ud800"
 FLAGS = vars(train.parse_flags(["--seed", "3"]))
 START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
 START |= {"eval_solved": 0.289, "eval_pass@8": 0.832}
@@ -53,8 +55,7 @@ class Page:
 
 
 def step_row(step: int, **more) -> dict:
-    row = {"step": step, "reward": 0.5, "solved": 0.5, "truncated": 0.0, "dead": 0.3}
-    row |= {"dead_right": 0.2, "clip_fraction": 0.3, "entropy": 0.4, "seconds_step": 12.0}
+    row = {"step": step, "reward": 0.5, "truncated": 0.0, "dead": 0.3, "seconds_step": 12.0}
     return row | more
 
 
@@ -116,31 +117,22 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
-    """The same run with harmless texts has the same elements and attributes, in the same order."""
-    pages = []
-    for name, words in (("hostile", HOSTILE), ("harmless", ["word"] * len(HOSTILE))):
-        evaluations = [evaluation(words[0], "prompt", "from a file that somebody sent")]
-        for i, word in enumerate(words):
-            evaluations.append(evaluation(5, f"prompt {i} {word}", f"5 {word}", answer=word))
-        flags = {"data": words[0], "model": words[3], words[0]: "a flag"}
+    """The same run with harmless texts has the same elements and attributes, in the same order.
+    All texts are shown to the letter, and hidden characters as their code."""
+    pages, words = [], [*HOSTILE, HIDDEN]
+    for name, texts in (("hostile", words), ("harmless", ["word"] * len(words))):
+        evaluations = [evaluation(texts[0], "prompt", "from a file that somebody sent")]
+        for i, text in enumerate(texts):
+            evaluations.append(evaluation(5, f"prompt {i} {text}", f"5 {text}", answer=text))
+        flags = {"data": HIDDEN, "model": texts[3], texts[0]: "a flag"}
         pages.append(page_of(write_run(tmp_path / name / "run", [], evaluations, **flags)))
     (text, hostile), (_, harmless) = pages
     assert hostile.elements == harmless.elements
     assert_self_contained(text, hostile)
     shown = [body for _, body in hostile.of_class("card")]
-    for word in HOSTILE:  # to the letter
+    for word in [*HOSTILE, ascii(HIDDEN)[1:-1]]:
         assert any(body.endswith(f"5 {word}") for body in shown)
-
-
-def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
-    lone = "\ud800"  # half of a surrogate pair, which no encoding takes
-    row = evaluation(0, HIDDEN, f"a{HIDDEN}b{lone}\tc\nשלום é 東")
-    text, page = page_of(write_run(tmp_path / "run", [], [row], data=HIDDEN))
-    for character in HIDDEN + lone:
-        assert character not in text
-    codes = "".join(ascii(character).strip("'") for character in HIDDEN)
-    [(_, shown)] = page.of_class("card")
-    assert shown.endswith(f"a{codes}b\\ud800\\tc\nשלום é 東")
+    assert not {*HIDDEN} & {*text}
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
@@ -155,12 +147,11 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
 def test_small_changes_look_small(tmp_path):
     """The axes of shares go from 0 to 1, those of amounts begin at 0, that of the ratio shows
     GSPO's band: a change of one part in a hundred thousand is flat, and so is rounding."""
-    rows = [
-        step_row(1, length_mean=6880.3, ratio_mean=1.00001, entropy=0.02371234, kl=1e-9),
-        step_row(2, solved=0.51, length_mean=6891.0, ratio_mean=0.99999, entropy=0.0237, kl=-2e-9),
-    ]
+    values = {"solved": (0.5, 0.51), "length_mean": (6880.3, 6891.0), "kl": (1e-9, -2e-9)}
+    values |= {"ratio_mean": (1.00001, 0.99999), "entropy": (0.02371234, 0.0237)}
+    rows = [step_row(i, **{name: pair[i] for name, pair in values.items()}) for i in (0, 1)]
     text, page = page_of(write_run(tmp_path / "run", rows))
-    for metric in ("solved", "length_mean", "ratio_mean", "entropy", "kl"):
+    for metric in values:
         [[(_, first), (_, second)]] = page.curves(metric)
         assert abs(first - second) < 2  # of 124
     for number in ("0.0237", "51.0%", "6,880", "1.0000"):
@@ -187,7 +178,7 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     evaluations = [evaluation(step, "prompt", "x") for step in range(0, 2001, 16)]
     text, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
-    assert text.count("<circle") <= 7 * report.MOST_DOTS  # seven charts
+    assert text.count("<circle") <= 4 * report.MOST_DOTS  # four charts
     cards = page.of_class("card")
     assert len(cards) <= report.MOST_CARDS
     assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
