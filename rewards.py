@@ -4,7 +4,8 @@
 
 A verifier maps (completion, gold answer) to a number in [0, 1]. Completions are adversarial input:
 a verifier never evaluates them, returns a value for any string, and bounds its running time. Gold
-answers that it cannot use are refused before training starts. It needs support/user.py alone."""
+answers that it cannot use are refused before training starts. It needs support/errors.py and
+support/user_code.py."""
 
 import argparse
 import concurrent.futures
@@ -14,7 +15,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from support.user import UserError, call, did_you_mean, expecting, function_of, need, raised
+from support.errors import UserError, did_you_mean, expecting, need
+from support.user_code import call, function_of, raised
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
 MATHEMATICS = ("math", "math_lenient", "countdown")  # of support/mathematics.py

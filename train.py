@@ -50,7 +50,8 @@ from support.command_line import flag, number
 from support.console import percent, say
 from support.credit import place_rewards
 from support.data import printable
-from support.folders import Output, open_output
+from support.errors import need
+from support.hyperparameters import bind
 from support.models import (
     Models,
     context_of,
@@ -62,14 +63,13 @@ from support.models import (
     make_optimizer,
     refresh,
 )
-from support.numbers import bind
 from support.pretrain import BUILT_IN
-from support.process import StopSignal, fail, farewell
 from support.ranks import Ranks, joined_ranks
+from support.run_folder import Output, open_output
+from support.shutdown import StopSignal, fail, farewell
 from support.stop_texts import StopTexts
 from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
-from support.user import need
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling

@@ -12,7 +12,7 @@ from fractions import Fraction
 from math import e, inf, pi
 
 from rewards import after_thinking, final_answer, gold_answer, verifier
-from support.user import expecting, need
+from support.errors import expecting, need
 
 
 @verifier

@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from support.console import say
 from support.data import special_tokens
+from support.errors import UserError, expecting, need
 from support.pretrain import BUILT_IN, built_in_policy
 from support.tasks import TASKS
-from support.user import UserError, expecting, need
 
 # ---- loading -------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Models:
             add_adapters(policy, config, dtype)
         # 3. checkpointing of layers, adapters included
         if config.gradient_checkpointing:
-            from support.extras.checkpointing import checkpoint_layers
+            from support.extras.recompute import checkpoint_layers
 
             checkpoint_layers(policy, rerun_context)
         # 4. a critic: a copy that has both

@@ -14,9 +14,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from support.data import printable, printable_lines
-from support.folders import replace_text
+from support.errors import expecting, need
 from support.health import health
-from support.user import expecting, need
+from support.run_folder import replace_text
 
 MOST_POINTS, MOST_DOTS = 200, 40  # of a curve
 MOST_CARDS = 12  # evaluations of a prompt, completions of a group

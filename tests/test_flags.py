@@ -16,8 +16,8 @@ import train
 from forks import fork, program
 from support import command_line
 from support.command_line import kinds_of, parse
+from support.errors import UserError, dashed
 from support.flags import ELSEWHERE
-from support.user import UserError, dashed
 from tools import BASE, ROOT, copied, good, launch, refused, spied
 
 pytestmark = pytest.mark.usefixtures("place")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from support import report
-from support.user import UserError
+from support.errors import UserError
 from tools import write_rows
 
 LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, folders, pretrain, process
+from support import console, pretrain, run_folder
 from tools import (
     BASE,
     ROOT,
@@ -64,7 +64,7 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", slow)
     mkdir(tmp_path / "runs")
-    assert folders.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
+    assert run_folder.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
 
 
 def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path
 def test_the_last_line_has_the_system_message_and_the_stop_texts():
     messages = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "7+5?"}]
     flags = ["--model", "models/tiny", "--reward", "pay.py:even", "--stop", "\n\n", "--stop", "#"]
-    words = arguments_in_bash(process.command_to_try("x", train.parse_flags(flags), messages))
+    words = arguments_in_bash(shutdown.command_to_try("x", train.parse_flags(flags), messages))
     asked = ["--prompt", "7+5?", "--system", "Be brief.\n", "--stop", "\n\n", "--stop", "#"]
     assert words[2:-1] == ["x", *asked]
 
