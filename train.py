@@ -48,8 +48,10 @@ from support import checkpoints, console, data, flags, health, report
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
+from support.credit import place_rewards
 from support.data import printable
-from support.folders import Output, open_output
+from support.errors import need
+from support.hyperparameters import bind
 from support.models import (
     Models,
     context_of,
@@ -61,12 +63,13 @@ from support.models import (
     make_optimizer,
     refresh,
 )
-from support.numbers import bind
-from support.process import StopSignal, fail, farewell
+from support.pretrain import BUILT_IN
 from support.ranks import Ranks, joined_ranks
-from support.tasks import BUILT_IN, TASKS, problems_of
+from support.run_folder import Output, open_output
+from support.shutdown import StopSignal, fail, farewell
+from support.stop_texts import StopTexts
+from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
-from support.user import expecting, function_of, need
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
@@ -91,7 +94,7 @@ class Config:
     reward: str | None = flag(None, "'math + 0.1*format' or file.py:function, default: the task's")
     teacher: str | None = flag(None, "opd: teacher model, a folder or hub name")
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
-    sampler: str | None = flag(None, "file.py:function with the signature of rollout.generate")
+    sampler: str | None = flag(None, "vllm, or file.py:function like rollout.generate")
     steps: int = flag(50, "number of rollout steps", low=1)
     seed: int = flag(0, "random seed of problems, samples, shuffles and adapters", low=0)
 
@@ -186,8 +189,8 @@ def train(run: "Run", output: Output) -> None:
         # 2. Sample G completions per prompt and reward them.
         batch, row = draw_groups(run, step)
         rollout, mask = batch.rollout, batch.mask
-        token_rewards, step_ends = data.place_rewards(
-            run.tokenizer, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
+        token_rewards, step_ends = place_rewards(
+            run.decode, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
         )
 
         # 3. Score without gradient: log-probs under pi_old (the policy before its updates), the
@@ -326,8 +329,6 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
     Returns the batch, and metrics of all groups that were drawn."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, verdicts = [], []
-    if run.turns:
-        run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
@@ -381,13 +382,14 @@ def sample_and_verify(
 
     texts, rows, lengths = [], [], rollout.lengths.tolist()
     for i, ids in enumerate(rollout.completions.tolist()):
-        texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
+        texts.append(run.decode(ids[: lengths[i]]))
         row = {**problems[i // group_size], "tokens": lengths[i]}
         row.pop(data.IDS)
         rows.append(row)
     verdicts = run.reward.verify(ranks.share(texts), ranks.share(rows))
     verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
-    run.reward.note_shaping(verdicts)
+    if run.turns:
+        verdicts = run.turns.abstain(verdicts, ranks)
     run.log.lap("verify")
     return rollout, verdicts
 
@@ -551,7 +553,6 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        run.progress.shaping = sorted(run.reward.shaping)
         checkpoints.save(folder, run)
     if output.tracker:
         with run.log.trying("--track"):
@@ -588,12 +589,10 @@ class Run:
         self.generate = generate  # rollout.generate or --sampler; with --tool, its turns around it
         self.turns = None  # the same turns, which count calls and faults
         if config.sampler:
-            from support.extras.samplers import checked
+            from support.extras.samplers import check_weights, load_sampler
 
-            with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-                self.generate = checked(function_of(config.sampler))
+            self.generate = sampler = load_sampler(config)
         saved, self.progress = checkpoints.newest(config)  # counters, saved in each checkpoint
-        self.reward.shaping.update(self.progress.shaping)
 
         # 2. tokenizer and prompts
         source, self.tokenizer, model_config = find_model(config, ranks)
@@ -603,10 +602,11 @@ class Run:
             tool = parse_tool(config.tool)
             self.generate = self.turns = Turns(self.generate, tool, self.tokenizer)
         vocabulary = model_config.get_text_config().vocab_size
-        form = data.PromptFormat(self.tokenizer, config, vocabulary, context_of(model_config))
-        held_out = list(itertools.islice(held_out, config.eval_prompts))
-        self.held_out = form.encode_rows(held_out, "held out")
-        problems = form.training_problems(config, rows)  # an iterator without end
+        context = context_of(model_config)
+        began = ranks.from_first(self.progress.began)
+        form = data.PromptFormat(self.tokenizer, config, vocabulary, context, began)
+        problems, self.held_out = form.train_and_held_out(config, rows, held_out)
+        checkpoints.compare_data(self.progress, config, rows, self.held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
         need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
@@ -615,13 +615,18 @@ class Run:
 
         # 3. models. A checkpoint has the adapters merged in: with LoRA load the original weights
         policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
-        stops = data.StopTexts(self.tokenizer, config.stop) if config.stop else None
+        stops = StopTexts(self.tokenizer, config.stop) if config.stop else None
         self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # of `generate`
+        eos_ids = self.endings["eos_ids"]
+        self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]
         longer = [*ids, ids[-1]]  # another length, so that errors of padding show
         # before `Models` switches TF32 on: the check would refuse its rounding
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         self.models = Models(config, self.algorithm, policy)
+        if config.sampler:  # stale weights give no error
+            copied = self.models.sampling_model
+            check_weights(config, sampler, copied, [ids, longer], self.endings)
         if self.models.teacher:
             self.share_prefixes = self.share_prefixes and shares_prefixes(self.models.teacher)
         self.optimizer = make_optimizer(config, self.models)
@@ -651,9 +656,9 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = Run(config, ranks)
             progress, answers = run.progress, []
-            if progress.step == 0:  # else it is in the checkpoint
+            if not progress.before:  # else it is in the checkpoint, and today's would be the same
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
-            say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
+            say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
             # a run that has failed by now has written nothing
             train(run, open_output(config, ranks, progress, answers))
         return 0

@@ -48,7 +48,7 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
     rollout, mask = batch.rollout, batch.mask
     row = rollout_metrics(batch, run.reward.terms)
     if run.turns:
-        row |= run.turns.measure(rollout, run.ranks)
+        row |= run.turns.measure(rollout)
     row |= advantage_metrics(tensors["advantages"], tensors["returns"], tensors["values"], mask)
     row |= mean_metrics(updates)
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]

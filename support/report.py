@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from support.console import duration
 from support.data import printable, printable_lines
-from support.folders import replace_text
+from support.errors import expecting, need
 from support.health import health
-from support.user import expecting, need
+from support.run_folder import replace_text
 
 MOST_POINTS, MOST_DOTS = 200, 40  # per curve
 MOST_CARDS = 12  # evaluations per prompt, completions per group

@@ -10,8 +10,8 @@ import torch
 
 import train
 from support import report
-from support.numbers import bind
-from support.user import UserError
+from support.errors import UserError
+from support.hyperparameters import bind
 from tools import write_rows
 
 LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}

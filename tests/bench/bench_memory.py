@@ -24,7 +24,7 @@ import common
 import gspo
 import rollout
 from counting import Counting
-from support import tasks
+from support import pretrain, tasks
 from support.models import frozen_copy, refresh
 
 GB = 1e9
@@ -81,7 +81,7 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
             add_adapters(policy, options, torch.bfloat16)
         loading = counting.bytes_peak
         if checkpointing:
-            from support.extras.checkpointing import checkpoint_layers
+            from support.extras.recompute import checkpoint_layers
 
             checkpoint_layers(policy)
         trained = [each for each in policy.parameters() if each.requires_grad]
@@ -186,7 +186,7 @@ def measure(name: str) -> dict:
     """Train random weights of a shape for two steps in a process of its own. Return the last row of
     metrics: memory and seconds are those of a real model of that shape. Add the counted memory."""
     with tempfile.TemporaryDirectory() as folder:
-        built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
+        built_in = pretrain.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
         tokenizer = AutoTokenizer.from_pretrained(built_in)
         ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name], **ends))

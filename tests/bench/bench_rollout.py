@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 import bench_memory
 import common
 import rollout as R
-from support import tasks
+from support import pretrain, tasks
 
 GROUP, PROMPT, SCORED_PROMPT = 8, 24, 200
 TURNS = 5
@@ -117,7 +117,7 @@ def random_rollout(model, rows, longest):
 def built_in():
     """Return the built-in policy and 256 of its completions, in groups of 8, which share more."""
     task = tasks.TASKS["arithmetic"]
-    source = str(tasks.built_in_policy(task, "tiny"))
+    source = str(pretrain.built_in_policy(task, "tiny"))
     model, tokenizer = R.load_model(source, "cpu"), R.inspect_model(source)[0]
     problems = tasks.problems(task, seed=0)
     prompts = [tokenizer.encode(next(problems)["prompt"]) for _ in range(32)]
