@@ -8,7 +8,6 @@ import html
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -23,12 +22,6 @@ MOST_POINTS, MOST_DOTS = 200, 40  # per curve
 MOST_CARDS = 12  # evaluations per prompt, completions per group
 MOST_TOKENS = 400  # per completion
 CARD = '<div class="card {}"><span class="head">{}</span><pre>{}</pre></div>'
-LEGEND = (
-    "Completions of one prompt at the last update of step {}. Since they were sampled, "
-    '<span class="more by3">blue</span> tokens have become likelier and '
-    '<span class="less by3">orange</span> ones less likely (hover over a token for its ratio). '
-    "A is a completion's advantage, s the geometric mean of its ratios."
-)
 # algorithm -> the ratio that it clips: one per completion, or one per token
 CLIPS = dict.fromkeys(("gspo", "gspo-token", "luspo"), "s")
 CLIPS |= dict.fromkeys(("grpo", "dr-grpo", "dapo", "ppo", "reinforce++"), "a token's ratio")
@@ -40,7 +33,7 @@ class Story(NamedTuple):
     starts: list[dict]  # starts.jsonl, one row per start
     rows: list[dict]  # metrics.jsonl, one row per step
     evaluations: list[dict]  # evaluations.jsonl, one row per answer
-    group: Sequence[dict] = ()  # samples.jsonl, the last rows with tokens
+    group: list[dict] | None = None  # samples.jsonl, the last rows with tokens
 
 
 def read_story(folder: Path) -> Story:
@@ -148,7 +141,12 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
 def inside_update(story: Story) -> str:
     """Show the completions of a group, each token shaded by how far its probability moved."""
     group, flags = story.group, story.flags
-    legend = LEGEND.format(visible(group[0]["step"]))
+    legend = (
+        f"Completions of one prompt at the last update of step {visible(group[0]['step'])}. Since "
+        'they were sampled, <span class="more by3">blue</span> tokens have become likelier and '
+        '<span class="less by3">orange</span> ones less likely (hover over a token for its ratio). '
+        "A is a completion's advantage, s the geometric mean of its ratios."
+    )
     low, high = 0.0, math.inf
     if clips := CLIPS.get(flags["algo"]):
         low, high = 1 - flags["clip_low"], 1 + flags["clip_high"]
@@ -175,9 +173,7 @@ def inside_update(story: Story) -> str:
 
 def judged(row: dict) -> tuple[str, str]:
     """Return the look of an answer, and its reward in words."""
-    if row["reward"] is None:
-        return "", "no verdict"
-    words = f"reward {row['reward']:.3g}"
+    words = "no verdict" if row["reward"] is None else f"reward {row['reward']:.3g}"
     if row.get("correct") is None:  # samples.jsonl does not say, nor do some verifiers
         return "", words
     look = "right" if row["correct"] > 0.5 else "wrong"

@@ -1,7 +1,5 @@
-"""The page of runs is well formed, loads nothing and shows hostile text as text. Curves lie where
-their values are, and a group shows its update."""
+"""The report of runs is well formed, loads nothing, and shows hostile text as text."""
 
-import json
 import re
 from xml.etree import ElementTree
 
@@ -18,8 +16,7 @@ LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
     "<img src=x onerror=\"document.title='owned'\">",
-    "</pre></details></body></html><h1>out",
-    "</style></title><svg onload=document.title='owned'>",
+    "</pre></details></style></title></body></html><h1>out<svg onload=document.title='owned'>",
     "\" onmouseover='document.title=1' x=\"",
     "<!-- <![CDATA[ ]]> &amp;lt; &#60;b&#62; {} %s",
     "שלום é\n東",  # to be shown as it is
@@ -27,8 +24,7 @@ HOSTILE = [
 # characters that hide or reorder text, and half of a surrogate pair, which no encoding takes
 HIDDEN = "\x00\x07\t\r\x1b\x7f\x85\xad\u061c\u200b\u2028\u202e\u2066\u2069\ufeff\U000e0041\ud800"
 FLAGS = vars(train.parse_flags(["--seed", "3"]))
-START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
-START |= {"eval_solved": 0.289, "eval_pass@8": 0.832}
+START = {"date": "2026-11-23", "command": "train.py", "eval_solved": 0.289, "eval_pass@8": 0.832}
 
 
 class Page:
@@ -66,7 +62,7 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
 
 def write_run(folder, rows=(), evaluations=(), **flags):
     folder.mkdir(parents=True)
-    write_rows(folder / "starts.jsonl", [START])
+    write_rows(folder / "starts.jsonl", [{"step": 0} | START])
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "evaluations.jsonl", evaluations)
     write_rows(folder / "config.json", [FLAGS | flags])
@@ -90,6 +86,7 @@ def assert_self_contained(text: str, page: Page):
 
 
 def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
+    """It replaces an older page as a whole. A line that is still being written is left out."""
     rows = [step_row(step, eval_solved=0.2 * step, truncated=0.5) for step in range(1, 6)]
     del rows[3]["reward"]  # no completion had a verdict
     answers = [evaluation(0, "right", "x", reward=None, correct=None)]
@@ -98,16 +95,21 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     first = write_run(tmp_path / "first", rows, answers)
     healthy = [row | {"truncated": 0.0} for row in rows[:2]]
     second = write_run(tmp_path / "second", healthy, algo="grpo")
-    report.main([str(first), str(second)])
-    text = (tmp_path / "report.html").read_text()
+    with open(first / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "rew\xc3')
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    with open(path) as reader:
+        report.main([str(first), str(second)])
+        assert reader.read() == "before"
+    text = path.read_text()
     page = Page(text)
     assert_self_contained(text, page)
     assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
     assert [len(curve) for curve in page.curves("reward")] == [4, 2]  # there is none at step 0
-    facts = ["gspo, tiny on arithmetic, lr 0.0002, seed 3: training took 60 s"]
-    facts += ["solved: 28.9% (step 0) → 100.0% (step 5)", "pass@8: 83.2% (step 0)"]
-    for fact in [*facts, "2026-11-23: python train.py --algo gspo"]:
-        assert fact in text
+    assert "gspo, tiny on arithmetic, lr 0.0002, seed 3: training took 60 s<" in text
+    assert "solved: 28.9% (step 0) → 100.0% (step 5)<" in text and "pass@8: 83.2% (st" in text
+    assert "2026-11-23: train.py<" in text
     cards = [("card wrong", "step 9: reward 0.25, wrongx")]  # first what is still wrong
     cards += [("card ", "step 0: no verdictx"), ("card right", "step 9: reward 0.25, rightx")]
     assert page.of_class("card") == [*cards, ("card ", "step 9: reward 0.25x")]
@@ -145,8 +147,7 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
 
 
 def test_small_changes_look_small(tmp_path):
-    """The axes of shares go from 0 to 1, those of amounts begin at 0, that of the ratio shows
-    GSPO's band: a change of one part in a hundred thousand is flat, and so is rounding."""
+    """Axes of shares span 0 to 1, those of amounts start at 0, the ratio's is around 1."""
     values = {"solved": (0.5, 0.51), "length_mean": (6880.3, 6891.0), "kl": (1e-9, -2e-9)}
     values |= {"ratio_mean": (1.00001, 0.99999), "entropy": (0.02371234, 0.0237)}
     rows = [step_row(i, **{name: pair[i] for name, pair in values.items()}) for i in (0, 1)]
@@ -192,8 +193,7 @@ def test_a_group_shows_how_far_tokens_moved_and_which_are_clipped(tmp_path, algo
     high = 2 * (config.clip_high or 0.2)
     moves = torch.tensor([[-high, 0, high], [high] * 3, [-high] * 3]).repeat(2, 1).requires_grad_()
     advantages = torch.tensor([[1.0] * 3] * 3 + [[-1.0] * 3] * 3)
-    loss, _ = bind(config).loss(moves, torch.zeros(6, 3), advantages, torch.ones(6, 3))
-    loss.backward()
+    bind(config).loss(moves, torch.zeros(6, 3), advantages, torch.ones(6, 3))[0].backward()
     run = write_run(tmp_path / "run", [step_row(1)], **vars(config))
     row = {"step": 2, "prompt": "2+2=", "reward": 1.0, "tokens": ["<b>", "4", "!"]}
     pairs = zip(moves.tolist(), advantages.tolist())
@@ -210,15 +210,3 @@ def test_a_group_shows_how_far_tokens_moved_and_which_are_clipped(tmp_path, algo
     assert ["clipped" in look for look in looks] == (moves.grad == 0).flatten().tolist()
     assert [look[:2] for look in looks[:3:2]] == [["less", "by4"], ["more", "by4"]]
     assert (f"below {1 - (config.clip_low or 0):g}." in text) == (algo != "sapo")
-
-
-def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
-    """And a line of the metrics that is being written is left out."""
-    run = write_run(tmp_path / "run", [step_row(1)])
-    before, _ = page_of(run)
-    with open(tmp_path / "report.html", encoding="utf-8") as reader:
-        with open(run / "metrics.jsonl", "ab") as file:
-            file.write(json.dumps(step_row(2)).encode() + b'\n{"step": 3, "rew\xc3')
-        after, page = page_of(run)
-        assert reader.read() == before != after
-    assert len(page.curves("reward")[0]) == 2
