@@ -1,4 +1,4 @@
-"""Take the picture of report.html that the README shows: three curves, and the inside of an update.
+"""Take the picture of report.html that the README shows: four curves, and the inside of an update.
 
     python train.py --algo gspo
     python tests/bench/screenshot.py runs/gspo-1 --step 1    # writes docs/pictures/report.png
