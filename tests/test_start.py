@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, pretrain, run_folder
+from support import console, pretrain, run_folder, shutdown
 from tools import (
     BASE,
     ROOT,
