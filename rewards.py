@@ -4,7 +4,8 @@
 
 A verifier maps (completion, gold answer) to a number in [0, 1]. Completions are adversarial input:
 a verifier never evaluates them, returns a value for any string, and bounds its running time. Gold
-answers that it cannot use are refused before training starts. It needs support/user.py alone."""
+answers that it cannot use are refused before training starts. It needs support/errors.py and
+support/user_code.py."""
 
 import argparse
 import concurrent.futures
@@ -14,7 +15,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from support.user import UserError, call, did_you_mean, expecting, function_of, need, raised
+from support.errors import UserError, did_you_mean, expecting, need
+from support.user_code import call, function_of, raised
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
 MATHEMATICS = ("math", "math_lenient", "countdown")  # of support/mathematics.py
@@ -275,7 +277,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         with expecting(f"--reward {part.strip()}"):
             name, function = find_verifier(place, device)
-            need(name not in terms, f"{name} stands there twice")
+            need(name not in terms, f"{name} is given twice")
             terms[name] = Term(float(weight or 1), function)
             need(0 < abs(terms[name].weight) <= 1e6, f"a weight of {weight}, expected up to 1e6")
             if prepare := getattr(function, "prepare", None):

@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicCache
 
 from support.command_line import flag, parse
 from support.data import IDS, PromptFormat, completion_text, printable, printable_lines
+from support.errors import UserError, expecting, need
 from support.models import (
     body_of,
     context_of,
@@ -41,7 +42,6 @@ from support.models import (
 )
 from support.stop_texts import StopTexts
 from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, shares_prefixes
-from support.user import UserError, expecting, need
 
 
 class Rollout(typing.NamedTuple):

@@ -11,9 +11,9 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from support import folders
+from support import run_folder
 from support.console import say
-from support.user import dashed, expecting, need
+from support.errors import dashed, expecting, need
 
 # flags that a resumed run can't change: its checkpoint or its place in the prompts wouldn't fit
 KEPT = ("algo", "model", "task", "seed", "lora_rank", "lora_alpha", "lr_schedule", "kl_coef")
@@ -62,7 +62,7 @@ def write(folder: Path, run, parameters: dict[str, Tensor], in_files: set[str]) 
         for key, value in optimizer.state.get(parameter, {}).items():
             kept = tensors if isinstance(value, Tensor) else numbers
             kept[f"{key} {name}"] = value
-    with folders.new_checkpoint(folder, run.progress.step) as unfinished:
+    with run_folder.new_checkpoint(folder, run.progress.step) as unfinished:
         run.models.policy.save_pretrained(unfinished)
         run.tokenizer.save_pretrained(unfinished)
         trainer = unfinished / "trainer"
@@ -70,7 +70,7 @@ def write(folder: Path, run, parameters: dict[str, Tensor], in_files: set[str]) 
         state = trainer / "state.safetensors"
         safetensors.torch.save_file(tensors, state, {"numbers": json.dumps(numbers)})
         progress["seal"] = seal(unfinished, progress)
-        folders.write_json(trainer / "progress.json", progress)
+        run_folder.write_json(trainer / "progress.json", progress)
 
 
 def seal(checkpoint: Path, progress: dict) -> str:
@@ -114,7 +114,7 @@ def newest(config) -> tuple[Path | None, Progress]:
     if not config.resume:
         return None, Progress()
     folder = Path(config.runs, config.name)
-    *earlier, saved = folders.checkpoints(folder) or [None]
+    *earlier, saved = run_folder.checkpoints(folder) or [None]
     anew = "start anew under another --name"
     need(saved, f"--resume: {folder}/checkpoints has no checkpoint, or isn't mounted; else {anew}")
     say(f"resume: from {saved}")

@@ -9,7 +9,7 @@ import re
 import types
 import typing
 
-from support.user import UserError, dashed, did_you_mean, need
+from support.errors import UserError, dashed, did_you_mean, need
 
 
 def flag(default, help: str, **rules):

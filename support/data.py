@@ -12,7 +12,7 @@ from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
 
-from support.user import UserError, expecting, need
+from support.errors import UserError, expecting, need
 
 IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
 

@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from support.console import say
 from support.data import special_tokens
+from support.errors import UserError, expecting, need
 from support.pretrain import BUILT_IN, built_in_policy
 from support.tasks import TASKS
-from support.user import UserError, expecting, need
 
 # ---- loading -------------------------------------------------------------------------------------
 
@@ -199,10 +199,6 @@ class Models:
     """The policy and the models beside it. Those that nothing needs are None."""
 
     def __init__(self, config, algorithm, policy):
-        if config.device == "cuda" and config.dtype == "bfloat16":
-            # else the float32 head takes most of the time. TF32 moves log s by 5e-5, a bf16 body
-            # by 2.5e-3 (on a CPU, random weights, docs/metrics.md)
-            torch.set_float32_matmul_precision("high")
         self.policy = self.sampling_model = policy  # in float32 the policy samples itself
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # of a mixture: extras.experts.Experts
@@ -227,7 +223,7 @@ class Models:
             add_adapters(policy, config, dtype)
         # 3. checkpointing of layers, adapters included
         if config.gradient_checkpointing:
-            from support.extras.checkpointing import checkpoint_layers
+            from support.extras.recompute import checkpoint_layers
 
             checkpoint_layers(policy, rerun_context)
         # 4. a critic: a copy that has both

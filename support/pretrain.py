@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from support.console import duration, say
+from support.errors import expecting
 from support.tasks import Task, problems
-from support.user import expecting
 
 BUILT_IN = {
     "tiny": {"model_type": "qwen3", "num_hidden_layers": 2},

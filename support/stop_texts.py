@@ -3,7 +3,7 @@
 import transformers
 from torch import Tensor
 
-from support.user import need
+from support.errors import need
 
 
 class StopTexts(transformers.StopStringCriteria):

@@ -20,7 +20,7 @@ from support.data import (
     read_rows,
     shuffled_epochs,
 )
-from support.user import UserError
+from support.errors import UserError
 from tools import BASE, byte_tokenizer, character_tokenizer, copied, good, metrics, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------

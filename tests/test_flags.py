@@ -16,8 +16,8 @@ import train
 from forks import fork, program
 from support import command_line
 from support.command_line import kinds_of, parse
+from support.errors import UserError, dashed
 from support.flags import ELSEWHERE
-from support.user import UserError, dashed
 from tools import BASE, ROOT, copied, good, launch, refused, spied
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -97,7 +97,7 @@ BAD_INPUT = [
     ("--reward two-errors.py:f", "--reward .*two-errors.py.*RuntimeError"),
     ("--reward judge", "--reward .*judge:"),
     ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
-    ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
+    ("--sampler pay.py:no", "--sampler pay.py:no: expected vllm or file.py:function"),
     ("--sampler value.py:V", "--sampler value.py:V: expected .*V is no function"),
     ("--reward value.py:V", "--reward .*value.py: V is no function"),
     # data
@@ -106,8 +106,11 @@ BAD_INPUT = [
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
-    ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
-    ("--max-new-tokens 510", "held out: .* more than 2 tokens"),
+    (
+        "--max-new-tokens 512",
+        "prompts have more than 0 tokens, .*context of 512 less --max-new-tokens",
+    ),
+    ("--max-new-tokens 510", "--task arithmetic: .* more than 2 tokens"),
     # models. A folder that does not exist is absolute: for a name the hub would be asked
     ("--model /nowhere/at/all", "there is no such folder"),
     ("--model models/pickled", "--model models/pickled: .*safetensors"),
@@ -157,7 +160,7 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
 
 
 def test_resuming_needs_a_name(tmp_path):
-    assert "--resume: needs --name" in refused(tmp_path, "--resume", small=False)
+    assert "--resume: needs the --name" in refused(tmp_path, "--resume", small=False)
 
 
 def test_flags_of_other_projects_are_answered_with_ours(tmp_path):

@@ -14,6 +14,7 @@ from bench_architectures import build
 from bench_memory import SHAPES
 from counting import Counting
 from rollout import check_scorer
+from support.errors import UserError
 from support.flags import default_dtype
 from support.models import (
     body_of,
@@ -25,7 +26,6 @@ from support.models import (
     logits_of,
     refresh,
 )
-from support.user import UserError
 from tools import character_tokenizer, copied
 
 SCALES = {

@@ -19,9 +19,9 @@ import torch
 import train
 from forks import fork
 from support import checkpoints
+from support.errors import UserError
 from support.models import critic_of
 from support.ranks import joined_ranks
-from support.user import UserError
 from tools import (
     BASE,
     ROOT,

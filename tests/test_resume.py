@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import folders, report
-from support.user import UserError
+from support import report, run_folder
+from support.errors import UserError
 from tools import (
     BASE,
     command_line,
@@ -135,7 +135,7 @@ def test_a_process_of_a_reward_ends_by_a_signal_and_has_no_lock(tmp_path, monkey
         child.join(1)
         child.terminate()
         child.join(9)
-        other = FORKED.Process(target=folders.lock, args=(tmp_path / "run",))
+        other = FORKED.Process(target=run_folder.lock, args=(tmp_path / "run",))
         other.start()
         other.join(9)
         codes.extend([child.exitcode, other.exitcode])
@@ -200,7 +200,7 @@ def test_a_lock_is_not_inherited_and_names_its_process(tmp_path):
     reader, writer = multiprocessing.Pipe()
 
     def hold():
-        held = folders.lock(tmp_path)
+        held = run_folder.lock(tmp_path)
         writer.send(os.fork())
         time.sleep(60)
         held.close()
@@ -209,10 +209,10 @@ def test_a_lock_is_not_inherited_and_names_its_process(tmp_path):
     owner.start()
     children = {reader.recv(), reader.recv()} - {0}
     with pytest.raises(UserError, match=f"process {owner.pid} is already working in {tmp_path}"):
-        folders.lock(tmp_path)
+        run_folder.lock(tmp_path)
     owner.kill()
     owner.join()
-    folders.lock(tmp_path).close()
+    run_folder.lock(tmp_path).close()
     os.kill(*children, signal.SIGKILL)
 
 
@@ -457,7 +457,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(shutil, "rmtree", killed)
         launch(tmp_path, f"{BASE} --save-every 1 --steps 4")
-    assert [path.name for path in folders.checkpoints(folder)] == ["step-2", "step-3"]
+    assert [path.name for path in run_folder.checkpoints(folder)] == ["step-2", "step-3"]
     resumed(tmp_path)
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"step-3", "step-4"}

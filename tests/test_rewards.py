@@ -22,7 +22,7 @@ import torch
 import rewards
 from forks import fork, program
 from support import mathematics
-from support.user import UserError, need
+from support.errors import UserError, need
 
 pytest.importorskip("support.extras.programs")  # it registers a verifier
 
@@ -675,7 +675,7 @@ def test_a_reward_has_a_lenient_twin_where_it_has_our_math(own):
 def test_rewards_can_be_copied_with_two_small_files(tmp_path):
     """They import no torch. A deleted extra is an ImportError of Python's."""
     (tmp_path / "support").mkdir()
-    for name in ("rewards.py", "support/user.py", "support/mathematics.py"):
+    for name in ("rewards.py", "support/errors.py", "support/mathematics.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     program = """if True:
         import sys, rewards

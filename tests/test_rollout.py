@@ -13,8 +13,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import rollout as R
 from bench_architectures import build, examine, trees_of
+from support.errors import UserError
 from support.models import configure_torch, critic_of, frozen_copy
-from support.user import UserError
 from tools import character_tokenizer, watched
 
 transformers.logging.set_verbosity_error()
@@ -532,7 +532,7 @@ def test_results_of_a_users_sampler_are_checked():
 )
 def test_gradient_checkpointing_changes_nothing(kind, wants_trees):
     """Layers run again in the backward pass. Dropout stays out, and a copy is checkpointed, too."""
-    from support.extras.checkpointing import checkpoint_layers
+    from support.extras.recompute import checkpoint_layers
 
     dropout = {"gemma3_text": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5)}
     model = tiny(kind, **dropout.get(kind, {}))
@@ -559,7 +559,7 @@ def test_gradient_checkpointing_changes_nothing(kind, wants_trees):
 
 
 def test_a_model_without_layers_for_checkpointing_is_refused():
-    from support.extras.checkpointing import checkpoint_layers
+    from support.extras.recompute import checkpoint_layers
 
     with pytest.raises(UserError, match="--gradient-checkpointing: a ctrl has no layers for it"):
         checkpoint_layers(build("ctrl"))
@@ -605,7 +605,7 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
 def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch):
     """As every other linear map: in values and gradients it is rounding, and it saves time and
     memory on a GPU. Without autocast, and with gradient checkpointing, nothing changes."""
-    from support.extras.checkpointing import checkpoint_layers
+    from support.extras.recompute import checkpoint_layers
 
     tiny(kind).save_pretrained(tmp_path)
     model = R.load_model(str(tmp_path), "cpu")

@@ -15,7 +15,7 @@ import transformers
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from rollout import completion_logprobs, generate
-from support.user import UserError
+from support.errors import UserError
 from tools import ROOT, SHAPE, command_line, good, metrics, random_policy, refused, timeless
 
 SIZES = {"vocab_size": 123, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -17,9 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rollout import Rollout
 from support.data import completion_text
+from support.errors import expecting, need, reason
 from support.models import context_of
 from support.tasks import whole_value
-from support.user import expecting, function_of, need, reason
+from support.user_code import function_of
 
 
 class Tool(NamedTuple):

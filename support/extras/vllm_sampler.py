@@ -12,9 +12,9 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 from vllm import LLM, SamplingParams
 
+from support.errors import need
 from support.extras.samplers import rollout_of
 from support.models import body_of, context_of
-from support.user import need
 
 ON_GPU = {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True}  # of the whole card
 # chunked prefill fails there with a seed: CPU Generator does not use offset

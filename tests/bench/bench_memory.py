@@ -81,7 +81,7 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
             add_adapters(policy, options, torch.bfloat16)
         loading = counting.bytes_peak
         if checkpointing:
-            from support.extras.checkpointing import checkpoint_layers
+            from support.extras.recompute import checkpoint_layers
 
             checkpoint_layers(policy)
         trained = [each for each in policy.parameters() if each.requires_grad]

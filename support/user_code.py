@@ -1,52 +1,17 @@
-"""Mistakes of the user, each told in one sentence, and functions from their files."""
+"""Functions from a user's file: load them, call them, and undo what they leave behind."""
 
 import contextlib
 import copy
-import difflib
 import functools
 import inspect
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-
-class UserError(ValueError):
-    """A mistake of the user, in one sentence. The scripts print it and exit with status 2."""
-
-
-def need(condition: object, message: str) -> None:
-    """Raise UserError with the message if the condition is false."""
-    if not condition:
-        raise UserError(message)
-
-
-def reason(error: BaseException) -> str:
-    """Return one line that says why something failed."""
-    text = f"{type(error).__name__}: {error}".removeprefix("UserError: ")
-    return f"{text.splitlines()[0]:.300}"
-
-
-@contextlib.contextmanager
-def expecting(expected: str, errors=(Exception, SystemExit)) -> Iterator[None]:
-    """Turn errors inside the block into a UserError: the expected input, then the reason."""
-    try:
-        yield
-    except errors as error:
-        raise UserError(f"{expected}: {reason(error)}") from error
-
-
-def dashed(name: str) -> str:
-    """Return --group-size for group_size."""
-    return "--" + name.replace("_", "-")
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word, such as `, did you mean math?`."""
-    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
+from support.errors import UserError, did_you_mean, need, reason
 
 
 @functools.cache
@@ -59,7 +24,7 @@ def run_file(path: str) -> dict:
 def function_of(place: str) -> Callable:
     """Return the function of `file.py:function`."""
     path, _, name = place.rpartition(":")
-    functions = run_file(path)
+    functions = run_file(os.path.abspath(path))  # tests change the folder
     need(name in functions, f"{path} has no {name}{did_you_mean(name, functions)}")
     need(callable(functions[name]), f"{path}: {name} is no function")
     return functions[name]

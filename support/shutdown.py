@@ -6,10 +6,10 @@ import signal
 import sys
 from pathlib import Path
 
-from support import folders
+from support import run_folder
 from support.console import duration, percent, say
 from support.data import messages_of, printable, printable_lines
-from support.user import UserError, dashed
+from support.errors import UserError, dashed
 
 
 def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
@@ -65,7 +65,7 @@ def fail(error: BaseException, ranks, config) -> int:
         raise error
     status, sentence = explained
     named = config and config.name and status != 2
-    if named and folders.checkpoints(Path(config.runs, config.name)):
+    if named and run_folder.checkpoints(Path(config.runs, config.name)):
         run = shlex.join(["--name", config.name, "--runs", config.runs])
         sentence += f"; to continue: python train.py --resume {run}"
     print(printable(sentence), file=sys.stderr, flush=True)
