@@ -28,7 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache
 
 from support.command_line import flag, parse
-from support.data import IDS, PromptFormat, StopTexts, printable, printable_lines
+from support.data import IDS, PromptFormat, completion_text, printable, printable_lines
+from support.errors import UserError, expecting, need
 from support.models import (
     body_of,
     context_of,
@@ -39,8 +40,8 @@ from support.models import (
     load_model,
     logits_of,
 )
+from support.stop_texts import StopTexts
 from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, shares_prefixes
-from support.user import UserError, expecting, need
 
 PROMPT_TOKENS = 2**14  # prefilled at once, padding included
 LOGITS_AT_ONCE = 2**26  # float32: 256 MB
@@ -500,7 +501,7 @@ def print_completions(flags: Flags) -> None:
     ends = end_and_pad_ids(model, tokenizer)
     rollout = generate(model, [ids], uniforms, temperature=flags.temperature, stops=stops, **ends)
     for completion in rollout.sequences():
-        text = tokenizer.decode(completion[len(ids) :], skip_special_tokens=True)
+        text = completion_text(tokenizer, completion[len(ids) :], ends["eos_ids"])
         print(printable_lines(text))  # a completion may contain escape sequences
 
 

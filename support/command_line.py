@@ -9,7 +9,7 @@ import re
 import types
 import typing
 
-from support.user import UserError, dashed, did_you_mean, need
+from support.errors import UserError, dashed, did_you_mean, need
 
 
 def flag(default, help: str, **rules):
@@ -89,10 +89,14 @@ def check(field: dataclasses.Field, value) -> None:
     """Raise UserError for a wrong value, which may also come from the config.json of a run."""
     name, rules = dashed(field.name), field.metadata
     wrong = f"{name} {value}"
-    if value is None:
+    if value is None and type(None) in kinds_of(field):
         return
+    kind = typing.get_origin(kinds_of(field)[0]) or kinds_of(field)[0]
+    fits = type(value) is kind or (type(value) is int and kind is float)  # JSON has 1 for 1.0
+    need(fits, f"{wrong}: expected {kind.__name__}")
     if isinstance(value, list):
-        need(all(value), f"{name}: expected a text that is not empty")
+        texts = all(isinstance(each, str) and each for each in value)
+        need(texts, f"{name}: expected a text that is not empty")
     if isinstance(value, str):
         is_utf_8 = value == value.encode(errors="replace").decode()
         need(is_utf_8, f"{name} {value!a}: expected UTF-8")

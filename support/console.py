@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from support.data import printable
-from support.user import reason
+from support.errors import reason
 
 # metric -> its format in the line of a step, which fits on a narrow terminal. metrics.jsonl has all
 STEP = {

@@ -4,7 +4,7 @@ health of a run, for its page and its last lines."""
 import math
 from statistics import fmean, variance
 
-from support.tasks import BUILT_IN
+from support.pretrain import BUILT_IN
 
 MANY_TRUNCATED = MANY_FAULTS = 1 / 3  # of the completions
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
@@ -36,9 +36,12 @@ def warnings_of(run, row: dict) -> dict[str, str]:
     if config.dynamic_sampling and kept < config.prompts_per_step:
         few = f"{kept} of {groups} groups have different rewards"
         sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
-    for name in run.reward.shaping - run.reward.shaping_at_first:
-        why = "it gave a value below 0 or above 1, so `solved` and dead groups leave it out now"
-        sentences[f"shaping {name}"] = f"--reward {name}: {why}"
+    for name in run.reward.out_of_range:
+        use = "counts it as 0 or 1 (set `shaping = True` on the function to leave it out)"
+        if name in run.reward.shaping:
+            use = "leaves it out"
+        told = f"--reward {name} gave a value outside [0, 1]: `solved` {use}"
+        sentences[f"shaping {name}"] = told
     # rounding alone makes 1e-10 in float32, and at most 1e-2 in bfloat16
     most = 1e-3 if config.dtype == "float32" else 2e-2
     if config.stale_steps == 1 and row.get("sampler_kl", 0.0) > most:

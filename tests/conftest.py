@@ -18,7 +18,7 @@ if not any("on_a_gpu" in word for word in sys.argv):  # bf16 and its rounding wo
 import transformers  # noqa: E402
 
 import train  # noqa: E402
-from support import tasks  # noqa: E402
+from support import pretrain  # noqa: E402
 from tools import EXPERTS, SHAPE, furnish, random_policy, write_rows  # noqa: E402
 
 
@@ -59,7 +59,7 @@ def place(models, tmp_path, monkeypatch):
     furnish(here, models)
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(models / "cache"))
-    monkeypatch.setattr(tasks, "WARM_STEPS", 8)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 8)
     return here
 
 

@@ -33,8 +33,8 @@ def expressions(path: str) -> dict[tuple[int, int], re.Pattern]:
             text = eval(ast.unparse(text), local | vars(module))
             flags = sum(getattr(re, name) for name in names)
             found[node.lineno, node.col_offset] = re.compile(text, flags)
-    rows = enumerate(getattr(module, "REWRITES", {}))
-    return found | {(0, place): re.compile(pattern) for place, pattern in rows}
+    rows = enumerate(getattr(module, "REWRITES", []))
+    return found | {(0, place): re.compile(pattern) for place, (pattern, _) in rows}
 
 
 def walk(nodes):

@@ -50,7 +50,7 @@ def test_the_console_of_the_readme_is_that_of_the_default_run():
 
 @pytest.mark.slow  # a fork's own are not documented here
 def test_verifiers_are_those_of_rewards():
-    names = rewards.VERIFIERS.keys() | set(rewards.EXTRAS)
+    names = {*rewards.VERIFIERS, *rewards.MATHEMATICS, "code"}
     assert names <= first_cells("verifiers.md")
 
 
@@ -199,13 +199,13 @@ def applied(step: str, project: Path) -> None:
 PROGRAM = """
 import json, pathlib, sys, torch
 import rollout, train
-from support import tasks
+from support import pretrain
 
 print("refused", train.main(["--positive-weight", "0.2"]))
 logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)
 token, logprobs = rollout.sample_token(logits, (torch.arange(800) + 0.5) / 800, 1.0, 0.7)
 print("nucleus", [token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()])
-tasks.WARM_STEPS = 40
+pretrain.WARM_STEPS = 40
 print("trained", train.main(sys.argv[1:]))
 
 pathlib.Path("right.py").write_text("def right(completion, answer):\\n    return answer != '2'\\n")

@@ -16,8 +16,8 @@ import train
 from forks import fork, program
 from support import command_line
 from support.command_line import kinds_of, parse
+from support.errors import UserError, dashed
 from support.flags import ELSEWHERE
-from support.user import UserError, dashed
 from tools import BASE, ROOT, copied, good, launch, refused, spied
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -123,7 +123,10 @@ BAD_INPUT = [
     # folders
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
-    ("--runs file", "Not a directory: 'file/run'"),
+    ("--runs file", "--runs file --name run: expected a folder to write to: "),
+    ("--runs link/a", "--runs link/a --name run: expected a folder to write to: "),
+    ("--runs /proc/x", "--runs /proc/x --name run: expected a folder to write to: "),
+    ("--runs . --name file", "--runs . --name file: expected a folder to write to: "),
     ("--runs=", "--runs: expected the name of a folder"),
     ("--runs r\udcff", "--runs .*UTF-8"),
     ("--resume --name nothing", "--resume: .*nothing"),
@@ -139,9 +142,10 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     Path("value.py").write_text("V = 1.0\n")
     Path("file").write_text("not a folder")
+    Path("link").symlink_to("nowhere")
     Path("runs-with-one", "run").mkdir(parents=True)
     Path("runs-with-one/run/config.json").write_text("{}")
-    if "models/" not in flags and flags != "--runs file":  # found before weights load
+    if "models/" not in flags:  # found before weights load
         for kind in (AutoModelForCausalLM, AutoModelForSequenceClassification):
             monkeypatch.setattr(kind, "from_pretrained", None)
 

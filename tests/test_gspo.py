@@ -32,7 +32,7 @@ import torch
 
 import gspo
 import train
-from support.numbers import bind, numbers_of
+from support.hyperparameters import bind, numbers_of
 
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6
@@ -745,7 +745,9 @@ def forks_loss(*, temperature):
 
 def test_a_number_without_a_flag_of_its_own_is_an_error(monkeypatch):
     """`temperature=0.5` would silently get the sampling temperature, 1.0."""
-    monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(forks_loss(temperature=0.5), "token"))
+    monkeypatch.setitem(
+        gspo.ALGOS, "gspo", gspo.Algorithm(forks_loss(temperature=0.5), "completion")
+    )
     with pytest.raises(AssertionError, match="temperature has no flag"):
         train.parse_flags(["--algo", "gspo"])
 
@@ -803,7 +805,7 @@ def test_step_advantages_leave_out_a_completion_without_a_verdict():
 def test_dead_groups_are_those_whose_advantages_are_0():
     pays = torch.tensor([[1.0, 0], [0, 1], [1, 1], [1, 1], [1, math.nan], [1, 1]])
     ends = torch.ones(6, 2) > 0
-    assert gspo.dead_groups(pays, ends, 2).tolist() == [False, True, False]
+    assert gspo.dead_groups(pays, ends, 2).tolist() == [False, True, True]
     outcomes = torch.tensor([[0.0, 0], [0, 1], [0, 1], [0, 1], [0, math.nan], [0, 1]])
     assert gspo.dead_groups(outcomes, torch.tensor([[False, True]] * 6), 2).tolist() == [
         False,

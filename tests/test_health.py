@@ -73,7 +73,7 @@ def test_a_reward_that_does_not_rise_names_the_learning_rate():
 def test_health_sees_held_out_numbers_that_fall():
     """Below their best by more than twice the standard error; pass@8 below its start."""
     before = {"step": 0, "eval_solved": 0.2, "eval_pass@8": 0.91}
-    rows = run_of([0.2, 0.5] * 10)
+    rows = run_of([step / 20 for step in range(20)])
     rows[9]["eval_solved"] = 0.6
     rows[19] |= {"eval_solved": 0.58, "eval_pass@8": 0.5}
     [sentence] = health(rows, FLAGS, before)
@@ -103,12 +103,12 @@ def test_the_console_warns_of_verifiers_that_fail():
 
 
 def test_the_console_warns_of_a_step():
-    """More than a third is many. With --stale-steps the sampler may be apart. A term that turned
-    into shaping is named, one that was shaping from the start is not."""
+    """More than a third is many. With --stale-steps the sampler may be apart. A term whose
+    values leave [0, 1] is named, declared shaping is not."""
     row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0, "sampler_kl": 0.003}
     flags = dict(dynamic_sampling=True, prompts_per_step=4, dtype="float32", stale_steps=1)
     config, progress = SimpleNamespace(**flags), SimpleNamespace(quiet_steps=10)
-    reward = SimpleNamespace(shaping={"format", "bonus"}, shaping_at_first={"format"})
+    reward = SimpleNamespace(shaping={"format", "bonus"}, out_of_range={"bonus", "late"})
     run = SimpleNamespace(config=config, progress=progress, reward=reward, turns=None)
     found = warnings_of(run, row | {"ratio_mean": 20.26})
     assert "2 of 8 groups have different rewards, expected 4" in found["refills"]
@@ -116,10 +116,11 @@ def test_the_console_warns_of_a_step():
     assert "all rewards are equal" in found["quiet"]
     assert "another distribution, sampler_kl 0.003" in found["sampler"]
     assert "`per`" in found["ratio"] and "shaping format" not in found
-    assert "bonus: it gave a value below 0 or above 1" in found["shaping bonus"]
+    assert found["shaping bonus"].endswith("outside [0, 1]: `solved` leaves it out")
+    assert "`solved` counts it as 0 or 1 (set `shaping = True`" in found["shaping late"]
     config.dtype = "bfloat16"  # where rounding alone makes up to 0.01
     assert "sampler" not in warnings_of(run, row)
     assert "sampler" in warnings_of(run, row | {"sampler_kl": 0.03})
     config.stale_steps, config.dynamic_sampling, progress.quiet_steps = 4, False, 11
-    reward.shaping = {"format"}
+    reward.out_of_range = set()
     assert warnings_of(run, row | {"truncated": 0.3, "ratio_mean": 1.2}) == {}

@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rewards import parse_reward
-from support.user import UserError
+from support.errors import UserError
 from tools import SHAPE, character_tokenizer, good, metrics, refused
 
 Judge = pytest.importorskip("support.extras.judge").Judge

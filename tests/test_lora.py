@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from bench_architectures import build
+from support.errors import UserError
 from support.models import refresh
-from support.user import UserError
 from tools import BASE, SHAPE, good, metrics, newest, random_policy, refused
 
 lora = pytest.importorskip("support.extras.lora")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import rewards
-from support.user import UserError
+from support.errors import UserError
 from test_rewards import ADD, RIGHT, VERIFY, cells, fenced
 
 sandbox = pytest.importorskip("support.extras.sandbox")

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rollout
 import train
-from support import console, folders, process, tasks
-from support.user import UserError
+from support import console, pretrain, run_folder, shutdown
 from tools import (
     BASE,
     ROOT,
@@ -46,7 +45,7 @@ def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
     two of the run's own stay."""
     folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
     first = folder / "checkpoints/step-1"
-    copies = {"step-1-good", "step-99x", "best"}
+    copies = {"step-1-good", "step-99x", "step-1000", "best"}
     for name in copies:
         shutil.copytree(first, first.with_name(name))
     good(tmp_path, "--resume --name run --steps 4", small=False)
@@ -65,14 +64,14 @@ def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "mkdir", slow)
     mkdir(tmp_path / "runs")
-    assert folders.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
+    assert run_folder.make_folder(str(tmp_path / "runs"), None, "gspo").name == "gspo-5"
 
 
 def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     """Before the warm start, which takes half a minute. The sentence does not blame --runs."""
     Path("cache").write_text("a file, and no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setattr(tasks, "warm_start", None)
+    monkeypatch.setattr(pretrain, "warm_start", None)
     sentence = refused(tmp_path / "runs", "--algo gspo")
     assert re.search("cache/gspo.*XDG_CACHE_HOME", sentence) and "--runs" not in sentence
     assert not (tmp_path / "runs").exists()
@@ -122,7 +121,7 @@ def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path
 def test_the_last_line_has_the_system_message_and_the_stop_texts():
     messages = [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "7+5?"}]
     flags = ["--model", "models/tiny", "--reward", "pay.py:even", "--stop", "\n\n", "--stop", "#"]
-    words = arguments_in_bash(process.command_to_try("x", train.parse_flags(flags), messages))
+    words = arguments_in_bash(shutdown.command_to_try("x", train.parse_flags(flags), messages))
     asked = ["--prompt", "7+5?", "--system", "Be brief.\n", "--stop", "\n\n", "--stop", "#"]
     assert words[2:-1] == ["x", *asked]
 
@@ -193,21 +192,6 @@ def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
 
 
 # ---- the environment
-
-
-def test_a_second_process_is_refused_while_a_run_writes_and_no_longer(monkeypatch, tmp_path):
-    """A lock of the operating system, on an open file: nothing must be removed after a kill -9."""
-    said = f"another process is at work in {tmp_path / 'run'}"
-
-    def try_to_lock(_, result):
-        with pytest.raises(UserError, match=said):
-            folders.lock(tmp_path / "run")
-        return result
-
-    watched(monkeypatch, train, "score", try_to_lock)
-    good(tmp_path, f"{BASE} --steps 1")
-    with folders.lock(tmp_path / "run"):
-        assert said in refused(tmp_path, "--resume --name run --steps 2", small=False)
 
 
 def python(*words, folder=ROOT, **environment):

@@ -221,7 +221,7 @@ def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tm
         for each, ids in zip(batch.samples, batch.rollout.sequences(), strict=True):
             prompt, answer = each.problem["prompt"], each.problem["answer"]
             assert prompt in (f"3+{answer}=", f"4+{answer}=")
-            assert seen.run.tokenizer.decode(ids, skip_special_tokens=True) == prompt + each.text
+            assert seen.run.decode(ids) == prompt + each.text
         for group in (batch.samples[i : i + 4] for i in (0, 4, 8, 12)):
             assert len({each.verdict.reward for each in group}) > 1
             assert len({each.problem["prompt"] for each in group}) == 1
@@ -374,7 +374,7 @@ def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, t
     assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
     assert row["eval_reward"] > 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
-    [why] = [line for line in result.out.splitlines() if "solved" in line or "warning" in line]
+    _, why = [line for line in result.out.splitlines() if "solved" in line or "warning" in line]
     assert why.startswith("warning: --reward far: it gave a value below 0 or above 1")
 
 
@@ -405,7 +405,7 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
     rows = metrics(good(tmp_path, flags).folder)
     assert not seen.steps[0].constants.values.any()
-    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-6)
+    assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-5)
     batch, _, constants, advantages, returns, *_ = seen.steps[1]
     (_, _, _, bootstrap), *_ = calls[1]
     truncated = batch.rollout.truncated
@@ -496,19 +496,20 @@ def test_a_loss_may_read_another_tensor_of_the_step(seen, monkeypatch, tmp_path)
 def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
     """Rewards are negative, so that 0 would be the best. Weights are those of a run in which the
     completions that fail are not there for the mean, std and gradient of the others."""
-    code = "def near(completion, answer):\n    return -len(completion) / int('7' in completion)\n"
+    code = (
+        "def near(completion, answer):\n    return -len(completion) / min(len(completion) % 3, 1)\n"
+    )
     Path("near.py").write_text(code)
     result = good(tmp_path, f"{BASE} --steps 1 --reward near.py:near --eval-prompts 8")
     [row], [step] = metrics(result.folder), seen.steps
-    failed = torch.tensor(["7" not in each.text for each in step.batch.samples])
+    failed = torch.tensor([len(each.text) % 3 == 0 for each in step.batch.samples])
     assert 0 < failed.sum() < 16 and row["verifier_faults"] == failed.sum()
     assert step.batch.rewards.isnan().tolist() == failed.tolist()
     assert not step.batch.mask[failed].any() and not step.advantages[failed].any()
     pays = [each.verdict.reward for each in step.batch.samples]
     assert row["reward"] == pytest.approx(statistics.fmean(x for x in pays if x == x))
-    assert not {int(i) for update in step.updates for i in update.active_rows} & set(
-        failed.nonzero()
-    )
+    trained = torch.cat([update.active_rows for update in step.updates])
+    assert len(trained) > 0 and not failed[trained].any()
     assert "left out" in result.out
 
 
@@ -551,7 +552,7 @@ def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
     assert "tokens" not in first and len(shown) == 4
     for each in shown:
         assert each["group"] == 0 and len(each["tokens"]) == len(each["log_ratios"])
-        read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>", "<unk>")]
+        read = [token for token in each["tokens"] if token not in ("<pad>", "<eos>")]
         assert "".join(read) == each["completion"]
     pays = [each["reward"] for each in shown]
     advantages = [each["advantage"] for each in shown]

@@ -8,7 +8,7 @@ import time
 
 import support.extras.sandbox as sandbox
 from rewards import after_thinking, verifier
-from support.user import expecting, need
+from support.errors import expecting, need
 
 # the program may define input() and json itself
 CALL_CASES = """

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout import Rollout
+from support.data import completion_text
+from support.errors import expecting, need, reason
 from support.models import context_of
 from support.tasks import whole_value
-from support.user import expecting, function_of, need, reason
+from support.user_code import function_of
 
 
 class Tool(NamedTuple):
@@ -77,7 +79,7 @@ class Turns:
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
     def read(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return completion_text(self.tokenizer, ids)
 
     def __call__(
         self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from support.user import expecting
+from support.errors import expecting
 
 
 def open_tracker(kind: str, folder: Path, flags: dict, began: float, steps: int) -> Callable:

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import common
 import rollout as R
-from support.user import UserError, reason
+from support.errors import UserError, reason
 
 # a small value: the fields of a configuration that get it, if they exist
 SIZES = {
@@ -217,7 +217,7 @@ def scored(model, out, trees=None):
 
 
 def with_checkpointing(model, shares: bool) -> str:
-    from support.extras.checkpointing import checkpoint_layers
+    from support.extras.recompute import checkpoint_layers
 
     out = sampled(model, 8)
     trees = trees_of(out, 24) if shares else None

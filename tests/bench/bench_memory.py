@@ -24,7 +24,7 @@ import common
 import gspo
 import rollout
 from counting import Counting
-from support import tasks
+from support import pretrain, tasks
 from support.models import Models, make_optimizer, refresh
 
 GB = 1e9
@@ -171,7 +171,7 @@ def measure(name: str) -> dict:
     """Train random weights of a shape for two steps in a separate process. Returns the last row of
     metrics, whose memory and seconds are those of a real model, and the counted memory."""
     longest, prompts, tokens = (28, 8, 1024) if name == "tiny" else (LONGEST, 32, TOKENS)
-    built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
+    built_in = pretrain.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
     tokenizer = AutoTokenizer.from_pretrained(built_in)
     ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     with tempfile.TemporaryDirectory() as folder:

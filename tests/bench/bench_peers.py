@@ -34,7 +34,7 @@ import transformers
 import common
 import rewards
 from common import read_rows
-from support import tasks
+from support import pretrain, tasks
 from support.data import messages_of
 
 PEERS = {  # contestant -> its name in the table
@@ -54,7 +54,7 @@ def prepare(given, folder: Path) -> dict:
     settings = vars(given) | BATCH | {"held_out": None}
     if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
-        settings |= {"model": str(tasks.built_in_policy(task, "tiny")), "reward": task.verifier}
+        settings |= {"model": str(pretrain.built_in_policy(task, "tiny")), "reward": task.verifier}
         settings |= {"max_new_tokens": task.max_new_tokens, "lr": 2e-4}
         settings |= {name: str(folder / f"{name}.jsonl") for name in ("data", "held_out")}
         counts = {"data": given.steps * given.prompts_per_step, "held_out": 256}

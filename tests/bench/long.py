@@ -16,7 +16,7 @@ from pathlib import Path
 import common
 import train  # noqa: F401  # each fork then has it
 from common import markdown, read_rows
-from support import tasks
+from support import pretrain, tasks
 
 OPERATIONS = (12, 15)  # of a chain, fewest and most: a mean answer has 80 tokens
 WARM_STARTS = 5  # a seed of runs uses warm start seed % 5: other demonstrations, other weights
@@ -74,7 +74,7 @@ Runs = list[dict]
 def train_once(run: dict) -> tuple[dict, str]:
     """Run train.py to its end. Return the numbers that the tables need, and words about them."""
     tasks.TASKS["chains"] = tasks.chains(OPERATIONS)
-    policy = tasks.built_in_policy(tasks.TASKS["chains"], "tiny", run["seed"] % WARM_STARTS)
+    policy = pretrain.built_in_policy(tasks.TASKS["chains"], "tiny", run["seed"] % WARM_STARTS)
     flags = f"{ROWS[run['row']]} {run['more']} --lr {run['lr']:g} --seed {run['seed']} {FLAGS}"
     before, metrics = common.train(["--model", str(policy), *flags.split()])
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}

@@ -19,9 +19,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import torch
 
 import common
-import rewards
 import train
 from long import ROWS
+from support import mathematics
 
 HELD_OUT, LIMIT = 192, 24
 COIN = '''
@@ -69,7 +69,7 @@ def write_questions(folder: Path) -> None:
 def shares(rollout, samples: list) -> dict:
     """Return the share of greedy answers that is right, the share that is cut off, the share that
     is right of those that are not, and the mean length."""
-    right = [rewards.math_lenient(each.text, each.problem["answer"]) for each in samples]
+    right = [mathematics.math_lenient(each.text, each.problem["answer"]) for each in samples]
     right, cut = torch.tensor(right).float(), rollout.truncated
     return {
         "right": float(right.mean()),

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from support.user import need
+from support.errors import need
 
 
 def checkpoint_layers(model, context: Callable = contextlib.nullcontext) -> None:

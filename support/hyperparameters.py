@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 
 import gspo
-from support.user import UserError, dashed
+from support.errors import UserError, dashed
 
 
 def functions_of(algorithm: gspo.Algorithm) -> dict[str, Callable]:
