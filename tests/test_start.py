@@ -183,7 +183,7 @@ def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
 def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
     """Also with LANG=C: a prompt with ü must not end the run."""
     row = {"step": 48, "reward": 0.5, "solved": 0.5, "length_mean": 199.9, "dead": 0.5}
-    row |= {"clip_fraction": 1.0, "entropy": 0.123, "eval_solved": 0.5}
+    row |= {"clip_fraction": 0.5, "entropy": 0.123, "eval_solved": 0.5}
     line = console.step_line(row, 50, 3700)
     assert line.startswith("step 48/50 | solved 50% | len 200 | ")  # the reward is the same number
     assert line.endswith("entropy 0.12 | held out 50% | 62 min left") and len(line) < 100
