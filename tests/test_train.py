@@ -368,8 +368,7 @@ def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, t
     assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
     assert row["eval_reward"] > 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
-    _, why = [line for line in result.out.splitlines() if "solved" in line or "warning" in line]
-    assert why.startswith("warning: --reward far: it gave a value below 0 or above 1")
+    assert "warning: --reward far gave a value outside [0, 1]: `solved` leaves it out" in result.out
 
 
 @pytest.mark.parametrize("reward", ["right+0.2*other.py:short", "right+-1*pay.py:even"])
