@@ -259,15 +259,15 @@ MANY = (
 def hostile():
     """Long, deep and strange texts."""
     texts = MANY.split("|")
-    found = [piece * (200_000 // len(piece)) for piece in [*texts, "\\boxed{" + "{" * 2000]]
+    found = [piece * (60_000 // len(piece)) for piece in [*texts, "\\boxed{" + "{" * 2000]]
     found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000, boxed("9**9**9**9")]
     found += [boxed("(" * 490 + "1" + ")" * 490), "\\boxed{" + "{}" * 100_000]
     found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
     rng = random.Random(0)
-    found += [rng.randbytes(5000).decode("latin-1") * rng.randint(1, 20) for _ in range(20)]
+    found += [rng.randbytes(5000).decode("latin-1") * rng.randint(1, 20) for _ in range(9)]
     pieces = [*texts, *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "\\sqrt[0]{", "1/0", "i"]
-    found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(300)]
-    short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(1000)]
+    found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(150)]
+    short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(500)]
     return found + short + list(map(boxed, short))
 
 
@@ -594,7 +594,7 @@ WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sen
     "x*math": "could not convert string to float: 'x'",
     "0*math": "a weight of 0, expected up to 1e6",
     "nan*math": "a weight of nan",
-    "math+math": "math stands there twice",
+    "math+math": "math is given twice",
     "nowhere.py:fn": "--reward nowhere.py:fn: FileNotFoundError: ",
     "def f(:": "own.py:f: SyntaxError: invalid syntax (own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "own.py:f: RuntimeError: one",
@@ -672,11 +672,11 @@ def test_a_reward_has_a_lenient_twin_where_it_has_our_math(own):
     assert reward.verify(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
 
 
-def test_rewards_can_be_copied_with_two_small_files(tmp_path):
+def test_rewards_can_be_copied_with_three_small_files(tmp_path):
     """They import no torch. A deleted extra is an ImportError of Python's."""
     (tmp_path / "support").mkdir()
-    for name in ("rewards.py", "support/errors.py", "support/mathematics.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("rewards", "support/errors", "support/mathematics", "support/user_code"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path / f"{name}.py")
     program = """if True:
         import sys, rewards
         reward = rewards.parse_reward("math + countdown + choice")
