@@ -1,11 +1,9 @@
 """A run's checkpoint: the policy in its own files, and beside it all that a resumed run needs."""
 
-import contextlib
 import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import safetensors.torch
@@ -88,15 +86,14 @@ def fingerprint(value) -> str:
     return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
-@contextlib.contextmanager
-def saved_flags(config) -> Iterator[dict]:
-    """Yield the flags of the run that --resume continues. UserError if the block can't use them."""
-    need(config.name, "--resume: needs the --name of the run to continue")
+def saved_flags(config) -> dict:
+    """Return the flags of the run that --resume continues, from its config.json."""
+    need(config.name, "--resume: needs --name, that of the run to continue")
     path = Path(config.runs, config.name, "config.json")
     with expecting(f"--resume: expected the --name of a run of this train.py, with {path}"):
         saved = dict(json.loads(path.read_text(encoding="utf-8")))
-        known = vars(config).keys() - {"resume", "runs", "name"}
-        yield {name: saved[name] for name in saved.keys() & known}
+    known = vars(config).keys() - {"resume", "runs", "name"}
+    return {name: saved[name] for name in saved.keys() & known}
 
 
 def check_kept(config, saved: dict) -> None:
