@@ -277,7 +277,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
         weight, _, place = (text.strip() for text in part.rpartition("*"))
         with expecting(f"--reward {part.strip()}"):
             name, function = find_verifier(place, device)
-            need(name not in terms, f"{name} stands there twice")
+            need(name not in terms, f"{name} is given twice")
             terms[name] = Term(float(weight or 1), function)
             need(0 < abs(terms[name].weight) <= 1e6, f"a weight of {weight}, expected up to 1e6")
             if prepare := getattr(function, "prepare", None):

@@ -3,8 +3,7 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-Read `train`, the algorithm in six phases. What stands below it are functions that it calls, and
-start-up.
+Read `train`: the whole algorithm, in six phases. Below it come its helpers, then start-up.
 
 docs/deviations.md says where this differs from the papers."""
 
@@ -50,7 +49,7 @@ from support.command_line import flag, number
 from support.console import percent, say
 from support.credit import place_rewards
 from support.data import printable
-from support.errors import need
+from support.errors import UserError, need
 from support.hyperparameters import bind
 from support.models import (
     Models,
@@ -193,13 +192,12 @@ def train(run: "Run", output: Output) -> None:
             run.decode, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
         )
 
-        # 3. Score without gradient: log-probs under pi_old (the policy before its updates), the
-        #    reference and a teacher, and a critic's values. The updates reuse these micro-batches:
-        #    the same shapes give the same bits, so ratios of the first update are exactly 1.
-        active = mask.any(
-            1
-        )  # rows that get forward passes: 40 of 64, say, if 3 of 8 groups are dead
-        if skip_dead_groups:
+        # 3. Score the active rows without gradient (40 of 64, say, if 3 of 8 groups are dead):
+        #    log-probs under pi_old (the policy before its updates), the reference and a teacher,
+        #    and a critic's values. The updates reuse these micro-batches: the same shapes give the
+        #    same bits, so ratios of the first update are exactly 1.
+        active = mask.any(1)
+        if skip_dead_groups:  # all rewards are equal; the metric `dead` leaves shaping terms out
             dead = gspo.dead_groups(token_rewards, step_ends, config.group_size)
             active = active & ~dead.repeat_interleave(config.group_size)
         updates = plan_updates(run, rollout, active.cpu(), step)
@@ -228,8 +226,8 @@ def train(run: "Run", output: Output) -> None:
             "values": values,
             "bootstrap": bootstrap,
         }
-        found = algorithm.advantages(*[inputs[name] for name in algorithm.reads])
-        advantages, returns = found if models.critic else (found, None)
+        result = algorithm.advantages(**{name: inputs[name] for name in algorithm.reads})
+        advantages, returns = result if models.critic else (result, None)
         taught = (advantages.view(len(mask), -1) != 0) & mask
         assert not taught[~active].any(), "a dead group has an advantage: drop skip_dead_groups"
         if config.tis_cap:  # truncated importance sampling: the sampler is not exactly pi_old
@@ -243,7 +241,8 @@ def train(run: "Run", output: Output) -> None:
             group["lr"] = group["initial_lr"] * lr_factor(config, step)
         counted = mask if algorithm.per == "token" else mask.any(1)  # what the loss averages over
         new_logprobs = torch.zeros_like(old_logprobs)  # of a row's latest forward pass
-        first_logprobs, first_rows = new_logprobs, []  # of the first update with active rows
+        # those of the first update that has active rows: nothing has moved yet
+        first_logprobs, first_rows = torch.zeros_like(old_logprobs), []
         update_metrics, bad_updates = [], 0
         for rows, active_rows, parts in updates * config.epochs:
             # dead groups count in the mean of the loss, but not in those of the metrics
@@ -353,7 +352,7 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
         rollout.lengths.cpu(), config.max_new_tokens, config.overlong_cache
     )
     rewards = rewards.float().to(config.device)
-    # a completion without a verdict abstains: a number in its place could be sought by the policy
+    # no verdict, no gradient: any number in its place could become what the policy aims for
     mask = rollout.completion_mask & ~rewards.isnan()[:, None] & (len(kept) > 0)
     if config.overlong_filter:
         mask = mask & ~rollout.truncated[:, None]
@@ -501,21 +500,18 @@ def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = sample_and_verify(run, model, held_out, 1, 0.0, "eval")
     faults = [verdict.fault for verdict in greedy if verdict.fault]
-    begun = run.progress.step > 0
-    if len(faults) == len(greedy):
-        need(begun, f"--reward: it failed on every completion: {faults[0]}")
+    if len(faults) == len(greedy) and run.progress.step == 0:
+        raise UserError(f"--reward: it failed on every completion: {faults[0]}")
     _, correct = judge_groups(run.reward, greedy, 1)
-    answers = [measure.readable(verdict, run.progress.step) for verdict in greedy[:SHOWN_PROMPTS]]
-    for i, answer in enumerate(answers):
-        answer["correct"] = None if correct is None else measure.number(correct[i, 0])
+    answers = measure.readable_answers(greedy[:SHOWN_PROMPTS], correct, run.progress.step)
     asked, said = printable(answers[0]["prompt"][-200:]), printable(answers[0]["completion"][-200:])
     run.log.say_if_new(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']}")
-    metrics = {"eval_abstained": len(faults)} if faults else {}
+    metrics = {"eval_abstained": len(faults) / len(greedy)} if faults else {}
     if correct is None:
         rewards = [verdict.reward for verdict in greedy]
         return metrics | {"eval_reward": measure.mean(rewards)}, answers
     metrics |= {"eval_solved": measure.mean(correct)}
-    if lenient := run.reward.lenient_twin():  # if only eval_solved rises, it is format
+    if lenient := run.reward.lenient_twin():  # a gain in eval_solved alone is only formatting
         texts, rows = [each.completion for each in greedy], [each.row for each in greedy]
         _, right = lenient.without_shaping(lenient.verify(texts, rows))
         metrics["eval_solved_lenient"] = measure.mean(right)
@@ -523,7 +519,7 @@ def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
         _, several = sample_and_verify(run, model, held_out, pass_k, run.config.temperature, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
-            metrics[f"eval_pass@{pass_k}"] = float(correct.nan_to_num(0.0).amax(1).mean())
+            metrics[f"eval_pass@{pass_k}"] = measure.mean(measure.best_of_group(correct))
     return metrics, answers
 
 
@@ -533,10 +529,6 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
     config, step, folder = run.config, row["step"], output.folder
     last, answers = step == config.steps, []
     row["memory_gb"] = run.ranks.peak_memory(config.device)
-    lost = [name for name, value in row.items() if not math.isfinite(value)]  # JSON has no NaN
-    if lost:
-        run.log.warn("lost", f"step {step}: not finite, left out of its row: {', '.join(lost)}")
-    row = {name: float(value) for name, value in row.items() if name not in lost} | {"step": step}
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
     if evaluates:
         accuracy, answers = evaluate(run, pass_k=config.eval_samples if last else 0)
@@ -544,6 +536,10 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         if routing := run.models.routing:
             score_again = functools.partial(logprobs_of, run, run.models.policy)
             row |= routing.measure_flips(score_again, run.ranks)
+    lost = [name for name, value in row.items() if not math.isfinite(value)]  # JSON has no NaN
+    if lost:
+        run.log.warn("lost", f"step {step}: not finite, left out of its row: {', '.join(lost)}")
+    row = {name: float(value) for name, value in row.items() if name not in lost} | {"step": step}
     for kind, sentence in health.warnings_of(run, row).items():
         run.log.warn(kind, sentence)
 
@@ -569,7 +565,7 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
 
 
 class Run:
-    """Everything that outlives a step. What can fail on wrong input fails before weights load."""
+    """Everything that outlives a step. Wrong input is detected before any weights load."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
@@ -621,8 +617,11 @@ class Run:
         self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]
         longer = [*ids, ids[-1]]  # another length, so that errors of padding show
-        # before `Models` switches TF32 on: the check would refuse its rounding
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
+        if config.device == "cuda" and config.dtype == "bfloat16":
+            # else the float32 head takes most of the time. After the check, which would refuse it:
+            # TF32 moves log s by 5e-5, where a bfloat16 body moves it by 2.5e-3 (docs/metrics.md)
+            torch.set_float32_matmul_precision("high")
         self.models = Models(config, self.algorithm, policy)
         if config.sampler:  # stale weights give no error
             copied = self.models.sampling_model
@@ -656,7 +655,7 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = Run(config, ranks)
             progress, answers = run.progress, []
-            if not progress.before:  # else it is in the checkpoint, and today's would be the same
+            if not progress.before:  # a resumed run has it in its checkpoint
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
             say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
             # a run that has failed by now has written nothing

@@ -64,15 +64,21 @@ def same(given: str, gold: str) -> bool:
     """Compare two answers as lists of values, in any order, or else as text."""
     try:
         values, others = values_of(given), values_of(gold)
-        return len(values) == len(others) and covers(values, others) and covers(others, values)
+        return len(values) == len(others) and pair_up(values, others)
     except Exception:  # words, 1/0, open brackets, 9^9^9, 10^400 beside a float
         given, gold = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (given, gold))
         return given == gold != "" or given.isalpha() and given.lower() == gold.lower()
 
 
-def covers(values: list, others: list) -> bool:
-    """Return whether each of the other values is among these."""
-    return all(any(alike(value, other) for value in values) for other in others)
+def pair_up(values: list, others: list) -> bool:
+    """Return whether each value has a counterpart of its own among as many others."""
+    left = list(others)
+    for value in values:
+        place = next((i for i, other in enumerate(left) if alike(value, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
 
 
 def alike(value, other) -> bool:

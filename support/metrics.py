@@ -22,6 +22,12 @@ def mean(values) -> float:
     return float(torch.as_tensor(values, dtype=torch.float64).nanmean())
 
 
+def best_of_group(correct: Tensor) -> Tensor:
+    """(groups, G) -> (groups,) the highest value of a group, NaN if it has only NaN."""
+    best = correct.nan_to_num(-1.0).amax(1)
+    return torch.where(best < 0, torch.nan, best)
+
+
 def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
     """Metrics of all groups that a step sampled. dead (groups,) have equal rewards, correct
     (groups, G) is in [0, 1], None if the reward does not tell right from wrong."""
@@ -29,12 +35,11 @@ def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
     row["verifier_faults"] = sum(bool(verdict.fault) for verdict in verdicts)
     if correct is not None:
         judged = ~correct.isnan()
-        highest = correct.nan_to_num(0.0).amax(1)
+        best, worst = best_of_group(correct), correct.nan_to_num(1.0).amin(1)
         row["solved"] = mean(correct)
-        row["solved_any"] = highest.mean()
-        all_right = correct.nan_to_num(1.0).amin(1) >= 1
-        row["dead_right"] = (dead & all_right & judged.any(1)).float().mean()
-        row["dead_wrong"] = (dead & (highest <= 0) & judged.any(1)).float().mean()
+        row["solved_any"] = mean(best)
+        row["dead_right"] = (dead & (worst >= 1) & judged.any(1)).float().mean()
+        row["dead_wrong"] = (dead & (best <= 0)).float().mean()
     return {name: value for name, value in row.items() if not math.isnan(value)}
 
 
@@ -128,6 +133,14 @@ def readable(verdict, step: int) -> dict:
     asked = {"prompt": text_of(verdict.row["prompt"]), "answer": verdict.row["answer"]}
     reward = number(verdict.reward)
     return {"step": step, **asked, "completion": verdict.completion, "reward": reward}
+
+
+def readable_answers(verdicts: list, correct: Tensor | None, step: int) -> list[dict]:
+    """The rows of evaluations.jsonl. correct (N, 1) is in [0, 1], None if nothing tells."""
+    rows = [readable(verdict, step) for verdict in verdicts]
+    for i, row in enumerate(rows):
+        row["correct"] = None if correct is None else number(correct[i, 0])
+    return rows
 
 
 def readable_samples(run, batch, tensors: dict, last_rows: Tensor) -> list[dict]:

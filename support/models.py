@@ -188,10 +188,6 @@ class Models:
     """The policy and the models beside it. Those that nothing needs are None."""
 
     def __init__(self, config, algorithm, policy):
-        if config.device == "cuda" and config.dtype == "bfloat16":
-            # else the float32 head takes most of the time. TF32 moves log s by 5e-5, a bf16 body
-            # by 2.5e-3 (on a CPU, random weights, docs/metrics.md)
-            torch.set_float32_matmul_precision("high")
         self.policy = self.sampling_model = policy  # in float32 the policy samples itself
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # of a mixture: extras.experts.Experts

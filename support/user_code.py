@@ -24,7 +24,7 @@ def run_file(path: str) -> dict:
 def function_of(place: str) -> Callable:
     """Return the function of `file.py:function`."""
     path, _, name = place.rpartition(":")
-    functions = run_file(path)
+    functions = run_file(os.path.abspath(path))  # tests change the folder
     need(name in functions, f"{path} has no {name}")
     return functions[name]
 

