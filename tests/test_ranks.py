@@ -18,7 +18,7 @@ import torch
 
 import train
 from forks import fork
-from support import checkpoints
+from support import run_folder
 from support.errors import UserError
 from support.models import critic_of
 from support.ranks import joined_ranks
@@ -288,7 +288,7 @@ def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, mo
     apart = SimpleNamespace(gather=lambda sums: [sums, [each + 1 for each in sums]], first=True)
     seen.run.ranks = apart
     with pytest.raises(AssertionError, match="different weights"):
-        checkpoints.save(tmp_path, seen.run)
+        run_folder.save_checkpoint(tmp_path, seen.run)
 
 
 def test_random_weights_of_a_fork_come_from_the_seed(tmp_path, monkeypatch):

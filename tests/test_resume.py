@@ -484,6 +484,6 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
 
 def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path, monkeypatch):
     """A fork's second policy: its weights would be missing at --resume, much later."""
-    monkeypatch.setattr(train.checkpoints, "parameters_of", lambda *models: ({}, set()))
+    monkeypatch.setattr(run_folder, "parameters_of", lambda *models: ({}, set()))
     with pytest.raises(AssertionError, match="parameters_of"):
         launch(tmp_path, f"{BASE} --steps 1")
