@@ -228,8 +228,8 @@ def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
     groups = []
     for model, lr, norm_metric in trained:
         parameters = [each for each in model.parameters() if each.requires_grad]
-        rates = {"lr": lr, "initial_lr": lr}
-        groups.append({"params": parameters, **rates, "norm_metric": norm_metric})
+        group = {"params": parameters, "lr": lr, "initial_lr": lr, "norm_metric": norm_metric}
+        groups.append(group)
     return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 

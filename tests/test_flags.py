@@ -111,7 +111,7 @@ BAD_INPUT = [
     ("--model models/tokenless", "--model models/tokenless: "),
     ("--model models/torn-config", "--model models/torn-config: "),
     ("--model models/reshaped", "layers.0.mlp.down_proj.weight"),
-    ("--model models/bert", "--model models/bert: expected a causal language model"),
+    ("--model models/bert", "--model models/bert: expected weights that fit"),
     ("--model models/endless", "--model models/endless: .*end token"),
     ("--model models/own-code", "--model models/own-code: "),
     ("--model models/incomplete", "1 are missing or have other shapes, .*layers.0.mlp.up_proj"),
