@@ -94,7 +94,7 @@ BAD_INPUT = [
     ("--reward two-errors.py:f", "--reward .*two-errors.py.*RuntimeError"),
     ("--reward judge", "--reward .*judge:"),
     ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
-    ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
+    ("--sampler pay.py:no", "--sampler pay.py:no: expected vllm or file.py:function"),
     # data
     ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
@@ -102,9 +102,10 @@ BAD_INPUT = [
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
     (
-        "--max-new-tokens 510",
-        "--task arithmetic: .* more than 2 tokens, the model's context of 512",
+        "--max-new-tokens 512",
+        "prompts have more than 0 tokens, .*context of 512 less --max-new-tokens",
     ),
+    ("--max-new-tokens 510", "--task arithmetic: .* more than 2 tokens"),
     # models. A folder that does not exist is absolute: the hub would be asked for another name
     ("--model /nowhere/at/all", "--model /nowhere/at/all: expected .* folder .*Repo id"),
     ("--model models/pickled", "--model models/pickled: .*safetensors"),
@@ -151,7 +152,7 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
 
 
 def test_resuming_needs_a_name(tmp_path):
-    assert "--resume: needs --name" in refused(tmp_path, "--resume", small=False)
+    assert "--resume: needs the --name" in refused(tmp_path, "--resume", small=False)
 
 
 def test_a_flag_with_a_line_break_stays_one_line(tmp_path):
