@@ -29,12 +29,15 @@ def function_of(place: str) -> Callable:
     return functions[name]
 
 
+signature_of = functools.lru_cache(inspect.signature)  # slower than most verifiers
+
+
 def call(function: Callable, completion: str, row: dict) -> list[tuple[int, float]]:
     """Call a verifier and return its (end, reward) pairs, of which the last is the outcome.
 
     Parameters named like a field of the row receive a copy of that field, the others the completion
     and the answer, in this order. Raises what the function raises, or UserError for its result."""
-    signature, values = inspect.signature(function), {}
+    signature, values = signature_of(function), {}
     fields = row | {"completion": completion}
     named = signature.parameters.keys()
     unnamed = [fields[name] for name in ("completion", "answer") if name not in named]
