@@ -38,7 +38,7 @@ def say(text: str) -> None:
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
     """A row of metrics.jsonl as one line."""
     shown = [name for name in STEP if name in row]
-    if "solved" in row and abs(row["reward"] - row["solved"]) < 1e-6:
+    if {"reward", "solved"} <= row.keys() and abs(row["reward"] - row["solved"]) < 1e-6:
         shown.remove("reward")  # the same number twice
     parts = [STEP[name].format(row[name]) for name in shown]
     return " | ".join([f"step {row['step']}/{steps}", *parts, f"{duration(seconds_left)} left"])

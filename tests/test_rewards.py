@@ -598,7 +598,6 @@ WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sen
     "nowhere.py:fn": "--reward nowhere.py:fn: FileNotFoundError: ",
     "def f(:": "own.py:f: SyntaxError: invalid syntax (own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "own.py:f: RuntimeError: one",
-    "f = 3": "f is no function",
     "ff = 3": "own.py has no f",
 }
 

@@ -72,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setattr(pretrain, "warm_start", None)
     sentence = refused(tmp_path / "runs", "--algo gspo")
-    assert re.search("cache/gspo.*XDG_CACHE_HOME", sentence) and "--runs" not in sentence
+    assert "cache/gspo" in sentence and "--runs" not in sentence
     assert not (tmp_path / "runs").exists()
 
 

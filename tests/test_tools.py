@@ -229,7 +229,7 @@ def test_a_place_is_read_or_refused_in_one_sentence(tmp_path):
     for place, words in {
         "tool.py:answer": "called after TEXT",
         "calc": "calculator",
-        "tool.py:answers@;": "did you mean answer",
+        "tool.py:answers@;": "has no answers",
         "no.py:answer@;": "FileNotFoundError",
         "tool.py:answer@</c>": "no token of this tokenizer can complete",
     }.items():
