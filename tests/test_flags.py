@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import train
 from forks import fork, program
-from support import command_line
 from support.command_line import kinds_of, parse
 from support.errors import UserError, dashed
 from tools import BASE, ROOT, copied, good, launch, refused, spied
@@ -310,16 +309,3 @@ def test_flags_reach_their_functions(algorithm, monkeypatch, tmp_path):
 def test_flags_that_were_not_given_have_the_right_values(flags, expected):
     config = vars(train.parse_flags(flags.split()))
     assert {name: config[name] for name in expected} == pytest.approx(expected)
-
-
-def test_a_fork_may_have_flags_that_are_lists():
-    """With a default, too: not only the last value."""
-
-    @dataclasses.dataclass
-    class Flags:
-        names: list[str] | None = command_line.flag(None, "texts")
-        others: list[str] = command_line.flag((), "texts")
-
-    words = ["--names", "a", "--names", "b", "--others", "c", "--others", "d"]
-    flags = parse(Flags, "", words)
-    assert (flags.names, flags.others) == (["a", "b"], ["c", "d"])

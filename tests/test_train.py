@@ -400,7 +400,7 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     assert not seen.steps[0].tensors.values.any()
     assert rows[0]["explained_variance"] == pytest.approx(0, abs=1e-5)
     batch, _, tensors = seen.steps[1]
-    (_, _, _, bootstrap), *_ = calls[1]
+    bootstrap = calls[1][1]["bootstrap"]
     truncated = batch.rollout.truncated
     assert 0 < int(truncated.sum()) < 16
     last = tensors.values.gather(1, batch.rollout.lengths[:, None] - 1)[:, 0]
@@ -417,7 +417,7 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
     """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
     calls = spied(monkeypatch, algorithm, "advantages")
     good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
-    (token_rewards, *_), *_ = calls[1]
+    token_rewards = calls[1][1]["token_rewards"]
     batch, _, tensors = seen.steps[1]
     kl, nonzero = tensors.old_logprobs - tensors.ref_logprobs, 0
     for i, n in enumerate(batch.rollout.lengths.tolist()):
