@@ -1,4 +1,4 @@
-"""Prints the tables of docs/rounding.md: python tests/bench/rounding_tables.py"""
+"""Writes the tables of docs/rounding.md: python tests/bench/rounding_tables.py"""
 
 import itertools
 import statistics
@@ -32,35 +32,45 @@ def by_length(rows: list[dict], dtype: str, number) -> list[str]:
 
 
 def sizes(pairs: list[tuple]) -> str:
-    """Median movement in float32 and median error over all seeds, and the correlation by seed."""
+    """Median movement in float32, median error, and their correlation over all seeds, with the
+    smallest and largest of a seed where a seed has more than four completions."""
     exact = [abs(each) for true, _ in pairs for each in true]
     errors = [abs(b - a) for pair in pairs for a, b in zip(*pair)]
-    together = [statistics.correlation(*pair) for pair in pairs]
-    return f"{median(exact):.1e}, {median(errors):.1e}, {ranged(together, '.2f')}"
+    pooled = [list(itertools.chain(*each)) for each in zip(*pairs)]
+    said = f"{median(exact):.1e}, {median(errors):.1e}, {statistics.correlation(*pooled):.2f}"
+    by_seed = [statistics.correlation(*pair) for pair in pairs if len(pair[0]) > 4]
+    return said + (f" ({min(by_seed):.2f} to {max(by_seed):.2f})" if len(by_seed) > 1 else "")
 
 
-def changed(pairs: list[tuple], band: tuple[float, float]) -> str:
-    """Percent of decisions that differ from float32's."""
+def decisions(pairs: list[tuple]) -> str:
+    """Percent of decisions that differ from float32's, a band after the other."""
     found = []
-    for pair in pairs:
-        true, said = (stopped(log_s, band) for log_s in pair)
-        found.append(100 * fmean(a != b for a, b in zip(true, said)))
-    return ranged(found, ".0f")
+    for band in BANDS.values():
+        both = [[stopped(log_s, band) for log_s in pair] for pair in pairs]
+        differ = [100 * fmean(a != b for a, b in zip(*each)) for each in both]
+        found.append(ranged(differ, ".0f"))
+    return " / ".join(found)
 
 
-def moves_tables(rows: list[dict], dtype: str) -> None:
+def stops(pairs: list[tuple]) -> str:
+    """Percent that are stopped, in float32 and in the other dtype, a band after the other."""
+    found = []
+    for band in BANDS.values():
+        true, said = (100 * fmean(fmean(stopped(x, band)) for x in each) for each in zip(*pairs))
+        found.append(f"{true:.0f}, {said:.0f}")
+    return " / ".join(found)
+
+
+def moves_tables(rows: list[dict], dtype: str) -> str:
     rows = [row for row in rows if dtype in row]
     head = ["weights", "rate", "update"]
-    moved, decided = [[*head, *TOKENS]], [[*head, "ε", *TOKENS]]
+    moved, decided = [[*head, *TOKENS]], [[*head, *TOKENS, "stopped, of 12 tokens"]]
     for key in dict.fromkeys((row["weights"], row["lr"], row["update"]) for row in rows):
         some = [row for row in rows if (row["weights"], row["lr"], row["update"]) == key]
         said = [key[0], f"{key[1]:.0e}".replace("e-0", "e-"), str(key[2])]
         moved.append([*said, *by_length(some, dtype, sizes)])
-        for name, band in BANDS.items():
-            cells = by_length(some, dtype, lambda pairs: changed(pairs, band))  # noqa: B023
-            decided.append([*said, name, *cells])
-    print(f"\n**{dtype}: median movement, median error, correlation**\n\n{markdown(*moved)}")
-    print(f"\n**{dtype}: percent of decisions that differ from float32's**\n\n{markdown(*decided)}")
+        line = [*said, *by_length(some, dtype, decisions)]
+        decided.append([*line, by_length(some, dtype, stops)[0]])
     before = [["weights", "of a token", *TOKENS]]
     for weights in ("rounded", "stored"):
         some = [row for row in rows if row["weights"] == weights]
@@ -71,7 +81,13 @@ def moves_tables(rows: list[dict], dtype: str) -> None:
             ]
             tokens = [row[f"{dtype} token std"] for row in seeds]
             before.append([weights, *(ranged(each, ".1e") for each in (tokens, *spread))])
-    print(f"\n**{dtype} before any update, std against float32**\n\n{markdown(*before)}")
+    titles = {
+        f"{dtype}: median movement, median error, correlation": moved,
+        f"{dtype}: percent of decisions that differ, {' / '.join(BANDS)}": decided,
+        f"{dtype} before any update: std of log s against float32": before,
+    }
+    tables = [f"**{title}**\n\n{markdown(*lines)}" for title, lines in titles.items()]
+    return "\n\n".join(tables)
 
 
 def share(run: dict, which: int, updates: str) -> float:
@@ -84,7 +100,7 @@ def last(run: dict) -> float:
     return 100 * list(run["solved"].values())[-1]
 
 
-def runs_table(runs: list[dict]) -> None:
+def runs_table(runs: list[dict]) -> str:
     head = ["row", "dtype", "old_logprobs", "runs", "held out, %", "minus float32's, points"]
     head += ["log s std before any update", "stopped, update 1", "stopped, 2 to 4"]
     lines = [[*head, "changed, update 1", "changed, 2 to 4"]]
@@ -100,15 +116,17 @@ def runs_table(runs: list[dict]) -> None:
         for which, updates in itertools.product((1, 3), ("1", "234")):
             line.append(ranged([share(run, which, updates) for run in some], ".1f"))
         lines.append(line)
-    print(markdown(*lines))
+    return markdown(*lines)
 
 
 def main() -> None:
-    for dtype in ("bfloat16", "float16", "tf32"):
-        moves_tables(common.read_rows(FOLDER / "moves.jsonl"), dtype)
+    moves = common.read_rows(FOLDER / "moves.jsonl")
+    parts = [moves_tables(moves, dtype) for dtype in ("bfloat16", "float16", "tf32")]
     for part in ("tiny", "real"):
-        print(f"\n**{part}**\n")
-        runs_table(common.read_rows(FOLDER / f"{part}.jsonl"))
+        parts.append(f"**{part}**\n\n{runs_table(common.read_rows(FOLDER / f'{part}.jsonl'))}")
+    text = "\n\n".join(parts)
+    common.put("docs/rounding.md", "tables", text)
+    print(text)
 
 
 if __name__ == "__main__":
