@@ -3,8 +3,7 @@
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-Read `train`, the algorithm in six phases. What stands below it are functions that it calls, and
-start-up.
+Read `train`: the whole algorithm, in six phases. Below it come its helpers, then start-up.
 
 docs/deviations.md says where this differs from the papers."""
 
@@ -23,8 +22,8 @@ import functools
 import itertools
 import math
 import random
-import statistics
 import sys
+import typing
 
 try:
     import torch
@@ -44,12 +43,14 @@ from rollout import (
     generate,
     micro_batches,
 )
-from support import checkpoints, console, data, flags, report
+from support import console, data, flags, health, report, run_folder
 from support import metrics as measure
-from support.command_line import flag
+from support.command_line import flag, number
 from support.console import percent, say
+from support.credit import place_rewards
 from support.data import printable
-from support.folders import Output, open_output
+from support.errors import UserError, need
+from support.hyperparameters import bind
 from support.models import (
     Models,
     context_of,
@@ -57,108 +58,117 @@ from support.models import (
     find_model,
     free_memory,
     load_model,
+    lr_factor,
+    make_optimizer,
     refresh,
 )
-from support.process import StopSignal, fail, farewell
+from support.pretrain import BUILT_IN
 from support.ranks import Ranks, joined_ranks
-from support.tasks import BUILT_IN, TASKS, problems_of
+from support.run_folder import Output, open_output
+from support.shutdown import StopSignal, fail, farewell
+from support.stop_texts import StopTexts
+from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
-from support.user import expecting, function_of, need
 
 SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 DECISIVE = ("loss", "ratio_mean")  # an update is skipped if these or a norm are not finite
 MAX_BAD_UPDATES = 5  # skipped in a row; one more ends the run
+OLD_LOGPROBS = ("trainer", "sampler")
+SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("tensorboard", "wandb", "trackio")
+DTYPES = ("float32", "bfloat16")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclasses.dataclass
 class Config:
-    """The flags. A default of None depends on the model, the task or the algorithm: flags.py."""
+    """The flags. Where the default is None, it depends on the model, the task or the algorithm."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
-    model: str = flag("tiny", "built in (tiny, tiny-moe), a folder, or a name on the hub")
-    task: str = flag("arithmetic", "built-in problems", choices=tuple(TASKS))
-    data: str | None = flag(None, "JSONL file to train on: prompt and answer")
-    eval_data: str | None = flag(None, "JSONL file of held-out rows, else a tenth", needs="data")
-    reward: str | None = flag(None, "'math + 0.1*format' or file.py:function; default: the task's")
-    teacher: str | None = flag(None, "opd: a larger model, folder or hub name")
+    model: str = flag("tiny", "built-in policy (tiny, tiny-moe), folder, or Hugging Face hub name")
+    task: str = flag("arithmetic", "built-in task", choices=tuple(TASKS))
+    data: str | None = flag(None, "JSONL file of training rows with prompt and answer")
+    eval_data: str | None = flag(None, "JSONL file, default: a tenth of --data", needs="data")
+    reward: str | None = flag(None, "'math + 0.1*format' or file.py:function, default: the task's")
+    teacher: str | None = flag(None, "opd: teacher model, a folder or hub name")
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
-    sampler: str | None = flag(None, "file.py:function with the signature of rollout.generate")
-    steps: int = flag(50, "rollout steps", low=1)
-    seed: int = flag(0, "seed of problems, samples, shuffles and adapters", low=0)
+    sampler: str | None = flag(None, "vllm, or file.py:function like rollout.generate")
+    steps: int = flag(50, "number of rollout steps", low=1)
+    seed: int = flag(0, "random seed of problems, samples, shuffles and adapters", low=0)
 
-    system: str | None = flag(None, "system message, for chat templates", heading="prompts")
-    chat_template_args: str = flag("{}", 'JSON for the template: {"enable_thinking": false}')
+    system: str | None = flag(None, "system message of the chat template", heading="prompts")
+    chat_template_args: str = flag("{}", 'JSON for the chat template: {"enable_thinking": false}')
     prompt_template: str = flag("{prompt}", "text around {prompt}; \\n is a line break")
 
-    prompts_per_step: int = flag(32, "prompts P of a step", heading="rollout", low=1, high=10**6)
-    group_size: int = flag(8, "completions G of a prompt", low=2, high=10**6)
-    max_new_tokens: int | None = flag(None, "of a completion; default: the task's or 1024", low=1)
-    stop: list[str] | None = flag(None, "text that ends a completion; may be given several times")
-    temperature: float = flag(1.0, "divides the logits, in sampling and in scoring", above=0)
-    cache_gb: float | None = flag(None, "memory for KV caches; default: what is free", above=0)
-    old_logprobs: str = flag("trainer", "who computes old_logprobs", choices=("trainer", "sampler"))
-    stale_steps: int = flag(1, "steps between refreshes of the sampler; see --tis-cap", low=1)
-    tis_cap: float | None = flag(None, "bound of importance weights, sampler to pi_old", above=0)
+    prompts_per_step: int = flag(32, "prompts P per step", heading="rollout", low=1, high=10**6)
+    group_size: int = flag(8, "completions G per prompt", low=2, high=10**6)
+    max_new_tokens: int | None = flag(None, "tokens per completion, default: task's or 1024", low=1)
+    stop: list[str] | None = flag(None, "text that ends a completion; may be repeated")
+    temperature: float = flag(1.0, "sampling temperature, also used for scoring", above=0)
+    cache_gb: float | None = flag(None, "memory for KV caches, default: most of the rest", above=0)
+    old_logprobs: str = flag("trainer", "where old_logprobs are from", choices=OLD_LOGPROBS)
+    stale_steps: int = flag(1, "steps between weight updates of the sampler; see --tis-cap", low=1)
+    tis_cap: float | None = flag(None, "cap of the weights pi_old / pi_sampler", above=0)
 
-    entropy_coef: float = flag(0.0, "bonus per nat of entropy", heading="objective", low=0)
-    kl_coef: float | None = flag(None, "weight of the KL to the reference; grpo 0.04", low=0)
-    ref_every: int = flag(0, "steps between refreshes of the reference", low=0, needs="kl_coef")
-    dynamic_sampling: bool | None = flag(None, "replace groups of equal rewards; default: dapo's")
+    entropy_coef: float = flag(0.0, "entropy bonus coefficient", heading="objective", low=0)
+    kl_coef: float | None = flag(None, "KL penalty coefficient, default: grpo 0.04, else 0", low=0)
+    ref_every: int = flag(0, "steps between reference updates, 0: never", low=0, needs="kl_coef")
+    dynamic_sampling: bool | None = flag(None, "replace groups of equal rewards, default: dapo's")
     overlong_cache: int | None = flag(None, "tokens before the limit that are punished", low=0)
     overlong_filter: bool = flag(False, "leave truncated completions out of the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
+    clip_low: float | None = number("clip the ratio below 1 - clip_low", low=0)
+    clip_high: float | None = number("clip the ratio above 1 + clip_high", low=0)
+    dual_clip: float | None = number("lower bound of the ratio's weight where A < 0", above=1)
+    ratio_max: float | None = number("upper bound of a token's weight", above=0)
+    tau_pos: float | None = number("steepness of the gate where A > 0", above=0)
+    tau_neg: float | None = number("steepness of the gate where A < 0", above=0)
+    advantage_scale: str | None = number("divisor of advantages", choices=gspo.ADVANTAGE_SCALES)
+    gamma: float | None = number("discount factor per token", above=0, high=1)
+    gae_lambda: float | None = number("lambda of GAE", low=0, high=1)
+    value_clip: float | None = number("clip range of the critic's values", above=0)
+    reward_coef: float | None = number("weight of the reward, 1 with --reward", low=0)
 
-    # numbers of some algorithms. None: the default of the function in gspo.py that takes it
-    clip_low: float | None = flag(None, "most: lower clip of the ratio at 1 - clip_low", low=0)
-    clip_high: float | None = flag(None, "most: upper clip of the ratio at 1 + clip_high", low=0)
-    dual_clip: float | None = flag(None, "ppo: bound of the objective where A < 0", above=1)
-    ratio_max: float | None = flag(None, "cispo, dppo: bound of a token's weight", above=0)
-    tau_pos: float | None = flag(None, "sapo: steepness of the gate where A > 0", above=0)
-    tau_neg: float | None = flag(None, "sapo: steepness of the gate where A < 0", above=0)
-    advantage_scale: str | None = flag(
-        None, "most: divisor of group advantages", choices=gspo.ADVANTAGE_SCALES
-    )
-    gamma: float | None = flag(None, "ppo, reinforce++: discount per token", above=0, high=1)
-    gae_lambda: float | None = flag(None, "ppo: lambda of GAE", low=0, high=1)
-    value_clip: float | None = flag(None, "ppo: largest move of the critic's value", above=0)
-    reward_coef: float | None = flag(None, "opd: weight of the reward; 1 with --reward", low=0)
+    epochs: int = flag(1, "passes over each rollout", heading="optimizer", low=1)
+    completions_per_update: int | None = flag(None, "default: a quarter of a rollout", low=1)
+    lr: float | None = flag(None, "default: 2e-4 built-in, else 1e-5; LoRA: ten times", above=0)
+    lr_schedule: str = flag("constant", "learning rate over all steps", choices=SCHEDULES)
+    critic_lr: float | None = flag(None, "ppo: lr of the critic, default: 10 x lr", above=0)
+    warmup_steps: int | None = flag(None, "linear lr warmup, default: 0 built-in, else 3", low=0)
+    max_grad_norm: float = flag(1.0, "maximum gradient norm", above=0)
+    micro_batch_tokens: int = flag(16384, "tokens per forward and backward pass", low=1)
+    gradient_checkpointing: bool = flag(False, "recompute activations: less memory, slower")
+    lora_rank: int = flag(0, "rank of LoRA adapters, 0: train all weights", low=0)
+    lora_alpha: float | None = flag(None, "default: 2 x rank", above=0, needs="lora_rank")
 
-    epochs: int = flag(1, "passes over a rollout", heading="optimizer", low=1)
-    completions_per_update: int | None = flag(None, "default: a quarter of a step's", low=1)
-    lr: float | None = flag(None, "default: 2e-4 built in, else 1e-5; LoRA x 10", above=0)
-    lr_schedule: str = flag("constant", "over all steps", choices=("constant", "linear", "cosine"))
-    critic_lr: float | None = flag(None, "ppo: lr of the critic; default: 10 x lr", above=0)
-    warmup_steps: int | None = flag(None, "of the lr; default: 0 built in, else 3", low=0)
-    max_grad_norm: float = flag(1.0, "gradient clipping", above=0)
-    micro_batch_tokens: int = flag(16384, "tokens of one forward and backward pass", low=1)
-    gradient_checkpointing: bool = flag(False, "less memory for activations, but slower")
-    lora_rank: int = flag(0, "train an adapter of this rank; 0: all weights", low=0)
-    lora_alpha: float | None = flag(
-        None, "its scale; default: 2 x rank", above=0, needs="lora_rank"
-    )
+    eval_every: int = flag(10, "steps, 0: only before and after", heading="evaluation", low=0)
+    eval_prompts: int = flag(256, "held-out prompts, answered greedily", low=1)
+    eval_samples: int = flag(8, "k of pass@k, before and after training; 0: none", low=0)
 
-    eval_every: int = flag(10, "steps; 0: before and after", heading="evaluation", low=0)
-    eval_prompts: int = flag(256, "held-out prompts, greedy", low=1)
-    eval_samples: int = flag(8, "k of pass@k, before and after; 0: none", low=0)
-
-    name: str | None = flag(None, "folder of the run; default: algorithm, number", heading="run")
+    name: str | None = flag(None, "name of the run, default: algorithm and number", heading="run")
     runs: str = flag("runs", "folder of all runs")
-    resume: bool = flag(False, "continue from the newest checkpoint of --name, with its flags")
-    save_every: int = flag(10, "steps between checkpoints; 0: the last only", low=0)
-    track: str | None = flag(None, "send metrics there, too", choices=TRACKERS)
-    device: str = flag(DEVICE, "where everything runs", choices=("cuda", "cpu", "mps"))
-    dtype: str | None = flag(None, "default: bfloat16 on CUDA", choices=("float32", "bfloat16"))
+    resume: bool = flag(False, "continue --name from its newest checkpoint, with its flags")
+    save_every: int = flag(10, "steps between checkpoints, 0: only after the last", low=0)
+    track: str | None = flag(None, "also send metrics to this tracker", choices=TRACKERS)
+    device: str = flag(DEVICE, "device of all models", choices=("cuda", "cpu", "mps"))
+    dtype: str | None = flag(None, "of forward passes, default: bfloat16 on CUDA", choices=DTYPES)
+
+
+class Batch(typing.NamedTuple):
+    """What a step trains on: N = P * G completions, the G completions of a prompt contiguous."""
+
+    rollout: Rollout
+    verdicts: list[verifiers.Verdict]  # N
+    rewards: Tensor  # (N,) with overlong shaping; NaN without a verdict
+    mask: Tensor  # (N, T) the tokens of the loss
 
 
 # ---- the algorithm -------------------------------------------------------------------------------
 
 
-def train(run, output: Output) -> None:
-    """The training loop. Tensors have N = P * G rows, one per completion, with the G completions of
-    a prompt contiguous, and T columns, one per token."""
+def train(run: "Run", output: Output) -> None:
+    """The training loop. Tensors have N rows, one per completion, and T columns, one per token."""
     config, algorithm, models, ranks = run.config, run.algorithm, run.models, run.ranks
     policy, optimizer, progress, log = models.policy, run.optimizer, run.progress, run.log
     entropy_mode = "gradient" if config.entropy_coef > 0 else "value"
@@ -175,75 +185,77 @@ def train(run, output: Output) -> None:
         if config.ref_every and step > 1 and (step - 1) % config.ref_every == 0:
             refresh(models.ref_policy, policy)
 
-        # 2. Sample G completions per prompt and verify them. `mask`: the tokens of the loss.
-        rollout, verdicts, rewards, mask, row = draw_groups(run, step)
-        steps = [verdict.steps for verdict in verdicts]  # rewards before the end of a completion
-        token_rewards, step_ends = data.place_rewards(run.tokenizer, rollout, rewards, steps)
-
-        # 3. Score without gradient: log-probs under pi_old (the policy before its updates), the
-        #    reference and a teacher, and a critic's values. The updates reuse these micro-batches:
-        #    the same shapes give the same bits, so ratios of the first update are exactly 1.
-        alive = mask.any(1)  # rows that need a forward pass; the others have no gradient
-        if skip_dead_groups:
-            dead = gspo.dead_groups(token_rewards, step_ends, config.group_size)
-            alive &= ~dead.repeat_interleave(config.group_size)
-        alive = alive.cpu()
-        groups = torch.arange(len(mask)).view(-1, config.group_size)
-        order = random.Random(f"{config.seed} {step}").sample(range(len(groups)), len(groups))
-        updates = []
-        for rows in groups[order].flatten().split(config.completions_per_update):
-            own_rows = ranks.share(rows[alive[rows]])
-            parts = micro_batches(rollout, own_rows, config.micro_batch_tokens, run.share_prefixes)
-            updates.append((rows, parts))
-        old_logprobs, ref_logprobs, teacher_logprobs, values = score(
-            run, rollout, itertools.chain.from_iterable(parts for _, parts in updates)
+        # 2. Sample G completions per prompt and reward them.
+        batch, row = draw_groups(run, step)
+        rollout, mask = batch.rollout, batch.mask
+        token_rewards, step_ends = place_rewards(
+            run.decode, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
         )
-        log.lap("constants")
 
-        # 4. Advantages, from those tensors that the algorithm reads.
+        # 3. Score the active rows without gradient (40 of 64, say, if 3 of 8 groups are dead):
+        #    log-probs under pi_old (the policy before its updates), the reference and a teacher,
+        #    and a critic's values. The updates reuse these micro-batches: the same shapes give the
+        #    same bits, so ratios of the first update are exactly 1.
+        active = mask.any(1)
+        if skip_dead_groups:  # all rewards are equal; the metric `dead` leaves shaping terms out
+            dead = gspo.dead_groups(token_rewards, step_ends, config.group_size)
+            active = active & ~dead.repeat_interleave(config.group_size)
+        updates = plan_updates(run, rollout, active.cpu(), step)
+        old_logprobs, ref_logprobs, teacher_logprobs, values = score(
+            run, rollout, [part for _, _, parts in updates for part in parts]
+        )
+        log.lap("score")
+
+        # 4. Advantages, computed from the inputs that the algorithm reads.
         if algorithm.kl_in == "reward" and config.kl_coef > 0:  # k1 per token
             token_rewards -= config.kl_coef * mask * (old_logprobs - ref_logprobs)
-        tensors = {
-            "rewards": rewards,
+        bootstrap = None
+        if models.critic:  # truncation is not termination: bootstrap from the last value
+            last_action = rollout.latest_action[:, -1:]
+            bootstrap = values.gather(1, last_action)[:, 0] * rollout.truncated
+        inputs = {
+            "rewards": batch.rewards,
             "group_size": config.group_size,
             "token_rewards": token_rewards,
             "step_ends": step_ends,
             "mask": mask,
             "old_logprobs": old_logprobs,
+            "sampler_logprobs": rollout.sampler_logprobs,
+            "ref_logprobs": ref_logprobs,
             "teacher_logprobs": teacher_logprobs,
             "values": values,
+            "bootstrap": bootstrap,
         }
-        if models.critic:  # truncation is not termination: bootstrap from the last value
-            last = rollout.latest_action[:, -1:]
-            tensors["bootstrap"] = values.gather(1, last)[:, 0] * rollout.truncated
-        advantages = algorithm.advantages(*[tensors[name] for name in algorithm.reads])
-        returns = None
-        if models.critic:
-            advantages, returns = advantages
+        result = algorithm.advantages(**{name: inputs[name] for name in algorithm.reads})
+        advantages, returns = result if models.critic else (result, None)
+        taught = (advantages.view(len(mask), -1) != 0) & mask
+        assert not taught[~active].any(), "a dead group has an advantage: drop skip_dead_groups"
         if config.tis_cap:  # truncated importance sampling: the sampler is not exactly pi_old
             weights = gspo.truncated_importance_weights(
                 old_logprobs, rollout.sampler_logprobs, mask, cap=config.tis_cap
             )
-            advantages = advantages.view(len(weights), -1) * weights
+            advantages = advantages.view(len(mask), -1) * weights
 
         # 5. Updates: an optimizer step each, on gradients accumulated over micro-batches.
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor(config, step)
         counted = mask if algorithm.per == "token" else mask.any(1)  # what the loss averages over
-        new_logprobs = torch.zeros_like(old_logprobs)  # of a row's last forward pass
-        first_logprobs = None  # of the first update
-        all_metrics, bad_updates = [], 0
-        for rows, parts in updates * config.epochs:
+        new_logprobs = torch.zeros_like(old_logprobs)  # of a row's latest forward pass
+        # those of the first update that has active rows: nothing has moved yet
+        first_logprobs, first_rows = torch.zeros_like(old_logprobs), []
+        update_metrics, bad_updates = [], 0
+        for rows, active_rows, parts in updates * config.epochs:
             # dead groups count in the mean of the loss, but not in those of the metrics
             denom = counted[rows].sum()
-            metric_scale = denom / counted[rows[alive[rows]]].sum()
+            metric_scale = denom / counted[active_rows].sum()
             totals = collections.Counter()
             optimizer.zero_grad()
             for part in parts:
                 own = part.rows
                 logprobs, entropy = logprobs_of(run, policy, part, entropy_mode)
+                others = {name: inputs[name][own] for name in algorithm.loss_reads}
                 loss, metrics = algorithm.loss(
-                    logprobs, old_logprobs[own], advantages[own], mask[own], denom
+                    logprobs, old_logprobs[own], advantages[own], mask[own], denom, **others
                 )
                 mean_entropy = gspo.masked_mean(entropy, mask[own], algorithm.per, denom)
                 loss = loss - config.entropy_coef * mean_entropy
@@ -257,18 +269,18 @@ def train(run, output: Output) -> None:
                         loss = loss + config.kl_coef * kl
                 if models.critic:
                     new_values = critic_values(run, part)
-                    critic_loss, critic_loss_metrics = algorithm.value_loss(
+                    critic_loss, critic_metrics = algorithm.value_loss(
                         new_values, values[own], returns[own], mask[own], denom
                     )
                     loss = loss + critic_loss
-                    metrics |= critic_loss_metrics
+                    metrics |= critic_metrics
                 loss.backward()
                 new_logprobs[own] = logprobs.detach()
                 totals["loss"] += float(loss.detach())
                 for name, value in metrics.items():
                     totals[name] += float(value * metric_scale)
-            if first_logprobs is None:
-                first_logprobs = new_logprobs.clone()
+            if len(first_rows) == 0:
+                first_logprobs, first_rows = new_logprobs.clone(), active_rows
 
             totals = ranks.sum_numbers(totals)
             for group in optimizer.param_groups:
@@ -278,29 +290,27 @@ def train(run, output: Output) -> None:
             if not is_finite(run, step, totals):
                 bad_updates += 1
                 continue
-            optimizer.step()  # even without live rows, where AdamW moves by its momentum
-            if alive[rows].any():
-                progress.bad_in_a_row = 0
-                all_metrics.append(totals)
+            optimizer.step()  # even without active rows: AdamW then moves by its momentum
+            if len(active_rows) > 0:
+                update_metrics.append(totals)
         optimizer.zero_grad()  # sampling needs the memory
         ranks.sum(new_logprobs, first_logprobs)  # rows of other processes are 0
-        log.lap("improve")
+        log.lap("update")
 
         # 6. Report: metrics, evaluation, checkpoint.
-        log_ratios = new_logprobs - old_logprobs
-        sampler_log_ratios = first_logprobs - rollout.sampler_logprobs
-        first_live, last_live = (rows[alive[rows]] for rows, _ in (updates[0], updates[-1]))
-        row |= measure.advantage_metrics(advantages, returns, values, mask)
-        row |= measure.mean_metrics(all_metrics) | {"bad_updates": bad_updates}
-        row |= measure.drift("policy", log_ratios[alive], mask[alive])
-        row |= measure.drift("sampler", sampler_log_ratios[first_live], mask[first_live])
-        if models.teacher:
-            row |= measure.teacher_metrics(old_logprobs[mask], teacher_logprobs[mask])
+        tensors = inputs | {
+            "advantages": advantages,
+            "returns": returns,
+            "new_logprobs": new_logprobs,
+            "first_logprobs": first_logprobs,
+        }
+        row |= measure.step_metrics(run, batch, tensors, active, first_rows, update_metrics)
+        row |= {"bad_updates": bad_updates, "lr": optimizer.param_groups[0]["lr"]}
         row |= log.end_step(tokens=int(rollout.completion_mask.sum()))
-        taught = ((advantages.view(len(mask), -1) != 0) & mask).any()
         progress.step, progress.seconds = step, log.elapsed()
-        progress.quiet_steps = 0 if taught else progress.quiet_steps + 1
-        shown = measure.readable_samples(run, rollout, verdicts, advantages, log_ratios, last_live)
+        progress.quiet_steps = 0 if taught.any() else progress.quiet_steps + 1
+        _, last_rows, _ = updates[-1]
+        shown = measure.readable_samples(run, batch, tensors, last_rows)
         stopping = any(ranks.gather(stop.asked))
         row = report_step(run, output, row, shown, stopping)
         if stopping and step < config.steps:
@@ -311,16 +321,13 @@ def train(run, output: Output) -> None:
 # ---- sampling and rewards ------------------------------------------------------------------------
 
 
-def draw_groups(run, step: int) -> tuple[Rollout, list, Tensor, Tensor, dict]:
-    """Sample the groups of a step. Dynamic sampling drops those of equal rewards and asks further
-    prompts, at most MAX_REFILLS times.
+def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
+    """Sample and verify the groups of a step. Dynamic sampling drops groups of equal rewards and
+    draws further prompts, at most MAX_REFILLS times.
 
-    Return the rollout, its verdicts, the rewards (N,) with overlong shaping, the mask (N, T) of the
-    tokens that are trained on, and metrics, also of the groups that were dropped."""
+    Returns the batch, and metrics of all groups that were drawn."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, verdicts = [], []
-    if run.turns:
-        run.turns.faults.clear()  # an evaluation may have left some
     for refill in range(1 + MAX_REFILLS):
         problems = list(itertools.islice(run.problems, count))
         run.progress.prompts_drawn += len(problems)
@@ -331,30 +338,29 @@ def draw_groups(run, step: int) -> tuple[Rollout, list, Tensor, Tensor, dict]:
         dead, correct = judge_groups(run.reward, verdicts, size)
         if not config.dynamic_sampling or int((~dead).sum()) >= count:
             break
-    faults = [verdict.fault for verdict in verdicts if verdict.fault]
-    if faults:
-        run.log.warn("fault", f"a verifier failed and gave reward 0: {faults[0]}")
-    row = {"step": step, "verifier_faults": len(faults)} | measure.group_metrics(dead, correct)
+    row = {"step": step} | measure.group_metrics(dead, correct, verdicts)
+    for kind, sentence in health.fault_warnings(verdicts).items():
+        run.log.warn(kind, sentence)
 
     groups = torch.arange(len(verdicts)).view(-1, size)
     kept = groups[~dead][:count] if config.dynamic_sampling else groups
     rows = kept.flatten() if len(kept) > 0 else groups[0]  # none: a group with an empty mask
     rollout = Rollout.cat(all_rollouts, run.endings["pad_id"]).select(rows)
     verdicts = [verdicts[i] for i in rows]
-    mask = rollout.completion_mask & (len(kept) > 0)
-    if config.overlong_filter:
-        mask = mask & ~rollout.truncated[:, None]
     rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float64)
     rewards += gspo.soft_overlong_penalty(
         rollout.lengths.cpu(), config.max_new_tokens, config.overlong_cache
     )
     rewards = rewards.float().to(config.device)
-    row |= measure.rollout_metrics(run, rollout, rewards, verdicts)
-    return rollout, verdicts, rewards, mask, row
+    # no verdict, no gradient: any number in its place could become what the policy aims for
+    mask = rollout.completion_mask & ~rewards.isnan()[:, None] & (len(kept) > 0)
+    if config.overlong_filter:
+        mask = mask & ~rollout.truncated[:, None]
+    return Batch(rollout, verdicts, rewards, mask), row
 
 
 def sample_and_verify(
-    run, model, problems: list[dict], group_size: int, temperature: float, seed: str
+    run: "Run", model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[verifiers.Verdict]]:
     """Sample group_size completions of each problem and verify them. Equal seeds give equal
     samples. Processes share the work, and each gets all results."""
@@ -375,32 +381,53 @@ def sample_and_verify(
 
     texts, rows, lengths = [], [], rollout.lengths.tolist()
     for i, ids in enumerate(rollout.completions.tolist()):
-        texts.append(run.tokenizer.decode(ids[: lengths[i]], skip_special_tokens=True))
+        texts.append(run.decode(ids[: lengths[i]]))
         row = {**problems[i // group_size], "tokens": lengths[i]}
         row.pop(data.IDS)
         rows.append(row)
     verdicts = run.reward.verify(ranks.share(texts), ranks.share(rows))
     verdicts = [verdict for share in ranks.gather(verdicts) for verdict in share]
-    run.reward.note_shaping(verdicts)
-    run.log.lap("score")
+    if run.turns:
+        verdicts = run.turns.abstain(verdicts, ranks)
+    run.log.lap("verify")
     return rollout, verdicts
 
 
 def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
-    """Return (groups,) which groups have equal rewards, shaping terms aside, and (groups, G) the
-    correctness of completions in [0, 1], or None if no verifier tells right from wrong."""
+    """Return (groups,) whether rewards are all equal, shaping terms aside, and (groups, G) the
+    correctness in [0, 1], or None if no verifier tells right from wrong. NaN: no verdict."""
     rewarded, correct = reward.without_shaping(verdicts)
-    rewarded = torch.tensor(rewarded, dtype=torch.float64).view(-1, group_size)
+    # float32, as the advantages: a difference that vanishes there teaches nothing
+    rewarded = torch.tensor(rewarded, dtype=torch.float32).view(-1, group_size)
     if correct is not None:
         correct = torch.tensor(correct, dtype=torch.float64).view(-1, group_size)
-    return rewarded.amax(1) == rewarded.amin(1), correct
+    return gspo.all_equal(rewarded), correct
+
+
+def plan_updates(
+    run: "Run", rollout: Rollout, active: Tensor, step: int
+) -> list[tuple[Tensor, Tensor, list[MicroBatch]]]:
+    """Divide the groups, in random order, into updates. Returns for each update its rows, the
+    active ones among them, and the micro-batches of this process's share of those."""
+    config = run.config
+    groups = torch.arange(len(active)).view(-1, config.group_size)
+    order = random.Random(f"{config.seed} {step}").sample(range(len(groups)), len(groups))
+    updates = []
+    for rows in groups[order].flatten().split(config.completions_per_update):
+        active_rows = rows[active[rows]]
+        own_rows = run.ranks.share(active_rows)
+        parts = micro_batches(rollout, own_rows, config.micro_batch_tokens, run.share_prefixes)
+        updates.append((rows, active_rows, parts))
+    return updates
 
 
 # ---- forward passes ------------------------------------------------------------------------------
 
 
-def logprobs_of(run, model, part: MicroBatch, entropy: str = "none") -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies (n, T) of a micro-batch under a model."""
+def logprobs_of(
+    run: "Run", model, part: MicroBatch, entropy: str = "none"
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (n, T) of a micro-batch under a model."""
     config, routing = run.config, run.models.routing
     watches = routing and model is run.models.policy  # records the experts of pi_old, or replays
     with run.autocast(), routing.over(part) if watches else contextlib.nullcontext():
@@ -409,17 +436,17 @@ def logprobs_of(run, model, part: MicroBatch, entropy: str = "none") -> tuple[Te
         )
 
 
-def critic_values(run, part: MicroBatch) -> Tensor:
-    """Return the critic's values (n, T) of a micro-batch."""
+def critic_values(run: "Run", part: MicroBatch) -> Tensor:
+    """The critic's values (n, T) of a micro-batch."""
     with run.autocast():
         return completion_values(run.models.critic, part.rollout, part.trees)
 
 
 @torch.no_grad()
-def score(run, rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | None]:
-    """Return old_logprobs, ref_logprobs, teacher_logprobs and values, (N, T) each, 0 outside the
-    micro-batches, None without the model. pi_old is the policy itself, not its copy that samples,
-    unless --old-logprobs sampler."""
+def score(run: "Run", rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | None]:
+    """Return old_logprobs, ref_logprobs, teacher_logprobs and values, each (N, T): 0 outside the
+    micro-batches, None where there is no such model. pi_old is the policy itself rather than the
+    copy that samples, unless --old-logprobs is sampler."""
     models = run.models
     zeros = torch.zeros_like(rollout.sampler_logprobs)
     scorers = (models.policy, models.ref_policy, models.teacher, models.critic)
@@ -442,34 +469,28 @@ def score(run, rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | None]
     return scores
 
 
-def is_finite(run, step: int, totals: dict[str, float]) -> bool:
-    """Return whether loss, mean ratio and gradient norms are finite, else the update is skipped.
-    More than MAX_BAD_UPDATES in a row end the run."""
+def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
+    """Whether loss, mean ratio and gradient norms are finite; if not, the update is skipped. More
+    than MAX_BAD_UPDATES in a row end the run."""
     decisive = [name for name in totals if name in DECISIVE or name.endswith("grad_norm")]
     wrong = ", ".join(name for name in decisive if not math.isfinite(totals[name]))
+    progress = run.progress
     if wrong:
-        run.progress.bad_in_a_row += 1
-        count = run.progress.bad_in_a_row
-        too_many = f"step {step}: {count} updates in a row were not finite, in {wrong}"
-        need(count <= MAX_BAD_UPDATES, too_many)
+        progress.bad_in_a_row += 1
+        many = f"step {step}: {progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
+        need(progress.bad_in_a_row <= MAX_BAD_UPDATES, many)
         run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
+    elif "loss" in totals:  # an update without active rows says nothing
+        progress.bad_in_a_row = 0
     return not wrong
-
-
-def lr_factor(config: Config, step: int) -> float:
-    """Return the factor of the learning rate: warm-up, then --lr-schedule down to 0."""
-    warm_up = min(1.0, step / max(config.warmup_steps, 1))
-    left = 1 - (step - 1) / config.steps
-    cosine = (1 - math.cos(math.pi * left)) / 2
-    return warm_up * {"constant": 1.0, "linear": left, "cosine": cosine}[config.lr_schedule]
 
 
 # ---- evaluation and report -----------------------------------------------------------------------
 
 
-def evaluate(run, pass_k: int) -> tuple[dict, list[dict]]:
+def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
     """Return held-out metrics and a few answers: greedy accuracy and pass@k, or the mean greedy
-    reward if no verifier tells right from wrong."""
+    reward if no verifier tells right from wrong. Completions without a verdict are left out."""
     policy, model, held_out = run.models.policy, run.models.sampling_model, run.held_out
     if run.config.stale_steps > 1:  # the copy must stay stale
         model = policy
@@ -478,39 +499,36 @@ def evaluate(run, pass_k: int) -> tuple[dict, list[dict]]:
     if pass_k:
         say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
     _, greedy = sample_and_verify(run, model, held_out, 1, 0.0, "eval")
-    faults = [verdict.fault for verdict in greedy]
-    begun = run.progress.step > 0
-    need(begun or not all(faults), f"--reward: it failed on every completion: {faults[0]}")
+    faults = [verdict.fault for verdict in greedy if verdict.fault]
+    if len(faults) == len(greedy) and run.progress.step == 0:
+        raise UserError(f"--reward: it failed on every completion: {faults[0]}")
     _, correct = judge_groups(run.reward, greedy, 1)
-    answers = [measure.readable(verdict, run.progress.step) for verdict in greedy[:SHOWN_PROMPTS]]
-    for i, answer in enumerate(answers):
-        answer["correct"] = None if correct is None else float(correct[i, 0])
+    answers = measure.readable_answers(greedy[:SHOWN_PROMPTS], correct, run.progress.step)
     asked, said = printable(answers[0]["prompt"][-200:]), printable(answers[0]["completion"][-200:])
-    say(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']:g}")
+    run.log.say_if_new(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']}")
+    metrics = {"eval_abstained": len(faults) / len(greedy)} if faults else {}
     if correct is None:
-        return {"eval_reward": statistics.fmean(verdict.reward for verdict in greedy)}, answers
-    metrics = {"eval_solved": float(correct.mean())}
-    if lenient := run.reward.lenient_twin():  # if only eval_solved rises, it is format
+        rewards = [verdict.reward for verdict in greedy]
+        return metrics | {"eval_reward": measure.mean(rewards)}, answers
+    metrics |= {"eval_solved": measure.mean(correct)}
+    if lenient := run.reward.lenient_twin():  # a gain in eval_solved alone is only formatting
         texts, rows = [each.completion for each in greedy], [each.row for each in greedy]
         _, right = lenient.without_shaping(lenient.verify(texts, rows))
-        metrics["eval_solved_lenient"] = statistics.fmean(right)
+        metrics["eval_solved_lenient"] = measure.mean(right)
     if pass_k:
         _, several = sample_and_verify(run, model, held_out, pass_k, run.config.temperature, "eval")
         _, correct = judge_groups(run.reward, several, pass_k)
         if correct is not None:
-            metrics[f"eval_pass@{pass_k}"] = float(correct.amax(1).mean())
+            metrics[f"eval_pass@{pass_k}"] = measure.mean(measure.best_of_group(correct))
     return metrics, answers
 
 
-def report_step(run, output: Output, row: dict, shown: list[dict], stopping: bool) -> dict:
-    """Evaluate, warn, write the console line and the rows of the JSONL files, and save. The tracker
-    and the page may fail without ending the run. Return the row of metrics.jsonl."""
+def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stopping: bool) -> dict:
+    """Evaluate, warn, print the line of the step, write rows and checkpoint. A tracker or page that
+    fails does not end the run. Returns the row of metrics.jsonl."""
     config, step, folder = run.config, row["step"], output.folder
     last, answers = step == config.steps, []
-    row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["memory_gb"] = run.ranks.peak_memory(config.device)
-    numbers = {name: float(value) for name, value in row.items() if math.isfinite(value)}  # as JSON
-    row = numbers | {"step": step}
     evaluates = last or (config.eval_every > 0 and step % config.eval_every == 0)
     if evaluates:
         accuracy, answers = evaluate(run, pass_k=config.eval_samples if last else 0)
@@ -518,7 +536,11 @@ def report_step(run, output: Output, row: dict, shown: list[dict], stopping: boo
         if routing := run.models.routing:
             score_again = functools.partial(logprobs_of, run, run.models.policy)
             row |= routing.measure_flips(score_again, run.ranks)
-    for kind, sentence in measure.warnings_of(run, row).items():
+    lost = [name for name, value in row.items() if not math.isfinite(value)]  # JSON has no NaN
+    if lost:
+        run.log.warn("lost", f"step {step}: not finite, left out of its row: {', '.join(lost)}")
+    row = {name: float(value) for name, value in row.items() if name not in lost} | {"step": step}
+    for kind, sentence in health.warnings_of(run, row).items():
         run.log.warn(kind, sentence)
 
     if run.ranks.first:
@@ -527,14 +549,15 @@ def report_step(run, output: Output, row: dict, shown: list[dict], stopping: boo
         data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        run.progress.shaping = sorted(run.reward.shaping)
-        checkpoints.save(folder, run)
+        run_folder.save_checkpoint(folder, run)
     if output.tracker:
         with run.log.trying("--track"):
             output.tracker(row)
     if run.ranks.first and (evaluates or stopping):
         with run.log.trying("report.html"):
-            report.write_report([folder], folder / "report.html")
+            sentences = report.write_report([folder], folder / "report.html")
+            if last:
+                print(*map(printable, sentences), sep="\n")
     return row
 
 
@@ -542,80 +565,77 @@ def report_step(run, output: Output, row: dict, shown: list[dict], stopping: boo
 
 
 class Run:
-    """Everything that outlives a step. Mistakes in the input are found before weights load."""
+    """Everything that outlives a step. Wrong input is detected before any weights load."""
 
     def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks = config, ranks
+        self.config = config
+        self.ranks = ranks  # this process among those of torchrun
         bfloat16 = {"dtype": torch.bfloat16, "enabled": config.dtype == "bfloat16"}
         self.autocast = functools.partial(torch.autocast, config.device, **bfloat16)
         if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
             say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
         torch.manual_seed(config.seed)  # for a fork's random weights: equal in all processes
-        # reward, data and sampler
-        self.algorithm = flags.bind(config)
+
+        # 1. reward, data and sampler
+        self.algorithm = bind(config)  # a row of ALGOS, with the numbers of the flags
         self.reward = verifiers.parse_reward(config.reward, config.device)
         self.reward.reads_steps = "token_rewards" in self.algorithm.reads
         read = data.read_data if config.data else problems_of
         rows, held_out = read(config, self.reward)
-        self.generate, self.turns = generate, None
+        self.generate = generate  # rollout.generate or --sampler; with --tool, its turns around it
+        self.turns = None  # the same turns, which count calls and faults
         if config.sampler:
-            from support.extras.samplers import checked
+            from support.extras.samplers import check_weights, load_sampler
 
-            with expecting(f"--sampler {config.sampler}: expected file.py:function"):
-                self.generate = checked(function_of(config.sampler))
-        saved, self.progress = checkpoints.newest(config)
-        self.reward.shaping.update(self.progress.shaping)
+            self.generate = sampler = load_sampler(config)
+        saved, self.progress = run_folder.newest_checkpoint(config)  # with the counters
 
-        # tokenizer and prompts
-        source, tokenizer, model_config = find_model(config, ranks)
-        self.tokenizer = tokenizer
+        # 2. tokenizer and prompts
+        source, self.tokenizer, model_config = find_model(config, ranks)
         if config.tool:
             from support.extras.tools import Turns, parse_tool
 
-            self.generate = self.turns = Turns(self.generate, parse_tool(config.tool), tokenizer)
-        stops = data.StopTexts(tokenizer, config.stop) if config.stop else None
+            tool = parse_tool(config.tool)
+            self.generate = self.turns = Turns(self.generate, tool, self.tokenizer)
         vocabulary = model_config.get_text_config().vocab_size
-        form = data.PromptFormat(tokenizer, config, vocabulary, context_of(model_config))
-        held_out = list(itertools.islice(held_out, config.eval_prompts))
-        self.held_out = form.encode_rows(held_out, "held out")
-        problems = form.training_problems(config, rows)  # without end
+        context = context_of(model_config)
+        began = ranks.from_first(self.progress.began)
+        form = data.PromptFormat(self.tokenizer, config, vocabulary, context, began)
+        problems, self.held_out = form.train_and_held_out(config, rows, held_out)
+        run_folder.compare_data(self.progress, config, rows, self.held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
         need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
         prompt = self.held_out[0][data.IDS]
-        say(f"first held-out prompt: '{printable(tokenizer.decode(prompt))}'")
+        say(f"first held-out prompt: '{printable(self.tokenizer.decode(prompt))}'")
 
-        # models. A checkpoint's weights have the adapters merged in: LoRA loads the original ones
-        weights = source if config.lora_rank or not saved else str(saved)
-        policy = load_model(weights, config.device)
-        self.endings = {**end_and_pad_ids(policy, tokenizer), "stops": stops}
+        # 3. models. A checkpoint has the adapters merged in: with LoRA load the original weights
+        policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
+        stops = StopTexts(self.tokenizer, config.stop) if config.stop else None
+        self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # of `generate`
+        eos_ids = self.endings["eos_ids"]
+        self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]
         longer = [*ids, ids[-1]]  # another length, so that errors of padding show
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
+        if config.device == "cuda" and config.dtype == "bfloat16":
+            # else the float32 head takes most of the time. After the check, which would refuse it:
+            # TF32 moves log s by 5e-5, where a bfloat16 body moves it by 2.5e-3 (docs/metrics.md)
+            torch.set_float32_matmul_precision("high")
         self.models = Models(config, self.algorithm, policy)
+        if config.sampler:  # stale weights give no error
+            copied = self.models.sampling_model
+            check_weights(config, sampler, copied, [ids, longer], self.endings)
         if self.models.teacher:
             self.share_prefixes = self.share_prefixes and shares_prefixes(self.models.teacher)
         self.optimizer = make_optimizer(config, self.models)
         if saved:
-            checkpoints.restore(saved, config, self.models, self.optimizer)
+            run_folder.restore(saved, config, self.models, self.optimizer)
         trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
         size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
         size += ", scored with shared prefixes" if self.share_prefixes else ", scored a text a row"
         say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
         self.log = console.Log(config.device, self.progress.seconds)
-
-
-def make_optimizer(config: Config, models: Models) -> torch.optim.Optimizer:
-    """Return AdamW with a parameter group for the policy, and one for a critic."""
-    trained = [(models.policy, config.lr, "grad_norm")]
-    if models.critic:
-        trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
-    groups = []
-    for model, lr, norm_metric in trained:
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        rates = {"lr": lr, "initial_lr": lr}
-        groups.append({"params": parameters, **rates, "norm_metric": norm_metric})
-    return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 
 parse_flags = functools.partial(flags.read, Config, __doc__)  # arguments -> Config
@@ -635,9 +655,9 @@ def main(arguments: list[str] | None = None) -> int:
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = Run(config, ranks)
             progress, answers = run.progress, []
-            if progress.step == 0:  # else it is in the checkpoint
+            if not progress.before:  # a resumed run has it in its checkpoint
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
-            say(f"{len(run.held_out)} prompts held out, before step 1: {percent(progress.before)}")
+            say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
             # a run that has failed by now has written nothing
             train(run, open_output(config, ranks, progress, answers))
         return 0

@@ -1,9 +1,12 @@
-"""Find the bug: six losses with one fault each, and the message of a colleague who saw a symptom.
+"""Find the bug! Six losses, one bug in each, and six messages from colleagues who ran into them.
 
-    python docs/exercises.py bugs     # which of these are right?
+None of them raises an error, and several of these mistakes have been made in public code. Start
+from the symptom: what would have to be wrong? Then fix the loss right here, in your copy of the
+project, and see whether you got it:
 
-Mend a loss here, in the folder of the exercises. The `gspo.py` that you copied from has the
-originals.
+    python docs/exercises.py bugs
+
+Stuck? The originals are in the `gspo.py` of the project that you copied.
 """
 
 import torch
@@ -12,8 +15,9 @@ from gspo import as_columns, completion_mean, masked_mean, policy_metrics
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=0.2, clip_high=0.2):
-    """“The clip fraction is right, and still it collapses in ten steps. A token with A < 0 whose
-    probability has halved keeps falling. One that rose by mistake never comes back.”"""
+    """“The clip fraction looks fine, but the policy collapses within ten steps. A token with A < 0
+    whose probability has already halved keeps falling, and one that rose by mistake never comes
+    back down.”"""
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
     advantages = as_columns(advantages)
     ratio = log_ratio.exp()
@@ -27,8 +31,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=
 def gspo_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """“Answers of one token train well. Half of those of 4,000 tokens are clipped after one
-    update, and ratio_mean is sometimes 40, sometimes 0.01.”"""
+    """“One-token answers train beautifully. Of our 4,000-token answers, half are clipped after a
+    single update, and ratio_mean is 40 one minute and 0.01 the next.”"""
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0).sum(1, keepdim=True)
     advantages = completion_mean(as_columns(advantages), mask)
     ratio = log_ratio.exp()
@@ -40,8 +44,8 @@ def gspo_loss(
 
 
 def cispo_loss(logprobs, old_logprobs, advantages, mask, denom=None, per="token", *, ratio_max=5.0):
-    """“The first update makes no sense to me. A token of probability 0.9 with A > 0 is pushed
-    up, one of probability 0.1 with the same A is pushed down.”"""
+    """“The very first update makes no sense to me. It pushes up a token of probability 0.9, as it
+    should with A > 0, and pushes down one of probability 0.1 with the same A.”"""
     logprobs = torch.where(mask > 0, logprobs, 0.0)
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
     advantages = as_columns(advantages)
@@ -62,8 +66,8 @@ def dapo_loss(
     clip_low=0.2,
     clip_high=0.28,
 ):
-    """“Our sampler now writes -inf behind the end token. The loss and its metrics are numbers, as
-    before. After the update every weight is NaN. But these positions are masked!”"""
+    """“We switched to a sampler that writes -inf after the end token. The loss and its metrics are
+    still ordinary numbers, but after one update all weights are NaN. How? We mask those!”"""
     log_ratio = (logprobs - old_logprobs.detach()) * mask
     advantages = as_columns(advantages)
     ratio = log_ratio.exp()
@@ -75,8 +79,8 @@ def dapo_loss(
 
 
 def sapo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, tau_pos=1.0, tau_neg=1.05):
-    """“With half the micro-batch size the gradient norm is twice as large, and the same learning
-    rate suddenly diverges. I changed nothing else.” Its formula is not the fault."""
+    """“I halved the micro-batch size to save memory and changed nothing else. The gradient norm
+    doubled, and now the old learning rate diverges.” Hint: the formula is fine."""
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0)
     advantages = as_columns(advantages)
     tau = torch.full_like(advantages, tau_neg).masked_fill(advantages > 0, tau_pos)
@@ -89,8 +93,8 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, tau_pos=1
 def gspo_token_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """“On answers of equal length it agrees with gspo_loss to the last digit. On real ones an
-    answer of 900 tokens counts as much as nine of 100.”"""
+    """“If all answers have the same length, it matches gspo_loss to the last digit. On real data,
+    an answer of 900 tokens counts as much as nine answers of 100.”"""
     log_ratio = completion_mean(logprobs - old_logprobs.detach(), mask).detach()  # log s, (N, 1)
     advantages = as_columns(advantages)
     logprobs = torch.where(mask > 0, logprobs, 0.0)

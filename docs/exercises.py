@@ -1,14 +1,14 @@
-"""Write GSPO yourself: five functions, six bugs, and tests that say when yours is right.
+"""Write GSPO yourself: five functions to fill in, six bugs to find, and tests that check your work.
 
-    python docs/exercises.py weights               # print the batch that the lesson works by hand
-    python docs/exercises.py ../gspo-exercises     # copy the project, with five functions empty
+    python docs/exercises.py ../gspo-exercises     # copy the project and empty five functions
     cd ../gspo-exercises
     python docs/exercises.py                       # list the exercises
-    python docs/exercises.py gspo_loss             # run the tests of one
-    python docs/exercises.py bugs                  # test the six losses of docs/bugs.py
+    python docs/exercises.py gspo_loss             # check one of them
+    python docs/exercises.py bugs                  # check the six losses in docs/bugs.py
+    python docs/exercises.py weights               # print the batch that the lesson works by hand
 
-Each function keeps its signature and its docstring, which has the formula. Write the body. The
-solution is the file that you copied from.
+Each function keeps its signature and its docstring, which contains the formula; you write the body.
+For the solution, look at the file in the original project.
 """
 
 import ast
@@ -27,35 +27,35 @@ import gspo  # noqa: E402
 
 EMPTY = '    raise NotImplementedError("your turn")\n'
 LOSS = "test_gspo.py::test_loss_matches_scalar_loop"
-EXERCISES = {  # in this order: file, tests, hint
+EXERCISES = {  # name: (file, tests, hint)
     "group_advantages": (
         "gspo.py",
-        ("test_gspo.py::test_group_advantages_match_scalar_loop", "test_gspo.py::test_dead_group"),
-        "five lines for the default; then the other divisors, and groups of equal rewards",
+        ("test_gspo.py::test_group_advantages_match_scalar_loop", "test_gspo.py::test_dead_group_"),
+        "five lines for the default; then add the other divisors and groups of equal rewards",
     ),
     "gspo_loss": (
         "gspo.py",
         (f"{LOSS}[gspo]", f"{LOSS}[gspo wide]"),
-        "eight lines; completion_mean and masked_mean take care of padding and denom",
+        "eight lines; completion_mean and masked_mean handle padding and denom",
     ),
     "kl_penalty": (
         "gspo.py",
         (f"{LOSS}[kl", "test_gspo.py::test_kl_estimators"),
-        "x is log pi_ref - log pi; the padding may hold NaN",
+        "x is log pi_ref - log pi; padding may hold NaN",
     ),
     "gae_advantages": (
         "gspo.py",
         ("test_gspo.py::test_token_advantages_match_scalar_loop",),
-        "one loop over t, backwards; tokens outside the mask are skipped, not discounted",
+        "one backward loop over t; skip tokens outside the mask instead of discounting them",
     ),
     "completion_logprobs": (
         "rollout.py",
         ("test_rollout.py::test_scores_are_the_models_own_in_value_and_gradient[qwen3-",),
-        "hidden_states has the state before each token of the mask, token_logprobs makes them "
-        "log-probs at the temperature, and these belong where the mask is",
+        "hidden_states returns the states that predict the tokens in the mask, token_logprobs "
+        "turns them into log-probs; put these where the mask is",
     ),
 }
-# losses of docs/bugs.py: the case of tests/test_gspo.py that knows each
+# losses in docs/bugs.py, and the case of tests/test_gspo.py that catches each bug
 BUGS = {"grpo": "", "gspo": " wide", "cispo": "", "dapo": "", "sapo": "", "gspo_token": " wide"}
 
 
@@ -69,11 +69,11 @@ LOSSES = ("reinforce", "ppo", "grpo", "dapo", "cispo", "gspo", "luspo")
 
 
 def weights(loss) -> tuple[list[list[float]], float]:
-    """Return the weight of each token's gradient, -d loss / d log pi, in percent of |A|, and the
-    clip fraction."""
+    """The weight of each token's gradient, -d loss / d log pi, in percent of |A|, and the clip
+    fraction."""
     rows = [torch.tensor(row) for row in RATIOS]
     ratios = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    logprobs = ratios.log().requires_grad_()  # pi_old is 1. The padding has log 0
+    logprobs = ratios.log().requires_grad_()  # pi_old is 1; the padding becomes log 0
     advantages = gspo.group_advantages(torch.tensor(REWARDS), 2)
     value, metrics = loss(logprobs, torch.zeros_like(ratios), advantages, ratios > 0)
     value.backward()
@@ -82,7 +82,7 @@ def weights(loss) -> tuple[list[list[float]], float]:
 
 
 def weights_table() -> str:
-    """Return a line per loss: the weights of the ten tokens, and the clip fraction."""
+    """A line per loss: the weights of the ten tokens and the clip fraction."""
     lines = [["", *(token for row in TOKENS for token in row), "clipped"]]
     lines.append(["pi / pi_old", *(f"{ratio:g}" for row in RATIOS for ratio in row), ""])
     for name in LOSSES:
@@ -105,7 +105,7 @@ def emptied(source: str, name: str) -> str:
 
 
 def make_copy(folder: Path) -> None:
-    """Copy the project without its history and runs, and empty the functions there."""
+    """Copy the project without its history and runs, and empty the functions in the copy."""
     left = shutil.ignore_patterns(".git", ".venv", "runs", "__pycache__", ".pytest_cache")
     shutil.copytree(ROOT, folder, ignore=left)
     for name, (file, _, _) in EXERCISES.items():
@@ -115,14 +115,14 @@ def make_copy(folder: Path) -> None:
 
 
 class Chosen:
-    """A pytest plugin that keeps the tests of some exercises. It notes which are right, and why the
-    others are not."""
+    """A pytest plugin that selects the tests of some exercises and records which exercises pass,
+    and why the others don't."""
 
     def __init__(self, tests: dict[str, tuple[str, ...]]):
         self.tests, self.right, self.reasons = tests, set(), {}
 
     def exercises(self, test) -> set[str]:
-        """Return those with this test, whose name begins as theirs. Its id begins with tests/."""
+        """The exercises that a test belongs to. Its node id starts with tests/."""
         return {name for name, own in self.tests.items() if test.nodeid[6:].startswith(own)}
 
     def pytest_collection_modifyitems(self, items):
@@ -139,7 +139,7 @@ class Chosen:
 
 
 def run_tests(tests: dict[str, tuple[str, ...]], *words: str) -> Chosen:
-    """Run the tests of exercises, and return the plugin with its notes."""
+    """Run the tests of some exercises and return the plugin with its records."""
     import pytest
 
     chosen = Chosen(tests)
@@ -149,7 +149,7 @@ def run_tests(tests: dict[str, tuple[str, ...]], *words: str) -> Chosen:
 
 
 def check(names: list[str]) -> bool:
-    """Test exercises: up to the first failure, if it is one exercise."""
+    """Test exercises; a single one only up to its first failure."""
     most = f"--maxfail={1 if len(names) == 1 else 0}"
     right = run_tests({name: EXERCISES[name][1] for name in names}, "--tb=short", most).right
     for name in names:
@@ -158,7 +158,7 @@ def check(names: list[str]) -> bool:
 
 
 def check_bugs() -> bool:
-    """Put the losses of docs/bugs.py in the place of ours, and run our tests of them."""
+    """Swap in the losses of docs/bugs.py and run our own tests on them."""
     import bugs
 
     tests = {}
@@ -167,7 +167,7 @@ def check_bugs() -> bool:
         setattr(gspo, f"{name}_loss", function)
         in_parts = "test_gspo.py::test_micro_batches_add_up_to_the_batch"
         tests[f"{name}_loss"] = (f"{LOSS}[{name}{case}]", f"{in_parts}[{name}{case}]")
-    with contextlib.redirect_stdout(io.StringIO()):  # pytest's dots: the six lines below say it all
+    with contextlib.redirect_stdout(io.StringIO()):  # hide pytest's dots
         found = run_tests(tests, "--tb=no")
     for name in tests:
         message = inspect.getdoc(getattr(bugs, name))
@@ -182,7 +182,7 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         for name, (file, _, hint) in EXERCISES.items():
             print(f"{name} in {file}: {hint}")
-        print("bugs in docs/bugs.py: one in each of six losses")
+        print("bugs in docs/bugs.py: six losses with a bug each")
     elif arguments[0] == "weights":
         print(weights_table())
     elif arguments[0] == "bugs":

@@ -36,7 +36,8 @@ def reward(completion, row):
 if len(sys.argv) > 1:
     MODEL, LR = sys.argv[1], 1e-5
 else:
-    from support.tasks import TASKS, built_in_policy
+    from support.pretrain import built_in_policy
+    from support.tasks import TASKS
 
     MODEL, LR = built_in_policy(TASKS["arithmetic"], "tiny"), 2e-4
     problem = TASKS["arithmetic"].problem  # 7+5*3= is answered 7+5=2;2*3=6#6
@@ -76,7 +77,8 @@ for step in range(1, STEPS + 1):
     ended = torch.isin(tokens[:, -width:], end_ids).long()
     mask = ended.cumsum(1) - ended == 0  # up to the first end token, and including it
     seen = torch.cat([read.attention_mask, mask], dim=1)
-    texts = tokenizer.batch_decode(tokens[:, -width:], skip_special_tokens=True)
+    written = zip(tokens[:, -width:], ended.cumsum(1) == 0)  # without end tokens and padding
+    texts = [tokenizer.decode(ids[own]) for ids, own in written]  # <think> may be a special token
     rewards = torch.tensor([*map(reward, texts, problems)], device=DEVICE)
     with torch.no_grad():  # 3. score
         old_logprobs = completion_logprobs(old_policy, tokens, seen, width)

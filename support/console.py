@@ -10,24 +10,18 @@ from collections.abc import Iterator
 import torch
 
 from support.data import printable
-from support.user import reason
+from support.errors import reason
 
-STEP = {  # metric -> its format in the line of a step
+# metric -> its format in the line of a step, which fits on a narrow terminal. metrics.jsonl has all
+STEP = {
     "reward": "reward {:.2f}",
     "solved": "solved {:.0%}",
     "length_mean": "len {:.0f}",
-    "truncated": "truncated {:.0%}",
     "dead": "dead {:.0%}",
-    "ratio_mean": "ratio {:.4f}",
     "clip_fraction": "clip {:.0%}",
-    "kl": "kl {:.4f}",
     "entropy": "entropy {:.2f}",
-    "tool_calls": "calls {:.2f}",
-    "grad_norm": "grad {:.2f}",
-    "eval_solved": "held out {:.1%}",
+    "eval_solved": "held out {:.0%}",
     "eval_reward": "held-out reward {:.2f}",
-    "tokens_per_second": "{:,.0f} tok/s",
-    "seconds_step": "{:.1f} s",
 }
 
 
@@ -42,8 +36,11 @@ def say(text: str) -> None:
 
 
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
-    """Return a row of metrics.jsonl as one line. The loss is left out: it is always near 0."""
-    parts = [form.format(row[name]) for name, form in STEP.items() if name in row]
+    """A row of metrics.jsonl as one line."""
+    shown = [name for name in STEP if name in row]
+    if {"reward", "solved"} <= row.keys() and abs(row["reward"] - row["solved"]) < 1e-6:
+        shown.remove("reward")  # the same number twice
+    parts = [STEP[name].format(row[name]) for name in shown]
     return " | ".join([f"step {row['step']}/{steps}", *parts, f"{duration(seconds_left)} left"])
 
 
@@ -70,6 +67,7 @@ class Log:
         self.device = torch.get_device_module(device)
         self.seconds = collections.Counter()  # of the phases of this step
         self.warned = set()  # kinds
+        self.last_said = None
         self.last_lap = time.perf_counter()
         self.run_start = self.last_lap - seconds_before  # earlier starts of the run count
 
@@ -92,6 +90,12 @@ class Log:
         """Return the seconds of the phases and of the step, and its completion tokens a second."""
         seconds = time.perf_counter() - self.step_start
         return {**self.seconds, "seconds_step": seconds, "tokens_per_second": tokens / seconds}
+
+    def say_if_new(self, text: str) -> None:
+        """Print a line unless it equals the last one that came this way."""
+        if text != self.last_said:
+            self.last_said = text
+            say(text)
 
     def warn(self, kind: str, message: str) -> None:
         """Print a warning of this kind once a run."""

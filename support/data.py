@@ -1,31 +1,29 @@
 """Rows of JSONL files, and how prompts become tokens."""
 
-import bisect
 import itertools
 import json
 import math
 import random
 import re
+import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 
-import torch
-import transformers
-from torch import Tensor
-
-from support.user import UserError, expecting, need
+from support.errors import UserError, expecting, need
 
 IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
 
 
 def printable(text: str) -> str:
-    """Return text without control characters, because a terminal would obey them."""
+    """Escape control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines with its control characters shown by their codes."""
+    """Escape the control characters of a text, except for its line breaks."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -33,12 +31,14 @@ def printable_lines(text: str) -> str:
 
 
 def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
-    """Read the rows of a JSONL file. Each has a text, in the field of that name, and an answer,
-    which check(answer) may refuse. A prompt is text or messages; "question" is one, as in GSM8K."""
+    """Read the rows of a JSONL file. Each has an answer and, in the field named `text`, a text.
+
+    check(answer) may refuse an answer. A prompt is a text or a list of messages; "question" is
+    accepted in its place, as in GSM8K."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
-    expected = f"expected an object in JSON, UTF-8, with {text} and answer"
+    expected = f"expected JSONL, an object a line, in UTF-8, with {text} and answer"
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -51,20 +51,22 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
 
 
 def read_row(line: bytes, field: str) -> dict:
-    """Read one row. Raise UserError if it has no text in the field, or no answer."""
-    array = line.lstrip().startswith(b"[")
-    need(not array, "found a JSON array; expected JSONL, without brackets, an object a line")
-    row = json.loads(line)
+    """Read one row. Raises UserError if it has no answer, or no text in the field."""
+    row = json.loads(line, parse_float=number_of)
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
-    need("tokens" not in row, "field tokens: expected another name; rewards get the length by it")
+    need("tokens" not in row, "field tokens: rename it; rewards get the completion's length by it")
     need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
+    with expecting("field answer: expected finite numbers"):
+        json.dumps(row["answer"], allow_nan=False)  # Python's reader takes NaN, at any depth
     text = row[field]
     if field == "prompt" and isinstance(text, list):
         with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
             for message in text:
-                (message["role"] + message["content"]).encode()  # half a surrogate pair is no text
+                if isinstance(message["content"], list):  # [{"type": "text", "text": ...}]
+                    message["content"] = "".join(part["text"] for part in message["content"])
+                (message["role"] + message["content"]).encode()  # refuses lone surrogates
             need(text[-1]["role"] != "assistant", "its last message is the assistant's own")
         return row
     need(isinstance(text, str), f"field {field}: found {text!r:.80}, expected text")
@@ -72,57 +74,63 @@ def read_row(line: bytes, field: str) -> dict:
     return row
 
 
+def number_of(digits: str) -> int | float:
+    """Read 1e20 and 5.0 as integers: as texts, their floats are 1e+20 and 5.0."""
+    number = float(digits)
+    return int(Decimal(repr(number))) if number.is_integer() else number
+
+
 def append_rows(path: Path, rows: list[dict]) -> None:
-    with expecting(f"{path}: cannot be written", OSError), open(path, "a") as file:
+    with open(path, "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def read_data(config, reward) -> tuple[list[dict], list[dict]]:
-    """Return the rows of --data to train on, and held-out rows, of --eval-data or of the same."""
+def read_data(config, reward) -> tuple[list[dict], list[dict] | None]:
+    """Read the rows of --data and those of --eval-data, if it is given."""
     rows = read_rows(config.data, "--data", reward.check_answer)
     reward.check(rows)
-    if config.eval_data:
-        held_out = read_rows(config.eval_data, "--eval-data", reward.check_answer)
-    else:
-        rows, held_out = hold_out(rows, f"--data {config.data}")
-    if len(held_out) > config.eval_prompts:  # not the first: a file may be sorted
-        held_out = random.Random(0).sample(held_out, config.eval_prompts)
-    return rows, held_out
+    if not config.eval_data:
+        return rows, None
+    return rows, read_rows(config.eval_data, "--eval-data", reward.check_answer)
 
 
 def text_of(prompt: str | list[dict]) -> str:
-    """Return a prompt as people read it. Each message of a conversation follows its role."""
+    """Return a prompt as people read it: each message of a conversation after its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def messages_of(prompt: str | list[dict]) -> list[dict]:
-    """Return a prompt as a list of messages. A text becomes one message of the user."""
+    """Return a prompt as a list of messages. A text becomes one message from the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return True for one prompt in ten, by its hash: the same in every run, in any order."""
+    """Choose one prompt in ten by its hash: the same ones in every run, in any order."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
-    """Return (rows to train on, held-out rows). All rows with one prompt are on the same side."""
+    """Split encoded rows into those to train on and those held out, a tenth of the prompts.
+
+    Texts may differ where the model reads the same tokens, because many templates strip spaces. Of
+    such prompts all are held out if one of them is chosen."""
     texts = [text_of(row["prompt"]) for row in rows]
-    different = sorted(set(texts))
-    need(len(different) > 1, f"{source}: expected two prompts, as one in ten is held out")
-    chosen = set(filter(is_held_out, different))
-    if len(chosen) in (0, len(different)):  # a small file
-        chosen = {different[0]}
-    train = [row for row, text in zip(rows, texts) if text not in chosen]
-    return train, [row for row, text in zip(rows, texts) if text in chosen]
+    prompts = [tuple(row[IDS]) for row in rows]
+    count = len(set(prompts))
+    need(count > 1, f"{source}: expected two prompts, as one in ten is held out")
+    chosen = {prompt for prompt, text in zip(prompts, texts) if is_held_out(text)}
+    if len(chosen) in (0, count):  # a small file
+        chosen = {prompts[texts.index(min(texts))]}
+    train = [row for row, prompt in zip(rows, prompts) if prompt not in chosen]
+    return train, [row for row, prompt in zip(rows, prompts) if prompt in chosen]
 
 
 def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
-    """Yield the rows forever, each epoch in its own random order."""
+    """Yield the rows forever, each epoch in a random order of its own."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed} {epoch}").sample(rows, len(rows))
 
@@ -131,28 +139,36 @@ def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
 
 
 class PromptFormat:
-    """Turns prompts into token ids, and knows how many fit."""
+    """Turns prompts into token ids, and knows how many tokens fit."""
 
-    def __init__(self, tokenizer, flags, vocabulary=math.inf, context=math.inf):
-        """flags has system, prompt_template, chat_template_args and max_new_tokens. vocabulary is
-        how many tokens the model embeds, context how many it reads, prompt and completion."""
+    def __init__(
+        self, tokenizer, flags, vocabulary=math.inf, context=math.inf, began: float | None = None
+    ):
+        """
+        flags: system, prompt_template, chat_template_args and max_new_tokens
+        vocabulary: size of the model's embedding
+        context: longest sequence the model reads, prompt and completion
+        began: when the run began (default: now). Templates may write the date, and a run that is
+            resumed on another day must not train on other prompts
+        """
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self.context = context
         self.system = flags.system
-        # a shell passes \n as two characters, and a line break is meant, but in LaTeX: \neq, \nabla
+        # a shell passes \n as two characters; don't break LaTeX commands such as \neq and \nabla
         line_break = r"\\n(?!(?:eq?|eg|abla|u|ot|otin|mid|exists)\b)"
         self.template = re.sub(line_break, "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
         if not tokenizer.chat_template and (self.system is not None or self.template_args):
             raise UserError("--system, --chat-template-args: the model has no chat template")
-        limit = flags.max_new_tokens
-        need(limit < context, f"--max-new-tokens {limit}: the model's context is {context} tokens")
-        self.longest = context - limit  # of a prompt
+        if tokenizer.chat_template:
+            day = datetime.fromtimestamp(began or time.time())
+            self.template_args.setdefault("chat_template", dated(tokenizer, day))
+        self.longest = context - flags.max_new_tokens  # of a prompt
 
     def encode(self, row: dict) -> dict:
-        """Add the tokens of a row's prompt as IDS. Raise UserError if the model cannot read it."""
+        """Add the tokens of a row's prompt as IDS. Raises UserError if the model can't read it."""
         prompt, tokenizer = row["prompt"], self.tokenizer
         shown = f"prompt {text_of(prompt)[:60]!r}"
         if isinstance(prompt, str):
@@ -188,14 +204,8 @@ class PromptFormat:
         """Yield encoded rows, without those that leave no room for a completion."""
         return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
-    def training_problems(self, config, rows: Iterable[dict]) -> Iterator[dict]:
-        """Yield encoded rows without end: those of a file in shuffled epochs, or a task's."""
-        if config.data:
-            return shuffled_epochs(self.encode_rows(rows, f"--data {config.data}"), config.seed)
-        return self.encode_problems(rows)
-
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
-        """Return the encoded rows of a file as a list, and print how many are too long."""
+        """Return encoded rows as a list. Prints how many are too long."""
         kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
         room = f"{self.longest} tokens, the model's context of {self.context} less --max-new-tokens"
@@ -203,57 +213,63 @@ class PromptFormat:
         need(kept, sentence)
         if skipped:
             print("skipped:", sentence)
+        self.warn_of_special_tokens(kept, source)
         return kept
 
+    def warn_of_special_tokens(self, rows: list[dict], source: str) -> None:
+        """Warn of prompts that are wrapped in a template twice, begin twice, or end at once."""
+        special = special_tokens(self.tokenizer)
+        first = {}  # token -> what is wrong with it, and the first prompt where it is
+        for row in rows:
+            text, ids = self.template.replace("{prompt}", text_of(row["prompt"])), row[IDS]
+            for token in special:
+                if token in text and self.tokenizer.decode(ids).count(token) > text.count(token):
+                    why = "is in the prompt already, and the model's template or tokenizer adds it"
+                    first.setdefault(token, (why, text))
+            if ids[-1] == self.tokenizer.eos_token_id:
+                why = "ends the prompt before the completion: see add_eos_token of --model"
+                first.setdefault(self.tokenizer.eos_token, (why, text))
+        for token, (why, text) in first.items():
+            print(f"warning: {source}: {token} {why}; first in '{printable(text[:60])}'")
 
-def token_that_completes(tokenizer, ids: list[int], characters: int) -> int:
-    """Return the index of the token with which a completion's text has so many characters."""
-
-    def count(token):
-        text = tokenizer.decode(ids[: token + 1], skip_special_tokens=True)
-        return len(text.rstrip("\ufffd"))  # the first bytes of a character
-
-    return bisect.bisect_left(range(len(ids) - 1), characters, key=count)
-
-
-def place_rewards(tokenizer, rollout, outcomes: Tensor, steps: list[list]) -> tuple[Tensor, Tensor]:
-    """Return rewards at tokens and the ends of steps, (N, T) each. The outcome (N,) is at the last
-    token, the reward of a step, (end in characters, reward), at the token that completes it."""
-    latest = rollout.latest_action
-    last = latest[:, -1:]
-    zeros = torch.zeros_like(rollout.sampler_logprobs)
-    token_rewards = zeros.scatter(1, last, outcomes[:, None])
-    step_ends = zeros.bool().scatter(1, last, True)
-    for i, steps_of_row in enumerate(steps):
-        if not steps_of_row:
-            continue
-        ids = rollout.completions[i, : rollout.lengths[i]].tolist()
-        for end, reward in steps_of_row:
-            token = latest[i, token_that_completes(tokenizer, ids, end)]
-            token_rewards[i, token] += reward
-            step_ends[i, token] = True
-    return token_rewards, step_ends
+    def train_and_held_out(self, config, rows, held_out) -> tuple[Iterator[dict], list[dict]]:
+        """Return the problems to train on, without end, and the held-out ones, all encoded."""
+        if not config.data:  # a task has both without end
+            held_out = list(itertools.islice(held_out, config.eval_prompts))
+            return self.encode_problems(rows), self.encode_rows(held_out, f"--task {config.task}")
+        rows = self.encode_rows(rows, f"--data {config.data}")
+        if config.eval_data:
+            held_out = self.encode_rows(held_out, f"--eval-data {config.eval_data}")
+            trained = {tuple(row[IDS]) for row in rows}
+            known = sum(tuple(row[IDS]) in trained for row in held_out)
+            if known > 0:
+                share = f"{known} of {len(held_out)} prompts"
+                print(f"warning: --eval-data: {share} are in --data, too")
+        else:
+            rows, held_out = hold_out(rows, f"--data {config.data}")
+        if len(held_out) > config.eval_prompts:  # not the first: a file may be sorted
+            held_out = random.Random(0).sample(held_out, config.eval_prompts)
+        return shuffled_epochs(rows, config.seed), held_out
 
 
-class StopTexts(transformers.StopStringCriteria):
-    """Tells which completions end with the token that completes one of some texts."""
+def dated(tokenizer, day: datetime) -> str:
+    """Return the chat template with the dates that it writes, strftime_now("%d %b %Y"), filled in.
+    transformers gives a template plain data, no function in the place of this one."""
+    calls = r"""strftime_now\((["'])(.*?)\1\)"""
+    return re.sub(calls, lambda call: repr(day.strftime(call[2])), tokenizer.get_chat_template())
 
-    def __init__(self, tokenizer, texts: list[str]):
-        for text in texts:
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            written = text in tokenizer.decode(ids)
-            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
-        super().__init__(tokenizer, texts)
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Return (rows,) bool for the tokens (rows, n) that each completion has so far."""
-        return super().__call__(tokens, None)
+# ---- tokens to text ------------------------------------------------------------------------------
 
-    @staticmethod
-    def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """Take a prefix that the tokenizer writes: one of characters may lack these letters."""
-        if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
-            words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
-            static_prefix = next(word for word in words if word.isalnum())
-        parent = transformers.StopStringCriteria
-        return parent.clean_tokenizer_vocab(tokenizer, static_prefix, **options)
+
+def completion_text(tokenizer, ids: list[int], eos_ids: Collection[int] = ()) -> str:
+    """Decode a completion as verifiers and people read it, without end, pad and BOS tokens.
+
+    Other special tokens stay: many tokenizers have <think> and <answer> among them."""
+    silent = {*eos_ids, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
+    return tokenizer.decode([token for token in ids if token not in silent])
+
+
+def special_tokens(tokenizer) -> list[str]:
+    """Return the tokens that structure a text, such as <|im_end|>."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

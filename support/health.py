@@ -1,16 +1,69 @@
-"""Sentences about the problems of a run and their remedies, for its page."""
+"""Problems of a run and their remedies, in sentences: warnings of a step, for the console, and the
+health of a run, for its page and its last lines."""
 
 import math
 from statistics import fmean, variance
 
-from support.metrics import MANY_TRUNCATED, TRUNCATED
-from support.tasks import BUILT_IN
+from support.pretrain import BUILT_IN
 
+MANY_TRUNCATED = MANY_FAULTS = 1 / 3  # of the completions
+TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
 RECENT = 10  # the sentences about a run are about so many steps
 
 
-def health(rows: list[dict], flags: dict) -> list[str]:
-    """Return sentences about the last steps, a problem and its remedy."""
+# ---- a step -------------------------------------------------------------------------------------
+
+
+def fault_warnings(verdicts: list) -> dict[str, str]:
+    """kind -> sentence about completions without a verdict."""
+    faults = [verdict.fault for verdict in verdicts if verdict.fault]
+    sentences = {}
+    if faults:
+        sentences["fault"] = f"no verdict, so the completion is left out: {faults[0]}"
+    if len(faults) > MANY_FAULTS * len(verdicts):
+        share = f"there is no verdict on {len(faults) / len(verdicts):.0%} of completions"
+        sentences["faults"] = f"{share}: nothing is learned from those. The first: {faults[0]}"
+    return sentences
+
+
+def warnings_of(run, row: dict) -> dict[str, str]:
+    """kind -> sentence about a step. The console shows each kind once."""
+    config, sentences = run.config, {}
+    if row["truncated"] > MANY_TRUNCATED:
+        sentences["truncated"] = TRUNCATED.format(row["truncated"])
+    groups = round(row["prompts_drawn"])
+    kept = round(groups * (1 - row["dead"]))
+    if config.dynamic_sampling and kept < config.prompts_per_step:
+        few = f"{kept} of {groups} groups have different rewards"
+        sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
+    for name in run.reward.out_of_range:
+        use = "counts it as 0 or 1 (set `shaping = True` on the function to leave it out)"
+        if name in run.reward.shaping:
+            use = "leaves it out"
+        told = f"--reward {name} gave a value outside [0, 1]: `solved` {use}"
+        sentences[f"shaping {name}"] = told
+    # rounding alone makes 1e-10 in float32, and at most 1e-2 in bfloat16
+    most = 1e-3 if config.dtype == "float32" else 2e-2
+    if config.stale_steps == 1 and row.get("sampler_kl", 0.0) > most:
+        found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
+        sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
+    ratio = row.get("ratio_mean", 1.0)
+    if not 0.5 < ratio < 2:
+        why = "lower --lr? A loss of your own: is `per` the unit of its mean?"
+        sentences["ratio"] = f"the mean ratio is {ratio:.3g}, expected near 1: {why}"
+    if run.progress.quiet_steps == 10:
+        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
+        if row["truncated"] == 1:
+            why = "all completions are truncated (--max-new-tokens)"
+        sentences["quiet"] = f"10 steps taught nothing: {why}"
+    return sentences
+
+
+# ---- a run --------------------------------------------------------------------------------------
+
+
+def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
+    """Problems of the last steps, and their remedies. before: the evaluation before step 1."""
     if not rows:
         return ["no step is done yet"]
     recent = rows[-RECENT:]
@@ -18,14 +71,19 @@ def health(rows: list[dict], flags: dict) -> list[str]:
     now = {name: fmean(row[name] for row in recent if name in row) for name in names}
     found = []
     dead, right = now["dead"], now.get("dead_right", 0.0)
-    if right > 0.9:
+    completions = flags["prompts_per_step"] * flags["group_size"]
+    prompts = now.get("prompts_drawn", flags["prompts_per_step"])
+    if now.get("verifier_faults", 0) > MANY_FAULTS * prompts * flags["group_size"]:
+        found.append("verifiers fail on more than a third of completions: mend --reward")
+    if len(recent) > 1 and now.get("reward_std", 1.0) == 0 and right < 0.9:
+        found.append("every completion earns the same reward: nothing can be learned. See --reward")
+    elif right > 0.9:
         found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
     elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
         found.append(f"{dead:.0%} of groups are dead: take easier prompts or a larger --group-size")
     if now["truncated"] > MANY_TRUNCATED:
         found.append(TRUNCATED.format(now["truncated"]))
 
-    completions = flags["prompts_per_step"] * flags["group_size"]
     updates = completions // flags["completions_per_update"] * flags["epochs"]
     clipped = now.get("clip_fraction")
     if flags["clip_low"] is not None and clipped is not None:
@@ -37,12 +95,31 @@ def health(rows: list[dict], flags: dict) -> list[str]:
             found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
     if now.get("entropy", 1.0) < 0.01 and now.get("solved", 0.0) < 0.9:
         found.append("exploration ended, the entropy is near 0: lower --lr or use --entropy-coef")
-    return found + of_reward(rows, now, flags)
+    return found + of_evaluations(rows, flags, before or {}) + of_reward(rows, now, flags)
+
+
+def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
+    """Held-out numbers that fell below their best, by more than twice their standard error."""
+    found = []
+    evaluations = [before, *rows]
+    for name in dict.fromkeys(name for row in evaluations for name in row):
+        if name != "eval_solved" and not name.startswith("eval_pass@"):
+            continue
+        values = [row[name] for row in evaluations if name in row]
+        best, last = max(values), values[-1]
+        noise = math.sqrt((best * (1 - best) + last * (1 - last)) / flags["eval_prompts"])
+        if best - last > max(2 * noise, 0.05):
+            shown = name.removeprefix("eval_")
+            fall = f"held out: {shown} fell from {best:.0%} to {last:.0%}"
+            found.append(f"{fall}. Lower --lr, take an earlier checkpoint, or add --kl-coef")
+    return found
 
 
 def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     """Say that the reward fell, or that it never rose."""
-    rewards = [row["reward"] for row in rows]
+    rewards = [row["reward"] for row in rows if "reward" in row]  # none: no verdict in a step
+    if not rewards:
+        return []
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
     best = max(levels)
     last = fmean(rewards[-RECENT:])

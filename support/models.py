@@ -2,19 +2,20 @@
 
 import contextlib
 import copy
+import math
 import re
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.console import say
-from support.tasks import BUILT_IN, TASKS, built_in_policy
-from support.user import UserError, expecting, need
+from support.data import special_tokens
+from support.errors import UserError, expecting, need
+from support.pretrain import BUILT_IN, built_in_policy
+from support.tasks import TASKS
 
 # ---- loading -------------------------------------------------------------------------------------
 
@@ -26,7 +27,11 @@ def find_model(config, ranks) -> tuple:
     if source in BUILT_IN and ranks.first:
         source = str(built_in_policy(TASKS[config.task], source))
     source = ranks.from_first(source)
-    tokenizer, model_config = inspect_model(source)
+    flag = "--model"
+    if config.model in BUILT_IN:
+        flag = "the built-in policy is broken, delete its folder"
+        load_model(source, "cpu", flag=flag)
+    tokenizer, model_config = inspect_model(source, flag)
     if config.routing_replay and not has_experts(model_config):
         raise UserError("--routing-replay: needs a mixture of experts")
     if config.teacher:
@@ -38,21 +43,17 @@ def find_model(config, ranks) -> tuple:
 
 def load(kind: type, source: str, flag: str = "--model", **options):
     """Load a tokenizer, config or model by a class of transformers: no pickle, no folder's code."""
-    is_run = Path(source, "checkpoints").is_dir()
-    need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
-    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
-    need(Path(source).exists() or not is_path, f"{flag} {source}: there is no such folder")
-    with expecting(f"{flag} {source}: expected a folder or hub name of a causal language model"):
+    expected = "expected a causal language model: its folder (of a run: a checkpoint) or hub name"
+    with expecting(f"{flag} {source}: {expected}"):
         return kind.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def inspect_model(source: str, flag: str = "--model"):
-    """Return its tokenizer and its config. UserError unless it is a causal language model."""
+    """Return a model's tokenizer and its config, before its weights load."""
     config = load(AutoConfig, source, flag)
     tokenizer = load(AutoTokenizer, source, flag)
-    classes = config.architectures or [config.model_type]
-    causal = not set(classes).isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    need(causal, f"{flag} {source}: expected a causal language model, found {', '.join(classes)}")
+    quantized = getattr(config, "quantization_config", None)
+    need(not quantized, f"{flag} {source}: its weights are quantized, and can't be trained here")
     ends = tokenizer.eos_token and len(tokenizer) > 1  # transformers makes one of an empty folder
     need(ends, f"{flag} {source}: expected a tokenizer with an end token")
     return tokenizer, config
@@ -83,6 +84,9 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # the report lists them
     model, report = load(AutoModelForCausalLM, source, flag, **options)
+    if getattr(model.config, "output_router_logits", False):  # SFT frameworks leave it in configs
+        # forward() would compute the routers' auxiliary loss, which can't read a KV cache's mask
+        model.config.output_router_logits = False
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
     bad = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
     need(not wrong, f"{flag} {source}: expected weights that fit its config.json; {bad}")
@@ -93,12 +97,9 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
 
 def default_dtype(device: str) -> str:
     """Return the default of --dtype. Older GPUs emulate bfloat16, without fused attention."""
-    if device != "cuda" or not torch.cuda.is_available():  # then --device is refused
-        return "float32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bfloat16"
-    say(f"--dtype float32: a {torch.cuda.get_device_name()} has no bfloat16 of its own")
-    return "float32"
+    on_gpu = device == "cuda" and torch.cuda.is_available()  # if there is none, it is refused later
+    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if native else "float32"
 
 
 def configure_torch() -> None:
@@ -123,12 +124,28 @@ def grouped_in_autocast(experts, hidden, chosen, weights):
 
 
 def end_and_pad_ids(model, tokenizer) -> dict:
-    """Return eos_ids, those of the tokenizer and of the generation config, and pad_id."""
+    """Return eos_ids, those of the tokenizer, the generation config and the chat template, and
+    pad_id."""
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    eos_ids = sorted({*ends, tokenizer.eos_token_id} - {None})
-    pad_id = tokenizer.pad_token_id
-    return {"eos_ids": eos_ids, "pad_id": eos_ids[0] if pad_id is None else pad_id}
+    eos_ids = {*ends, tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template:
+        said = "the answer"
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+        after = ""
+        with contextlib.suppress(Exception):  # a template may refuse to end with an answer
+            after = tokenizer.apply_chat_template(chat, tokenize=False).partition(said)[2]
+        closing = [token for token in special_tokens(tokenizer) if token in after]
+        closing.sort(key=after.index)
+        closing_ids = tokenizer.convert_tokens_to_ids(closing)
+        if closing and eos_ids.isdisjoint(closing_ids):  # of a base model, which knows no turns
+            eos_ids.add(closing_ids[0])
+            what = f"{closing[0]} closes a turn of the chat template, and is no end token"
+            say(f"warning: --model: {what} of the model: completions end there, too")
+    pad_id, embedded = tokenizer.pad_token_id, model.get_input_embeddings().weight.shape[0]
+    if pad_id is None or pad_id >= embedded:  # a [PAD] that was added without resizing
+        pad_id = min(eos_ids)
+    return {"eos_ids": sorted(eos_ids), "pad_id": pad_id}
 
 
 # ---- copies --------------------------------------------------------------------------------------
@@ -171,10 +188,6 @@ class Models:
     """The policy and the models beside it. Those that nothing needs are None."""
 
     def __init__(self, config, algorithm, policy):
-        if config.device == "cuda" and config.dtype == "bfloat16":
-            # else the float32 head takes most of the time. TF32 moves log s by 5e-5, a bf16 body
-            # by 2.5e-3 (on a CPU, random weights, docs/metrics.md)
-            torch.set_float32_matmul_precision("high")
         self.policy = self.sampling_model = policy  # in float32 the policy samples itself
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # of a mixture: extras.experts.Experts
@@ -199,12 +212,33 @@ class Models:
             add_adapters(policy, config, dtype)
         # 3. checkpointing of layers, adapters included
         if config.gradient_checkpointing:
-            from support.extras.checkpointing import checkpoint_layers
+            from support.extras.recompute import checkpoint_layers
 
             checkpoint_layers(policy, rerun_context)
         # 4. a critic: a copy that has both
         if algorithm.value_loss:
             self.critic = critic_of(policy)
+
+
+def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
+    """Return AdamW with a parameter group for the policy, and one for a critic."""
+    trained = [(models.policy, config.lr, "grad_norm")]
+    if models.critic:
+        trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
+    groups = []
+    for model, lr, norm_metric in trained:
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        group = {"params": parameters, "lr": lr, "initial_lr": lr, "norm_metric": norm_metric}
+        groups.append(group)
+    return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
+
+
+def lr_factor(config, step: int) -> float:
+    """The factor of the learning rate: linear warmup times --lr-schedule."""
+    warm_up = min(1.0, step / max(config.warmup_steps, 1))
+    left = 1 - (step - 1) / config.steps
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    return warm_up * {"constant": 1.0, "linear": left, "cosine": cosine}[config.lr_schedule]
 
 
 # ---- parts of a model ----------------------------------------------------------------------------

@@ -1,56 +1,56 @@
-"""Write the page of a run: curves, a group inside an update, answers to held-out prompts.
+"""Write the report of one or more runs: curves, a group inside an update, held-out answers.
 
     python train.py --report runs/a runs/b
 
-The page is one file without scripts that loads nothing."""
+The page is a single file that runs no scripts and loads nothing."""
 
 import html
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from support.console import duration
 from support.data import printable, printable_lines
-from support.folders import replace_text
+from support.errors import expecting, need
 from support.health import health
-from support.user import expecting, need
+from support.run_folder import replace_text
 
-MOST_POINTS, MOST_DOTS = 200, 40  # of a curve
-MOST_CARDS = 12  # evaluations of a prompt, completions of a group
-MOST_TOKENS = 400  # of a completion
+MOST_POINTS, MOST_DOTS = 200, 40  # per curve
+MOST_CARDS = 12  # evaluations per prompt, completions per group
+MOST_TOKENS = 400  # per completion
+CARD = '<div class="card {}"><span class="head">{}</span><pre>{}</pre></div>'
+# algorithm -> the ratio that it clips: one per completion, or one per token
+CLIPS = dict.fromkeys(("gspo", "gspo-token", "luspo"), "s")
+CLIPS |= dict.fromkeys(("grpo", "dr-grpo", "dapo", "ppo", "reinforce++"), "a token's ratio")
 
 
 class Story(NamedTuple):
-    """The files of one run."""
-
-    name: str
+    name: str  # of the run's folder
     flags: dict  # config.json
-    starts: list[dict]  # starts.jsonl, a line a start
-    rows: list[dict]  # metrics.jsonl, a line a step
-    evaluations: list[dict]  # evaluations.jsonl, a line an answer
-    group: Sequence[dict] = ()  # samples.jsonl: the last completions that have their tokens
+    starts: list[dict]  # starts.jsonl, one row per start
+    rows: list[dict]  # metrics.jsonl, one row per step
+    evaluations: list[dict]  # evaluations.jsonl, one row per answer
+    group: list[dict] | None = None  # samples.jsonl, the last rows with tokens
 
 
 def read_story(folder: Path) -> Story:
-    """Read a run's folder."""
+    """Read the folder of a run."""
     flags = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    starts = read_rows(folder / "starts.jsonl")
-    rows = read_rows(folder / "metrics.jsonl")
-    evaluations = read_rows(folder / "evaluations.jsonl")
+    files = [folder / f"{name}.jsonl" for name in ("starts", "metrics", "evaluations")]
     group = read_group(folder / "samples.jsonl")
-    return Story(folder.resolve().name, flags, starts, rows, evaluations, group)
+    return Story(folder.resolve().name, flags, *map(read_rows, files), group)
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read a JSONL file. A last line without an end is still being written."""
+    """Read a JSONL file. A last line without a line break is still being written."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def read_group(path: Path) -> list[dict]:
-    """Return the last group of completions that has its tokens. Older runs have none."""
+    """Return the last group with tokens, without reading a long file into memory."""
     if not path.exists():
         return []
     with open(path, "rb") as file:
@@ -60,24 +60,20 @@ def read_group(path: Path) -> list[dict]:
 
 
 def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
-    """Return (step, value), from the evaluation before training on."""
+    """Return (step, value) pairs, starting with the evaluation before training."""
     rows = story.starts[:1] + story.rows
     return [(row["step"], row[metric]) for row in rows if metric in row]
 
 
 def at_most(most: int, items: list) -> list:
-    """Return some of them, evenly chosen, always the first and the last."""
+    """Thin out a list evenly. The first and the last item stay."""
     size = max(1, math.ceil((len(items) - 1) / (most - 1)))
     return items[:-1:size] + items[-1:]
 
 
-# ---- charts --------------------------------------------------------------------------------------
-
-
 def visible(value) -> str:
-    """Return text as escaped HTML. Characters that hide or reorder text are shown by their code."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return html.escape(printable_lines(text))
+    """Escape text for HTML. Characters that hide or reorder text are shown as their code."""
+    return html.escape(printable_lines(str(value)))
 
 
 class Chart(NamedTuple):
@@ -88,23 +84,23 @@ class Chart(NamedTuple):
 
 
 CHARTS = {
-    "eval_solved": Chart("held-out prompts, greedy. Rises with solved", 0, 1, ".1%"),
-    "eval_solved_lenient": Chart("the same answers in any format", 0, 1, ".1%"),
-    "solved": Chart("sampled completions that are right. Rises with the reward", 0, 1, ".1%"),
-    "reward": Chart("mean over the completions trained on. Rises", 0, 1, ".2f"),
-    "eval_reward": Chart("mean reward of held-out prompts, greedy. Rises", 0, 1, ".2f"),
-    "length_mean": Chart("tokens. No drift to --max-new-tokens", form=",.0f"),
-    "truncated": Chart("near 0, else raise --max-new-tokens", 0, 1, ".1%"),
-    "dead": Chart("groups with one reward for all. Near 100% little is learned", 0, 1, ".1%"),
-    "entropy": Chart("nats. Falls slowly. Near 0 exploration is over", 0, 0.1),
-    "clip_fraction": Chart("GSPO half at first, a quarter at the end. GRPO to 2%", 0, 1, ".1%"),
-    "ratio_mean": Chart("GSPO: within 0.003 of 1", 0.997, 1.003, ".4f"),
-    "approx_kl": Chart("nats to π_old. A rise comes before collapse"),
-    "kl": Chart("nats to π_ref. Grows slowly"),
-    "sampler_kl": Chart("trainer to sampler. 0 up to rounding in float32", 0, 1e-3),
-    "grad_norm": Chart("before clipping. Steady"),
-    "tool_calls": Chart("replies of --tool in a completion", 0, 1),
-    "teacher_kl": Chart("nats to the teacher. Falls"),
+    "eval_solved": Chart("Greedy accuracy on held-out prompts. Rises with solved.", 0, 1, ".1%"),
+    "eval_solved_lenient": Chart("The same answers, right in any format.", 0, 1, ".1%"),
+    "solved": Chart("Sampled completions that are right. Rises with the reward.", 0, 1, ".1%"),
+    "reward": Chart("Mean over the completions trained on. Should rise.", 0, 1),
+    "eval_reward": Chart("Mean greedy reward on held-out prompts. Should rise.", 0, 1),
+    "length_mean": Chart("Tokens. Should not drift toward --max-new-tokens.", form=",.0f"),
+    "truncated": Chart("Should stay near 0; if not, raise --max-new-tokens.", 0, 1, ".1%"),
+    "dead": Chart("Groups of equal rewards. Near 100%, little is learned.", 0, 1, ".1%"),
+    "entropy": Chart("Nats per token. Falls slowly; near 0, exploration is over.", 0, 0.1),
+    "clip_fraction": Chart("GSPO: half at first, a quarter later. GRPO: up to 2%.", 0, 1, ".1%"),
+    "ratio_mean": Chart("GSPO: within 0.003 of 1.", 0.997, 1.003, ".4f"),
+    "approx_kl": Chart("Nats from π_old. Rises before a collapse."),
+    "kl": Chart("Nats from π_ref. Grows slowly."),
+    "sampler_kl": Chart("Trainer to sampler. 0 up to rounding in float32.", 0, 1e-3),
+    "grad_norm": Chart("Before clipping. Should be steady."),
+    "tool_calls": Chart("Replies of --tool per completion.", 0, 1),
+    "teacher_kl": Chart("Nats from the teacher. Falls."),
 }
 
 
@@ -120,13 +116,13 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     low, high = min(chart.low, *values), max(chart.high, *values)
 
     def place(step: float, value: float) -> tuple[float, float]:
-        return 50 + 250 * step / last, 130 - 124 * (value - low) / (high - low)
+        return 64 + 250 * step / last, 130 - 124 * (value - low) / (high - low)
 
-    drawn = [f'<text x="300" y="145" text-anchor="end">step {last:g}</text>']
+    drawn = [f'<text x="314" y="145" text-anchor="end">step {last:g}</text>']
     for value in (low, (low + high) / 2, high):
         _, y = place(0, value)
-        drawn.append(f'<path class="axis" d="M50 {y:.1f}H300"/>')
-        drawn.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{value:{chart.form}}</text>')
+        drawn.append(f'<path class="axis" d="M64 {y:.1f}H314"/>')
+        drawn.append(f'<text x="58" y="{y + 4:.1f}" text-anchor="end">{value:{chart.form}}</text>')
     title = f"<figcaption><b>{metric}</b> "
     for i, curve in enumerate(curves):
         if not curve:
@@ -142,63 +138,77 @@ def chart_figure(metric: str, stories: list[Story]) -> str:
     return f'<figure>{title}</figcaption>{picture}<div class="dim">{chart.healthy}</div></figure>'
 
 
-# ---- texts ---------------------------------------------------------------------------------------
-
-
 def inside_update(story: Story) -> str:
     """Show the completions of a group, each token shaded by how far its probability moved."""
-    group = story.group
-    darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
-    said = "The last update of step {}. Blue tokens became likelier, orange ones less likely."
-    parts = [f"<h2>Inside an update of {visible(story.name)}</h2>"]
-    parts.append(f'<p class="dim">{said.format(group[0]["step"])}</p>')
+    group, flags = story.group, story.flags
+    legend = (
+        f"Completions of one prompt at the last update of step {visible(group[0]['step'])}. Since "
+        'they were sampled, <span class="more by3">blue</span> tokens have become likelier and '
+        '<span class="less by3">orange</span> ones less likely (hover over a token for its ratio). '
+        "A is a completion's advantage, s the geometric mean of its ratios."
+    )
+    low, high = 0.0, math.inf
+    if clips := CLIPS.get(flags["algo"]):
+        low, high = 1 - flags["clip_low"], 1 + flags["clip_high"]
+        band = f"A &gt; 0 and {clips} above {high:g}, or A &lt; 0 and {clips} below {low:g}"
+        legend += f' <span class="clipped">Underlined</span> tokens are clipped: {band}.'
+    parts = [f"<h2>Inside an update of {visible(story.name)}</h2><p>{legend}</p>"]
     parts.append(f'<pre class="prompt">{visible(group[0]["prompt"])}</pre><div class="cards">')
+    darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9
     for row in group:
-        spans = []
-        for text, move in zip(row["tokens"][:MOST_TOKENS], row["log_ratios"]):
-            look = f"{'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
-            ratio = math.exp(move)
-            spans.append(f'<span class="{look}" title="{ratio:.4f}">{visible(text)}</span>')
         s = math.exp(fmean(row["log_ratios"]))
-        head = f"A {fmean(row['advantage']):+.2f}, s {s:.5f}"
-        parts.append(card("", head, "".join(spans)))
+        spans = ""
+        for text, move, a in zip(row["tokens"][:MOST_TOKENS], row["log_ratios"], row["advantage"]):
+            ratio = math.exp(move)
+            look = f"{'more' if move > 0 else 'less'} by{4 * abs(move) / darkest:.0f}"
+            limited = s if clips == "s" else ratio
+            if (a > 0 and limited > high) or (a < 0 and limited < low):
+                look += " clipped"
+            spans += f'<span class="{look}" title="{ratio:.4f}">{visible(text)}</span>'
+        _, words = judged(row)
+        head = f"{words}, A {fmean(row['advantage']):+.2f}, s&#160;{s:.5f}"
+        parts.append(CARD.format("", head, spans))
     return "".join([*parts, "</div>"])
 
 
-def card(look: str, head: str, body: str) -> str:
-    """Return a completion in a box below a line about it, both as HTML."""
-    title = f'<span class="head">{head}</span>'
-    return f'<div class="card {look}">{title}<pre>{body}</pre></div>'
+def judged(row: dict) -> tuple[str, str]:
+    """Return the look of an answer, and its reward in words."""
+    words = "no verdict" if row["reward"] is None else f"reward {row['reward']:.3g}"
+    if row.get("correct") is None:  # samples.jsonl does not say, nor do some verifiers
+        return "", words
+    look = "right" if row["correct"] > 0.5 else "wrong"
+    return look, f"{words}, {look}"
 
 
 def headline(story: Story) -> str:
-    """Say which model was trained, from where to where, when, and by which command."""
+    """Say what was trained, how, for how long, with which result, and by which command."""
     flags = story.flags
+    seconds = sum(row["seconds_step"] for row in story.rows)  # evaluations not counted
     lines = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
-    for metric, form in (("eval_solved", "{:.1%}"), ("eval_reward", "mean reward {:.2f}")):
-        texts = [f"{form.format(y)} (step {step})" for step, y in points_of(story, metric)]
+    lines[0] += f", lr {flags['lr']:g}, seed {flags['seed']}: training took {duration(seconds)}"
+    forms = {"solved": ".1%", f"pass@{flags['eval_samples']}": ".1%", "reward": ".3g"}
+    for name, form in forms.items():
+        texts = [f"{y:{form}} (step {step})" for step, y in points_of(story, f"eval_{name}")]
         if texts:
-            lines.append(f"held out {texts[0]} → {texts[-1]}")
+            lines.append(f"held out, {name}: {texts[0]} → {texts[-1]}")
     lines += [f"{start['date']}: {start['command']}" for start in story.starts]
     return "".join(f"<div>{visible(line)}</div>" for line in lines)
 
 
 def answers(story: Story) -> str:
-    """Show a run's answers to each of the held-out prompts, evaluation after evaluation."""
+    """Show the answers to each held-out prompt over time, prompts that are still wrong first."""
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
     parts = [f"<summary><b>{visible(story.name)}</b></summary>"]
-    for prompt, rows in by_prompt.items():
-        parts.append(f'<pre class="prompt">{visible(prompt)}</pre>')
-        answer = f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>'
-        parts.append(f'{answer}<div class="cards">')
+    for rows in sorted(by_prompt.values(), key=lambda rows: judged(rows[-1])[0] != "wrong"):
+        parts.append(f'<pre class="prompt">{visible(rows[0]["prompt"])}</pre>')
+        parts.append(f'<span class="dim">answer: {visible(rows[0]["answer"])}</span>')
+        parts.append('<div class="cards">')
         for row in at_most(MOST_CARDS, rows):
-            verdict = "unjudged"
-            if row["correct"] is not None:
-                verdict = "right" if row["correct"] > 0.5 else "wrong"
-            head = visible(f"step {row['step']}: reward {row['reward']:.3g}, {verdict}")
-            parts.append(card(verdict, head, visible(row["completion"])))
+            look, words = judged(row)
+            head = visible(f"step {row['step']}: {words}")
+            parts.append(CARD.format(look, head, visible(row["completion"])))
         parts.append("</div>")
     return f'<details open="">{"".join(parts)}</details>'
 
@@ -218,7 +228,7 @@ def write_report(folders: list[Path], page: Path) -> list[str]:
     body = [HEAD, f"<style>{style}</style><title>{title}</title><h1>{title}</h1>"]
     said = []
     for i, story in enumerate(stories):
-        sentences = health(story.rows, story.flags) or ["nothing unhealthy"]
+        sentences = health(story.rows, story.flags, story.starts[0]) or ["nothing unhealthy"]
         said += [f"{story.name}: {sentence}" for sentence in sentences]
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
         body += [headline(story), *(f"<p>{visible(sentence)}</p>" for sentence in sentences)]

@@ -1,24 +1,13 @@
-"""The built-in problems, their demonstrations, and the tiny policies trained on these."""
+"""The built-in tasks: problems without end, and demonstrations that answer them."""
 
-import contextlib
-import hashlib
 import itertools
 import math
-import os
 import random
 import re
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-import tokenizers
-import torch
-import transformers
-
-from support.console import say
 from support.data import is_held_out
-from support.user import expecting
 
 ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
 CHAINS_WRONG = "3678"  # factors that demonstrations of `chains` get wrong. Of `arithmetic`: all
@@ -30,20 +19,20 @@ CALCULATOR_ERROR = 0.15  # fraction of calls with a wrong digit, and of second c
 
 
 class Task(NamedTuple):
-    """An endless source of problems. The built-in policies need demonstrations of it."""
+    """An endless source of problems, with demonstrations to pretrain the built-in policies."""
 
     problem: Callable[[random.Random], dict]  # returns a random row of data
     verifier: str  # default of --reward
     max_new_tokens: int  # default of --max-new-tokens
     demonstration: Callable[[dict, random.Random], str] | None = None  # an answer, often wrong
-    alphabet: str = ""  # all characters of prompts, completions and a tool's replies
+    alphabet: str = ""  # every character of prompts, completions and tool replies
     tool: str | None = None  # default of --tool
     warm_steps: int | None = None  # steps of supervised learning; None: WARM_STEPS
-    rope_theta: float = 100.0  # of the built-in policies: larger for longer texts
+    rope_theta: float = 100.0  # of the built-in policies; larger for longer texts
 
 
 def whole_value(expression: str) -> int:
-    """Return the value of whole numbers with + - * between them."""
+    """Evaluate integers with + - * between them."""
     value = 0
     for sign, product in re.findall("([+-]?)([0-9*]+)", expression.replace(" ", "")):
         value += int(f"{sign}1") * math.prod(map(int, product.split("*")))
@@ -51,7 +40,7 @@ def whole_value(expression: str) -> int:
 
 
 def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> str:
-    """Return the numbers in random order, with random symbols between them."""
+    """Write the numbers in random order, with random symbols between them."""
     first, *rest = rng.sample(numbers, len(numbers))
     return str(first) + "".join(rng.choice(symbols) + str(number) for number in rest)
 
@@ -75,13 +64,13 @@ def chain_problem(rng: random.Random, operations: tuple[int, int]) -> dict:
 
 
 def chains(operations: tuple[int, int]) -> Task:
-    """Return the task of long chains. operations: fewest and most of a chain."""
+    """Return the task of longer chains. operations: fewest and most of a chain."""
     return Task(
         problem=lambda rng: chain_problem(rng, operations),
         demonstration=lambda row, rng: solve(row["prompt"], CHAINS_WRONG, rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
-        max_new_tokens=6 * operations[1] + 8,  # an operation has 6 tokens, `#6` and the end 3
+        max_new_tokens=6 * operations[1] + 8,  # 6 tokens an operation, 3 for `#6` and the end
         warm_steps=1200,
         rope_theta=1000.0,
     )
@@ -114,7 +103,7 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Write a guess, or two calls of the calculator with its replies. Either call may be wrong."""
+    """Write a guess, or two calls of the calculator with its replies. Both calls may be wrong."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, addition = re.match("(.*)([+-].*)=", problem["prompt"]).groups()
@@ -142,7 +131,7 @@ TASKS = {
     "chains": chains((12, 15)),
     "countdown": Task(
         problem=countdown_problem,
-        # it seldom gives the target
+        # rarely equal to the target
         demonstration=lambda row, rng: random_expression(row["answer"]["numbers"], "+-*", rng),
         verifier="countdown",
         alphabet="0123456789 +-*/()=:",
@@ -172,105 +161,5 @@ def problems(task: Task, seed: int, held_out: bool = False) -> Iterator[dict]:
 def problems_of(config, reward) -> tuple[Iterator[dict], Iterator[dict]]:
     """Return the problems of --task to train on, and held-out ones."""
     task = TASKS[config.task]
-    reward.check(list(itertools.islice(problems(task, config.seed), 1)))
+    reward.check(list(itertools.islice(problems(task, config.seed), 4)))
     return problems(task, config.seed), problems(task, config.seed, held_out=True)
-
-
-# ---- the built-in policies -----------------------------------------------------------------------
-
-BUILT_IN = {
-    "tiny": {"model_type": "qwen3", "num_hidden_layers": 2},
-    "tiny-moe": {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "norm_topk_prob": True,
-    },
-}
-WARM_STEPS = 560  # of supervised learning from demonstrations, many of them wrong
-WARM_ROWS = 24  # demonstrations a step
-WARM_LR = 3e-3
-
-
-def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
-    """Return the folder of a policy with a token per character, made once for a recipe."""
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    words = {word: i for i, word in enumerate([*special.values(), *task.alphabet])}
-    config = transformers.AutoConfig.for_model(
-        **BUILT_IN[name],
-        vocab_size=len(words),
-        hidden_size=128,
-        intermediate_size=256,
-        head_dim=16,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        initializer_range=0.06,
-        pad_token_id=words["<pad>"],
-        eos_token_id=words["<eos>"],
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": task.rope_theta},
-    )
-    shown = demonstrations(task, words, seed)
-
-    # whatever decides on the weights is part of the name
-    recipe = repr((config.to_dict(), shown, WARM_LR, torch.__version__, transformers.__version__))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gspo")
-    folder = cache / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
-    if folder.exists():
-        return folder
-
-    with expecting(f"{cache}: expected to write it there ($XDG_CACHE_HOME moves it)"):
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
-    with temporary as made:
-        say(f"making the built-in policy {name}, once, in half a minute or more: {folder}")
-        model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
-        characters = tokenizers.Tokenizer(model)
-        characters.decoder = tokenizers.decoders.Fuse()
-        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
-        warm_start(config, tokenizer, shown, seed).save_pretrained(made)
-        tokenizer.save_pretrained(made)
-        with contextlib.suppress(OSError):  # another run may have been faster
-            os.rename(made, folder)
-    return folder
-
-
-def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dict]:
-    """Return the training rows in the order of the steps. Prompts have no loss."""
-    rng, rows = random.Random(seed), []
-    count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
-    for problem in itertools.islice(problems(task, seed=-1 - seed), count):
-        prompt = problem["prompt"]
-        text = prompt + task.demonstration(problem, rng)
-        ids = [words[word] for word in (*text, "<eos>")]
-        labels = [-100] * len(prompt) + ids[len(prompt) :]
-        # no replies of the calculator: a policy that foretells them does without the tool
-        for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
-            labels[reply.start() : reply.end()] = [-100] * len(reply[0])
-        rows.append({"input_ids": ids, "labels": labels})
-
-    # rows of like length stand together, within windows of four steps: little padding
-    window = 4 * WARM_ROWS
-    order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
-    return [rows[i] for i in order]
-
-
-def warm_start(config, tokenizer, shown: list[dict], seed: int):
-    """Train a policy on demonstrations: it writes answers in the right form, and many are wrong."""
-    torch.manual_seed(seed)
-    policy = transformers.AutoModelForCausalLM.from_config(config)
-    adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-    pad = transformers.DataCollatorForSeq2Seq(tokenizer)
-    steps = len(shown) // WARM_ROWS
-    for step in range(steps):
-        batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
-        rising = (step + 1) / 20  # in 20 steps
-        falling = 2 - 2 * step / steps  # from the middle on, to 0
-        adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
-        adam.zero_grad()
-        policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()
-        adam.step()
-    return policy

@@ -18,7 +18,7 @@ if not any("on_a_gpu" in word for word in sys.argv):  # bf16 and its rounding wo
 import transformers  # noqa: E402
 
 import train  # noqa: E402
-from support import tasks  # noqa: E402
+from support import pretrain  # noqa: E402
 from tools import EXPERTS, SHAPE, furnish, random_policy, write_rows  # noqa: E402
 
 
@@ -59,7 +59,7 @@ def place(models, tmp_path, monkeypatch):
     furnish(here, models)
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(models / "cache"))
-    monkeypatch.setattr(tasks, "WARM_STEPS", 8)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 8)
     return here
 
 
@@ -70,39 +70,26 @@ def prompts(place):
     return write_rows(place / "rows.jsonl", rows)
 
 
+Step = namedtuple("Step", "batch updates tensors")
+Update = namedtuple("Update", "rows active_rows parts")
+
+
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run, and of every step the tensors of the loop, as its report begins."""
+    """Keeps the run and, of every step, the batch, the updates and the loop's tensors by name."""
     kept = SimpleNamespace(run=None, steps=[])
-    report_step = train.report_step
+    plan_updates, step_metrics = train.plan_updates, train.measure.step_metrics
 
-    def keep(run, *others):
+    def keep_updates(*given):
+        kept.updates = plan_updates(*given)
+        return kept.updates
+
+    def keep_step(run, batch, tensors, *others):
         kept.run = run
-        kept.steps.append(step_of(SimpleNamespace(**sys._getframe(1).f_locals)))
-        return report_step(run, *others)
+        updates = [Update(*each) for each in kept.updates]
+        kept.steps.append(Step(batch, updates, SimpleNamespace(**tensors)))
+        return step_metrics(run, batch, tensors, *others)
 
-    monkeypatch.setattr(train, "report_step", keep)
+    monkeypatch.setattr(train, "plan_updates", keep_updates)
+    monkeypatch.setattr(train.measure, "step_metrics", keep_step)
     return kept
-
-
-Step = namedtuple("Step", "batch updates constants advantages returns result")
-
-
-def step_of(local) -> Step:
-    """Order the local variables of `train` as the tests read them."""
-    names = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
-    constants = SimpleNamespace(**{name: getattr(local, name) for name in names})
-    samples = [SimpleNamespace(text=v.completion, problem=v.row, verdict=v) for v in local.verdicts]
-    batch = SimpleNamespace(
-        step=local.step,
-        rollout=local.rollout,
-        samples=samples,
-        mask=local.mask,
-        rewards=local.rewards,
-    )
-    updates = [
-        SimpleNamespace(rows=rows, active_rows=rows[local.alive[rows]], parts=parts)
-        for rows, parts in local.updates
-    ]
-    result = SimpleNamespace(last_logprobs=local.new_logprobs, first_logprobs=local.first_logprobs)
-    return Step(batch, updates, constants, local.advantages, local.returns, result)

@@ -206,6 +206,19 @@ def test_baseline_advantages_match_scalar_loop():
     assert scope["advantages"][mask].tolist() == pytest.approx(z_scores(tokens), rel=1e-5)
 
 
+# ---- peers.md ------------------------------------------------------------------------------------
+
+
+def test_losses_have_the_values_of_trinitys_tests():
+    """PPO, GSPO-token and k1 in tests/algorithm/policy_loss_test.py of Trinity-RFT."""
+    torch.manual_seed(42)
+    new, old, _ = 2 * torch.rand(3, 5, 20) - 1
+    mask = torch.rand(5, 20) > 0.5
+    given = new, old, 2 * torch.rand(5, 20) - 1, mask
+    found = [gspo.ppo_loss(*given)[0], gspo.gspo_token_loss(*given)[0], (old - new)[mask].mean()]
+    assert [float(value) for value in found] == pytest.approx([0.2856047, 0.2723511, -0.2166345])
+
+
 # ---- TRL -----------------------------------------------------------------------------------------
 
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])  # of four completions

@@ -1,6 +1,4 @@
-"""The token that gets a reward: support.data.place_rewards and token_that_completes."""
-
-import types
+"""The token that gets a reward: support.credit.place_rewards and token_that_completes."""
 
 import pytest
 import torch
@@ -8,7 +6,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 
 from rollout import Rollout
-from support.data import place_rewards, token_that_completes
+from support.credit import place_rewards, token_that_completes
 from tools import byte_tokenizer
 
 
@@ -32,12 +30,14 @@ def test_a_step_ends_with_the_token_that_completes_its_text(make):
         prefixes = [tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
         for end in range(1, len(text) + 1):
             expected = next(n for n, read in enumerate(prefixes) if read.startswith(text[:end]))
-            assert token_that_completes(tokenizer, ids, end) == expected
-    assert token_that_completes(tokenizer, ids, len(text) + 9) == len(ids) - 1
+            assert token_that_completes(tokenizer.decode, ids, end) == expected
+    assert token_that_completes(tokenizer.decode, ids, len(text) + 9) == len(ids) - 1
     calls = []
-    counting = types.SimpleNamespace(
-        decode=lambda ids, **options: calls.append(ids) or tokenizer.decode(ids, **options)
-    )
+
+    def counting(ids):
+        calls.append(ids)
+        return tokenizer.decode(ids)
+
     ids = tokenizer.encode("abc" * 1000 + "→" + "abc" * 1000, add_special_tokens=False)
     assert token_that_completes(counting, ids, 3001) == 3002 and len(calls) < 20
 
@@ -53,6 +53,6 @@ def test_step_rewards_stand_at_the_token_that_completes_the_step():
     completions = Rollout.of([[9], [9]], tokens, torch.zeros(2, 4), lengths, ended, 3)
     steps = [[(2, 1.0), (5, 0.25), (6, 0.5)], [(1, 2.0), (3, 1.0), (77, 4.0)]]
     outcomes = torch.tensor([8.0, 16.0])
-    token_rewards, step_ends = place_rewards(tokenizer, completions, outcomes, steps)
+    token_rewards, step_ends = place_rewards(tokenizer.decode, completions, outcomes, steps)
     assert token_rewards.tolist() == [[1.0, 0, 0.75, 8.0], [2.0, 21.0, 0, 0]]
     assert step_ends.tolist() == [[True, False, True, True], [True, True, False, False]]

@@ -8,11 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import processors
 
 import rewards
-from support.data import IDS, PromptFormat, hold_out, read_data, read_rows, shuffled_epochs
-from support.user import UserError
-from tools import BASE, character_tokenizer, copied, good, metrics, write_rows
+from support.data import (
+    IDS,
+    PromptFormat,
+    completion_text,
+    hold_out,
+    read_data,
+    read_rows,
+    shuffled_epochs,
+)
+from support.errors import UserError
+from tools import BASE, byte_tokenizer, character_tokenizer, copied, good, metrics, write_rows
 
 # ---- rows ----------------------------------------------------------------------------------------
 
@@ -20,22 +29,22 @@ from tools import BASE, character_tokenizer, copied, good, metrics, write_rows
 @pytest.mark.parametrize(
     "content, words",
     [
-        (
-            '[\n  {"prompt": "a",\n   "answer": "1"}\n]',
-            "line 1: .*found a JSON array; expected JSONL",
-        ),
-        ('{"a":' * 100_000, "line 1: expected an object"),
-        ("3", "line 1: expected an object"),
+        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected JSONL, an object a line"),
+        ('{"a":' * 100_000, "line 1: expected JSONL"),
+        ("3", "line 1: expected JSONL"),
         ("\n\n", "empty"),
         ('{"prompt": "a", "solution": "1"}', "line 1: .*answer.*found prompt, solution"),
         ('{"prompt": "a", "answer": null}', "line 1: .*field answer: found null, expected"),
-        ('{"prompt": "a", "answer": "1", "tokens": 9}', "line 1: .*field tokens: .*another name"),
+        ('{"prompt": "a", "answer": NaN}', "line 1: .*field answer: expected finite numbers"),
+        ('{"prompt": "a", "answer": {"b": [1, -Infinity]}}', "line 1: .*finite numbers"),
+        ('{"prompt": "a", "answer": "1", "tokens": 9}', "line 1: .*field tokens: rename it"),
         ('{"prompt": 12, "answer": "1"}', "line 1: .*field prompt: found 12, expected text"),
         ('{"prompt": " ", "answer": "1"}', "line 1: .*no text"),
         ('{"prompt": "a\\ud800", "answer": "1"}', "line 1: .*surrogates"),
         ('{"prompt": [], "answer": "1"}', "line 1: .*expected messages"),
         ('{"prompt": ["a"], "answer": "1"}', "line 1: .*role"),
         ('{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', "with texts"),
+        ('{"prompt": [{"role": "u", "content": [{"image": "b"}]}], "answer": "1"}', "with texts"),
         ('{"prompt": [{"role": "u", "content": "\\ud800"}], "answer": "1"}', "surrogates"),
         ('{"prompt": [{"role": "assistant", "content": "b"}], "answer": "1"}', "its last message"),
         ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', "line 3: .*answer"),
@@ -64,9 +73,27 @@ def test_read_rows_keeps_all_fields_in_order(tmp_path):
         read_rows("nowhere.jsonl", "--data", print)
 
 
+@pytest.mark.parametrize(
+    "written, read", [("1e20", 10**20), ("1e23", 10**23), ("-5.0", -5), ("0.5", 0.5), ("7", 7)]
+)
+def test_whole_numbers_are_read_as_integers(written, read, tmp_path):
+    """As a text, the float 1e20 would be 1e+20, and a right answer would earn 0."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "a", "answer": [{written}]}}')
+    [row] = read_rows(str(path), "--data", str)
+    assert row["answer"] == [read] and type(row["answer"][0]) is type(read)
+
+
+def test_content_parts_are_joined(tmp_path):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    given = [{"prompt": [{"role": "user", "content": parts}], "answer": "1"}]
+    [row] = read_rows(str(write_rows(tmp_path / "rows.jsonl", given)), "--data", str)
+    assert row["prompt"] == [{"role": "user", "content": "ab"}]
+
+
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
     """In any order, with other rows and with repeated rows. No prompt is on both sides."""
-    rows = [{"prompt": f"{i}+0=", "answer": i} for i in range(200)]
+    rows = [{"prompt": f"{i}+0=", "answer": i, IDS: [i]} for i in range(200)]
     train, held_out = hold_out([*rows, *rows[:50]], "--data")
     texts = {row["prompt"] for row in held_out}
     assert 10 <= len(texts) <= 30 and not texts & {row["prompt"] for row in train}
@@ -77,7 +104,16 @@ def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
         train, held_out = hold_out(few, "--data")
         assert train and held_out and len(train) + len(held_out) == len(few)
     with pytest.raises(UserError, match="--data x: expected two prompts"):
-        hold_out([{"prompt": "a"}, {"prompt": "a"}], "--data x")
+        hold_out([{"prompt": "a", IDS: [1]}, {"prompt": "a ", IDS: [1]}], "--data x")
+
+
+@pytest.mark.parametrize("form_of", [str, "{} ".format, " {}".format])
+def test_no_row_is_trained_on_that_reads_like_a_held_out_one(form_of):
+    """A template may strip spaces: "x" and "x " are then one prompt, token for token."""
+    rows = [{"prompt": form(i), IDS: [i]} for i in range(100) for form in (str, form_of)]
+    train, held_out = hold_out(rows, "--data")
+    assert len(train) + len(held_out) == 200 and 10 <= len(held_out) <= 80
+    assert not {row[IDS][0] for row in train} & {row[IDS][0] for row in held_out}
 
 
 def test_an_epoch_has_each_row_once_in_an_order_of_its_own():
@@ -180,6 +216,60 @@ def test_long_prompts_are_skipped_with_a_count(capsys):
     assert [len(row[IDS]) for row in itertools.islice(problems, 12)] == [*range(4, 23, 2), 4, 6]
 
 
+CHAT = "<s>{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+
+
+def special_form(template=None, adds="$A", wrap="{prompt}"):
+    """A PromptFormat of a tokenizer with special tokens. It adds BOS or an end token by itself."""
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    turns = {"user": "<|user|>", "assistant": "<|assistant|>", "end": "<|end|>", "tag": "<think>"}
+    tokenizer = byte_tokenizer(**special, **turns)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(turns.values())})
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in special.values()]
+    processor = processors.TemplateProcessing(single=adds, special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.chat_template = template
+    flags = {"system": None, "prompt_template": wrap, "chat_template_args": "{}"}
+    return PromptFormat(tokenizer, SimpleNamespace(**flags, max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    "template, adds, prompt, words",
+    [
+        (CHAT, "$A", "<|user|>b<|end|><|assistant|>", r"<\|user\|> is in .* adds it"),
+        (CHAT, "$A", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is in .* adds it"),
+        (CHAT, "$A", "write <think> first", ""),  # not a token of the template
+        (CHAT, "<s> $A </s>", "b", ""),  # the template alone writes special tokens
+        (CHAT + "</s>", "$A", "b", "</s> ends the prompt .*add_eos_token"),
+        (None, "<s> $A", "<s>b", "<s> is in .* adds it"),
+        (None, "<s> $A", "b<|end|>", ""),
+        (None, "$A </s>", "b", "</s> ends the prompt .*add_eos_token"),
+    ],
+)
+def test_special_tokens_in_the_wrong_place_are_named_once(template, adds, prompt, words, capsys):
+    rows = [{"prompt": "a"}, {"prompt": prompt}, {"prompt": prompt}]
+    special_form(template, adds).encode_rows(rows, "--data x.jsonl")
+    out = capsys.readouterr().out
+    assert out.count("warning: --data x.jsonl: ") == out.count("; first in '") == out.count("\n")
+    assert re.search(words, out) if words else out == ""
+
+
+def test_a_prompt_template_inside_a_chat_template_is_named(capsys):
+    special_form(CHAT, wrap="<|user|>{prompt}<|end|>").encode_rows([{"prompt": "a"}], "--data x")
+    assert "--data x: <|user|> is in the prompt already" in capsys.readouterr().out
+
+
+def test_a_completion_keeps_its_tags_and_loses_what_ends_it():
+    """<think> is often a special token. Without it, text before </think> would count as the
+    answer."""
+    tokenizer = special_form().tokenizer
+    text = "<think>5</think>a<|end|>"
+    ids = tokenizer.encode(f"<s>{text}</s><pad><pad>", add_special_tokens=False)
+    assert completion_text(tokenizer, ids) == text
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    assert completion_text(tokenizer, ids, [end]) == "<think>5</think>a"
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 
@@ -193,9 +283,9 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     good(tmp_path, f"--model models/tiny {flags} --steps 3")
     assert seen.run.config.reward == "math"
-    assert all(each.verdict.fault == "" for step in seen.steps for each in step.batch.samples)
+    assert all(each.fault == "" for step in seen.steps for each in step.batch.verdicts)
     held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [each.problem["prompt"] for step in seen.steps for each in step.batch.samples[::2]]
+    trained = [each.row["prompt"] for step in seen.steps for each in step.batch.verdicts[::2]]
     assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
     assert {*trained, *held_out} == {row["question"] for row in rows}
     assert trained != sorted(trained, key=lambda text: int(text[:-3]))
@@ -217,21 +307,36 @@ def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
     given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
     result = good(tmp_path, f"{BASE} {flags}", *given)
     assert [row["prompt"] for row in seen.run.held_out] == [row["prompt"] for row in right]
-    assert all("+" in each.problem["prompt"] for each in seen.steps[0].batch.samples)
+    assert all("+" in each.row["prompt"] for each in seen.steps[0].batch.verdicts)
     text = "#12;3+0*1=**="
     assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1
 
 
-def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path):
-    """A file may be sorted by level. The choice is the same in each run."""
-    path, nothing = tmp_path / "sorted.jsonl", SimpleNamespace(check=list, check_answer=str)
-    rows = [{"prompt": f"{level} {i}", "answer": "1"} for level in "ab" for i in range(40)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = SimpleNamespace(data=str(path), eval_data=str(path), eval_prompts=20)
-    _, held_out = read_data(config, nothing)
-    assert len(held_out) == 20 and {row["prompt"][0] for row in held_out} == {"a", "b"}
-    assert read_data(config, nothing)[1] == held_out
+def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path, capsys):
+    """A file may be sorted by level. The choice is the same in each run. That it is also the file
+    to train on is said."""
+    nothing = SimpleNamespace(check=list, check_answer=str)
+    rows = [{"prompt": f"{level}+{i}", "answer": "1"} for level in (1, 2) for i in range(40)]
+    path = str(write_rows(tmp_path / "sorted.jsonl", rows))
+    config = SimpleNamespace(data=path, eval_data=path, eval_prompts=20, seed=0)
+    _, held_out = form().train_and_held_out(config, *read_data(config, nothing))
+    assert len(held_out) == 20 and {row["prompt"][0] for row in held_out} == {"1", "2"}
+    assert "warning: --eval-data: 80 of 80 prompts are in --data, too" in capsys.readouterr().out
+    assert form().train_and_held_out(config, *read_data(config, nothing))[1] == held_out
+
+
+@pytest.mark.usefixtures("place")
+def test_a_resumed_run_keeps_the_date_of_its_start(models, seen, tmp_path):
+    """A chat template may write the day. The run began on 9 September 2001."""
+    template = "{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}"
+    model = copied(models / "tiny", models / "dated", chat_template__jinja=template.encode())
+    flags = f"--model {model} --reward pay.py:even --steps"
+    run = good(tmp_path, f"{flags} 1").folder
+    path = run / "checkpoints/step-1/trainer/progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"began": 1e9}))
+    good(tmp_path, f"{flags} 2 --resume")
+    assert "20010909+" in seen.run.tokenizer.decode(seen.run.held_out[0][IDS])
 
 
 @pytest.mark.usefixtures("place")

@@ -4,6 +4,7 @@ followed step by step in a copy."""
 import json
 import re
 import shlex
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from forks import fork, program
 from support import report
 from tools import ROOT, copy_of_project, digests, good, metrics, strict, watched, write_rows
 
-PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in DOCS.rglob("*.md")}
+PAGES["README.md"] = (ROOT / "README.md").read_text()
 README = PAGES["README.md"]
 
 
@@ -48,7 +51,7 @@ def test_the_console_of_the_readme_is_that_of_the_default_run():
 
 @pytest.mark.slow  # a fork's own are not documented here
 def test_verifiers_are_those_of_rewards():
-    names = rewards.VERIFIERS.keys() | set(rewards.EXTRAS)
+    names = {*rewards.VERIFIERS, *rewards.MATHEMATICS, "code"}
     assert names <= first_cells("verifiers.md")
 
 
@@ -73,7 +76,18 @@ def test_every_metric_is_explained(place, flags):
         assert name in explained
 
 
-# ---- links and commands --------------------------------------------------------------------------
+# ---- links, pictures and commands ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCS.rglob("*.svg"), ids=lambda path: path.stem)
+def test_pictures_are_well_formed_and_described(path):
+    """With a title and a description for screen readers, and no word outside the picture."""
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(path).getroot()
+    _, _, width, height = map(float, root.get("viewBox").split())
+    assert root.find(f"{svg}title").text and root.find(f"{svg}desc").text.endswith(".")
+    for word in root.iter(f"{svg}text"):
+        assert 0 <= float(word.get("x")) <= width and 0 < float(word.get("y")) < height
 
 
 def anchors(text: str) -> set[str]:
@@ -85,18 +99,18 @@ def anchors(text: str) -> set[str]:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     """To a file of the project, and to a heading of it."""
-    folder = ROOT if page == "README.md" else ROOT / "docs"
+    folder = ROOT if page == "README.md" else (DOCS / page).parent
     for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         if not link.startswith("http"):
             name, _, anchor = link.partition("#")
-            target = folder / (name or page)
+            target = folder / (name or Path(page).name)
             assert target.exists(), link
             assert not anchor or anchor in anchors(target.read_text()), link
 
 
 def test_every_page_has_a_link_from_another():
     text = "".join(PAGES.values())
-    linked = set(re.findall(r"\]\((?:docs/)?(\w[\w-]*\.md)", text))
+    linked = set(re.findall(r"\]\((?:docs/)?(\w[\w/-]*\.md)", text))
     assert PAGES.keys() - {"README.md"} <= linked
 
 
@@ -197,13 +211,13 @@ def applied(step: str, project: Path) -> None:
 PROGRAM = """
 import json, pathlib, sys, torch
 import rollout, train
-from support import tasks
+from support import pretrain
 
 print("refused", train.main(["--positive-weight", "0.2"]))
 logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(800, 4)
 token, logprobs = rollout.sample_token(logits, (torch.arange(800) + 0.5) / 800, 1.0, 0.7)
 print("nucleus", [token.bincount(minlength=4).tolist(), logprobs.exp().unique().tolist()])
-tasks.WARM_STEPS = 40
+pretrain.WARM_STEPS = 40
 print("trained", train.main(sys.argv[1:]))
 
 pathlib.Path("right.py").write_text("def right(completion, answer):\\n    return answer != '2'\\n")
@@ -215,7 +229,7 @@ print("levels", train.main(f"--name levels --steps 5 {small} {data}".split()))
 ppo = "--name ppo --algo ppo --prompts-per-step 4"
 print("ppo", train.main(f"{ppo} --steps 1 {small}".split()))
 decoupled = "--name decoupled --algo decoupled --stale-steps 2 --steps 2 --entropy-coef 1e-3"
-print("decoupled", train.main(f"{decoupled} --clip 0.3 --lr 1e-2 {small}".split()))
+print("decoupled", train.main(f"{decoupled} --clip-low 0.3 --lr 1e-2 {small}".split()))
 print("resumed", train.main("--resume --name ppo --steps 2".split()))
 print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}".split()))
 """
@@ -262,7 +276,7 @@ def test_the_loss_of_the_page_that_reads_the_sampler_is_weighted(extended):
     project, said = extended
     assert "decoupled 0\n" in said, said
     config = strict((project / "runs/decoupled/config.json").read_text())
-    assert config["clip"] == 0.3
+    assert config["clip_low"] == 0.3
     first, second = metrics(project / "runs/decoupled")
     assert first["sampler_kl"] < 1e-9 < second["sampler_kl"]
 
@@ -321,14 +335,14 @@ def test_the_replay_buffer_of_the_page_fills_the_place_of_dead_groups():
         completions = rollout.Rollout(tokens, lengths * 0 + 1, lengths, ones > 0, ones, ones[:, 0])
         rewards = torch.tensor(rewards)
         samples = [f"{name}{i}" for i in range(count)]
-        return train.Batch(1, completions, samples, ones > 0, rewards, drawn=None)
+        return train.Batch(completions, samples, rewards, ones > 0)
 
     def mixed(*made) -> list[str]:
         found = buffer.mix(batch(*made))
-        assert [chr(row[1]) for row in found.rollout.tokens] == [x[0] for x in found.samples]
+        assert [chr(row[1]) for row in found.rollout.tokens] == [x[0] for x in found.verdicts]
         assert torch.equal(found.mask, found.rollout.completion_mask)
-        assert len(found.rewards) == len(found.samples)
-        return found.samples
+        assert len(found.rewards) == len(found.verdicts)
+        return found.verdicts
 
     assert mixed("a", [1.0, 1.0, 0.0, 1.0], 3) == ["a2", "a3", "a0", "a1"]
     assert mixed("b", [0.0, 0.0, 1.0, 1.0], 5) == ["a2", "a3", "b0", "b1"]

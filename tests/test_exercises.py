@@ -1,4 +1,4 @@
-"""docs/exercises.py: empty functions and planted bugs fail their tests, and the originals pass."""
+"""docs/exercises.py: empty functions and planted bugs fail the tests, and the originals pass."""
 
 import importlib.util
 import re

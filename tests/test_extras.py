@@ -4,8 +4,8 @@ from forks import QUICK, fork, program
 from tools import copy_of_project
 
 TRAIN = """
-import sys, support.tasks, train
-support.tasks.WARM_STEPS = 4
+import sys, support.pretrain, train
+support.pretrain.WARM_STEPS = 4
 sys.exit(train.main(sys.argv[1:]))
 """
 COLLECT = "import sys, pytest; sys.exit(pytest.main(['--collect-only', '-q', 'tests']))"

@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from support.health import health
-from support.metrics import warnings_of
+from support.health import fault_warnings, health, warnings_of
 from test_report import FLAGS, step_row
 
 # (a row, flags, a word of the only sentence, or "" if all is healthy)
@@ -71,22 +70,57 @@ def test_a_reward_that_does_not_rise_names_the_learning_rate():
     assert health(run_of(flat, solved=0.95), FLAGS) == []
 
 
+def test_health_sees_held_out_numbers_that_fall():
+    """Below their best by more than twice the standard error; pass@8 below its start."""
+    before = {"step": 0, "eval_solved": 0.2, "eval_pass@8": 0.91}
+    rows = run_of([step / 20 for step in range(20)])
+    rows[9]["eval_solved"] = 0.6
+    rows[19] |= {"eval_solved": 0.58, "eval_pass@8": 0.5}
+    [sentence] = health(rows, FLAGS, before)
+    assert "pass@8 fell from 91% to 50%" in sentence
+    rows[19] |= {"eval_solved": 0.3, "eval_pass@8": 0.9}
+    [sentence] = health(rows, FLAGS, before)
+    assert "solved fell from 60% to 30%" in sentence
+
+
+def test_health_sees_rewards_that_teach_nothing():
+    same = run_of([0.7] * 20, reward_std=0.0, dead=1.0, dead_right=0.0)
+    assert any("the same reward" in sentence for sentence in health(same, FLAGS))
+    failed = run_of([0.1, 0.5] * 10, verifier_faults=100)
+    assert any("verifiers fail" in sentence for sentence in health(failed, FLAGS))
+    few = run_of([0.1, 0.5] * 10, verifier_faults=10)
+    assert not any("verifiers fail" in sentence for sentence in health(few, FLAGS))
+
+
+def test_the_console_warns_of_verifiers_that_fail():
+    """Once for the first, again above a third of the completions."""
+    verdicts = [SimpleNamespace(fault="KeyError: 'a'")] + [SimpleNamespace(fault="")] * 2
+    [(kind, sentence)] = fault_warnings(verdicts).items()
+    assert kind == "fault" and sentence.endswith("KeyError: 'a'")
+    found = fault_warnings(verdicts[:2])
+    assert "50% of completions" in found["faults"] and len(found) == 2
+    assert fault_warnings(verdicts[1:]) == {}
+
+
 def test_the_console_warns_of_a_step():
-    """More than a third is many. With --stale-steps the sampler may be apart. A term that turned
-    into shaping is named, one that was shaping from the start is not."""
+    """More than a third is many. With --stale-steps the sampler may be apart. A term whose
+    values leave [0, 1] is named, declared shaping is not."""
     row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0, "sampler_kl": 0.003}
     flags = dict(dynamic_sampling=True, prompts_per_step=4, dtype="float32", stale_steps=1)
     config, progress = SimpleNamespace(**flags), SimpleNamespace(quiet_steps=10)
-    reward = SimpleNamespace(shaping={"format", "bonus"}, shaping_at_first={"format"})
-    run = SimpleNamespace(config=config, progress=progress, reward=reward)
-    batch = SimpleNamespace(drawn=SimpleNamespace(faults=["KeyError: 'a'"]))
-    found = warnings_of(run, batch, row | {"ratio_mean": 20.26})
+    reward = SimpleNamespace(shaping={"format", "bonus"}, out_of_range={"bonus", "late"})
+    run = SimpleNamespace(config=config, progress=progress, reward=reward, turns=None)
+    found = warnings_of(run, row | {"ratio_mean": 20.26})
     assert "2 of 8 groups have different rewards, expected 4" in found["refills"]
     assert found["truncated"] == "40% of completions are truncated: raise --max-new-tokens"
-    assert found["fault"].endswith("KeyError: 'a'") and "all rewards are equal" in found["quiet"]
+    assert "all rewards are equal" in found["quiet"]
     assert "another distribution, sampler_kl 0.003" in found["sampler"]
     assert "`per`" in found["ratio"] and "shaping format" not in found
-    assert "bonus: it gave a value below 0 or above 1" in found["shaping bonus"]
+    assert found["shaping bonus"].endswith("outside [0, 1]: `solved` leaves it out")
+    assert "`solved` counts it as 0 or 1 (set `shaping = True`" in found["shaping late"]
+    config.dtype = "bfloat16"  # where rounding alone makes up to 0.01
+    assert "sampler" not in warnings_of(run, row)
+    assert "sampler" in warnings_of(run, row | {"sampler_kl": 0.03})
     config.stale_steps, config.dynamic_sampling, progress.quiet_steps = 4, False, 11
-    batch.drawn.faults, reward.shaping = [], {"format"}
-    assert warnings_of(run, batch, row | {"truncated": 0.3, "ratio_mean": 1.2}) == {}
+    reward.out_of_range = set()
+    assert warnings_of(run, row | {"truncated": 0.3, "ratio_mean": 1.2}) == {}

@@ -1,4 +1,4 @@
-"""docs/from-ppo-to-gspo.md: its diffs are those of gspo.py, its numbers are right, and GitHub shows
+"""docs/from-ppo-to-gspo.md: its code is that of gspo.py, its numbers are right, and GitHub can show
 its formulas. docs/objectives.md has all algorithms.
 
 After a change of a loss: python tests/test_lesson.py
@@ -28,12 +28,13 @@ from tools import metrics  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
 LESSON = PAGE.read_text(encoding="utf-8")
-# a line that no reader sees, and the block behind it
+# a comment that GitHub hides, and the block below it
 DIFF = re.compile(r"<!-- diff (\w+) (\w+) -->\n```diff\n.*?```\n", re.DOTALL)
+SOURCE = re.compile(r"<!-- source (\w+) -->\n```python\n.*?```\n", re.DOTALL)
 
 
 def lines_of(name: str) -> list[str]:
-    """The source of a loss without its docstring and the arguments that all losses share."""
+    """The source of a loss, without its docstring and the arguments that all losses share."""
     source = inspect.getsource(getattr(gspo, name))
     function = ast.parse(source).body[0]
     given = function.args
@@ -53,30 +54,36 @@ def shown(old: str, new: str) -> str:
     return f"<!-- diff {old} {new} -->\n```diff\n" + "\n".join(changes) + "\n```\n"
 
 
-def with_diffs(text: str) -> str:
+def quoted(name: str) -> str:
+    """The comment and the block of a whole function."""
+    source = inspect.getsource(getattr(gspo, name))
+    return f"<!-- source {name} -->\n```python\n{source}```\n"
+
+
+def with_code(text: str) -> str:
+    text = SOURCE.sub(lambda found: quoted(found[1]), text)
     return DIFF.sub(lambda found: shown(found[1], found[2]), text)
 
 
-def test_diffs_of_the_lesson_are_those_of_gspo():
+def test_code_of_the_lesson_is_that_of_gspo():
     assert len(DIFF.findall(LESSON)) == LESSON.count("```diff") > 3
-    assert with_diffs(LESSON) == LESSON, "a loss has changed: python tests/test_lesson.py"
+    assert SOURCE.findall(LESSON) == ["reinforce_loss"]
+    assert with_code(LESSON) == LESSON, "a loss has changed: python tests/test_lesson.py"
 
 
-def test_programs_print_the_numbers_of_the_page(capsys):
-    programs = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", LESSON)
-    assert [source.split()[1] for source, _ in programs] == ["bandit.py", "means.py"]
-    for source, printed in programs:
-        with torch.random.fork_rng():
-            exec(source, {})
-        assert capsys.readouterr().out == printed
+def test_program_prints_the_numbers_of_the_page(capsys):
+    [(source, printed)] = re.findall(r"```python\n([^`]*)```\n\n```text\n([^`]*)```", LESSON)
+    with torch.random.fork_rng():
+        exec(source, {})
+    assert capsys.readouterr().out == printed
 
 
 def test_batch_worked_by_hand_is_that_of_the_losses():
-    """Its table and its picture come from the losses, and s is the root of the product."""
+    """The table and the picture agree with the losses, and s is the root of the product."""
     assert f"```text\n{exercises.weights_table()}\n```" in LESSON
     for name, ratios in zip("abcd", exercises.RATIOS, strict=True):
         s = math.prod(ratios) ** (1 / len(ratios))
-        assert f"| {name} | {s:.4f} |" in LESSON
+        assert f"{s:.4f}" in LESSON, name
     numbers = [ratio for row in exercises.RATIOS for ratio in row]
     for name in exercises.LOSSES:
         rows, _ = exercises.weights(getattr(gspo, f"{name}_loss"))
@@ -87,15 +94,14 @@ def test_batch_worked_by_hand_is_that_of_the_losses():
 
 
 def test_clip_fraction_is_that_of_the_default_run():
-    """On the lesson, README and a run's page, which said "60% at first, 10% at the end" once."""
+    """In the lesson, and on the page of a run."""
     clipped = [row["clip_fraction"] for row in metrics(ROOT / "docs/runs/gspo")]
     first, last = fmean(clipped[:10]), fmean(clipped[-10:])
-    assert f"{first:.0%} in the first ten steps" in LESSON
-    assert f"{last:.0%} in the last ten" in LESSON
+    prose = " ".join(LESSON.split())
+    assert f"{first:.0%} in the first ten steps" in prose
+    assert f"{last:.0%} in the last ten" in prose
     assert first == pytest.approx(0.5, abs=0.05) and last == pytest.approx(0.25, abs=0.03)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for page in (readme, report.CHARTS["clip_fraction"].healthy):
-        assert "half at first, a quarter at the end" in page
+    assert "half at first, a quarter at the end" in report.CHARTS["clip_fraction"].healthy
 
 
 RATE_ROWS = {
@@ -109,22 +115,16 @@ RATE_ROWS = {
 
 def test_accuracies_by_learning_rate_are_those_of_the_runs():
     """Section 11: the mean of steps 12 and 16 over the seeds, in italics where it is below the mean
-    start. README names four of them."""
+    start."""
     runs = long.runs_with(metrics(ROOT / "docs/runs/rates", "rows"), more="")
     table = long.cells(long.of_rows(runs, RATE_ROWS), said=lambda ends: f"{fmean(ends):.0f}")
-    cells = {}
     for name, line in zip(RATE_ROWS.values(), table.splitlines()[2:], strict=True):
         assert f"| {name} |{line.split('|', 2)[2]}" in LESSON, line
-        cells[name] = [cell.strip() for cell in line.split("|")[2:-1]]
-    gspo_cells, grpo_cells = cells["gspo, ε 3e-4, 4e-4"], cells["grpo, no KL"]
-    for column, rate in ((0, "1e-4"), (3, "4e-4")):
-        shown = f"{gspo_cells[column]} and {grpo_cells[column]}% at {rate}"
-        assert shown in (ROOT / "README.md").read_text(), shown
 
 
 @pytest.mark.slow  # a fork's own are not documented here
 def test_objectives_are_those_of_algos():
-    """A row per algorithm: its function, its mean, and its numbers as the signatures have them."""
+    """A row per algorithm: its function, its mean, and the defaults of its signature."""
     text = (ROOT / "docs/objectives.md").read_text(encoding="utf-8")
     rows = re.findall(r"(?m)^\| `([\w+-]+)` \| .* \| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", text)
     assert [name for name, *_ in rows] == list(gspo.ALGOS)
@@ -133,15 +133,15 @@ def test_objectives_are_those_of_algos():
         defaults = inspect.signature(loss).parameters.values()
         own = [f"{each.name} {each.default:g}" for each in defaults if type(each.default) is float]
         unit = "token" if mean == "all tokens" else "completion"
-        assert (function, unit) == (loss.__name__, gspo.ALGOS[name].unit), name
+        assert (function, unit) == (loss.__name__, gspo.ALGOS[name].per), name
         assert numbers == (", ".join(own) or "–"), name
         assert re.search(r"\]\(https://|Williams 1992", paper), name
 
 
 def test_numbers_of_the_text_are_right():
-    """One or four of 8 completions right, two right (an exercise), and a group of eight times 0.1
-    without the test for equal rewards."""
-    for right, wanted in ((1, (2.47, -0.35)), (4, (0.94, -0.94)), (2, (1.62, -0.54))):
+    """Advantages if one or four of 8 completions are right, and those of eight times 0.1 without
+    the test for equal rewards."""
+    for right, wanted in ((1, (2.47, -0.35)), (4, (0.94, -0.94))):
         rewards = torch.tensor([1.0] * right + [0.0] * (8 - right))
         found = gspo.group_advantages(rewards, 8)
         assert (found[0].item(), found[-1].item()) == pytest.approx(wanted, abs=0.005)
@@ -151,10 +151,10 @@ def test_numbers_of_the_text_are_right():
 
 
 def test_kl_upside_down_is_wrong():
-    """pi = (0.5, 0.5), ref = (0.9, 0.1): KL = 0.511. k3 of pi / ref averages 1.267."""
+    """For pi = (0.5, 0.5) and ref = (0.9, 0.1) the KL is 0.511; k3 of pi / ref averages 1.267."""
     new, mask = torch.tensor([[0.5], [0.5]]).log(), torch.ones(2, 1)
     ref = torch.tensor([[0.9], [0.1]]).log()
-    kl = (new - ref).mean().item()  # both tokens have the same chance
+    kl = (new - ref).mean().item()  # both tokens are equally likely
     assert round(kl, 3) == 0.511
     assert gspo.kl_penalty(new, ref, mask)[0].item() == pytest.approx(kl, rel=1e-5)
     assert gspo.kl_penalty(ref, new, mask)[0].item() == pytest.approx(1.267, abs=5e-4)
@@ -167,8 +167,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_formulas_are_safe_from_markdown(page):
-    """Within $...$ and $$...$$ GitHub removes the backslash of `\\,` and `\\{`, and reads _..._ as
-    emphasis. ```math blocks and $`...`$ are left alone. In a table a | would end the cell."""
+    """Within $...$ and $$...$$, GitHub removes the backslash of `\\,` and `\\{` and reads _..._ as
+    emphasis; it leaves ```math blocks and $`...`$ alone. In a table, a | would end the cell."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"(?ms)^```math\n(.*?)^```$", text)
     inline = re.findall(r"\$`([^`\n]*)`\$", text)
@@ -184,4 +184,4 @@ def test_formulas_are_safe_from_markdown(page):
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_diffs(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_code(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from bench_architectures import build
+from support.errors import UserError
 from support.models import refresh
-from support.user import UserError
 from tools import BASE, SHAPE, good, metrics, newest, random_policy, refused
 
 lora = pytest.importorskip("support.extras.lora")
@@ -76,7 +76,7 @@ def test_a_starts_as_torch_initialises_a_linear_layer_and_b_at_zero():
     assert not torch.equal(a, other[0].lora_A) and not torch.equal(a, same[1].lora_A)
 
 
-@pytest.mark.parametrize("kind, words", [("gpt2", "no linear layers"), ("zamba", "share weights")])
+@pytest.mark.parametrize("kind, words", [("gpt2", "no nn.Linear"), ("zamba", "share weights")])
 def test_models_whose_layers_cannot_be_adapted_are_refused(kind, words):
     with pytest.raises(UserError, match=f"--lora-rank: .*{kind} .*{words}"):
         adapted(build(kind))

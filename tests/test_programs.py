@@ -1,40 +1,31 @@
-"""Programs in completions: which one runs, when it rewards, and that no crash and no trick does."""
+"""Programs in completions: which one runs, when it earns a reward, and that no crash and no trick
+does."""
 
-import contextlib
-import io
 import json
 import os
-import sys
-import textwrap
-import threading
 import time
 
 import pytest
 
 import rewards
-from support.user import UserError
+from support.errors import UserError
 from test_rewards import ADD, RIGHT, VERIFY, cells, fenced
 
 sandbox = pytest.importorskip("support.extras.sandbox")
 
+
+def rewarded(programs, answer) -> list[str]:
+    """Those of the programs that `code` rewards, as many at a time as there are cores."""
+    return those_rewarded([fenced(source) for source in programs], answer, programs)
+
+
+def those_rewarded(completions, answer, names=None) -> list[str]:
+    rows = [{"prompt": "", "answer": answer}] * len(completions)
+    scores = rewards.parse_reward("code").verify(completions, rows)
+    return [name for name, score in zip(names or completions, scores) if score.reward == 1]
+
+
 # ---- which program runs
-
-
-@pytest.fixture
-def no_sandbox(monkeypatch):
-    """Programs of ours run in this process, which is faster."""
-
-    def run_program(source, given="", name="__main__", **settings):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            try:
-                exec(source, {"__name__": name})
-            except Exception:
-                return {}, None
-        return {}, printed.getvalue()
-
-    monkeypatch.setattr(sandbox, "run_program", run_program)
-
 
 TEXTS = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}  # as ADD, for programs that read
 WRONG = RIGHT.replace("a + b", "0")
@@ -43,17 +34,14 @@ EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
 BROKEN_HELPER = fenced("def helper(a, b):\n    return 0\n1 / 0")
 CHOSEN = [
     # the last one
-    fenced(WRONG) + fenced(RIGHT),
-    f"<think>{fenced(WRONG)}</think>{fenced(RIGHT)}",
+    f"<think>{fenced(WRONG)}</think>{fenced(WRONG)}{fenced(RIGHT)}",
     # a block of Python, whatever its tag and its fence
     "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
-    "```py\n" + RIGHT + "\n```",
-    '```python title="add.py"\n' + RIGHT + "\n```",
+    '```py title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
     "~~~python\n" + RIGHT + "\n~~~",
-    "As ```add``` is short:\n" + fenced(RIGHT),
-    "Between ``` and the like is code.\n" + fenced(RIGHT),
+    "As ```add``` is short, between ``` and the like:\n" + fenced(RIGHT),
     # no output, no other language, nothing without a tag beside one with it
     "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
     fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
@@ -64,7 +52,6 @@ CHOSEN = [
     "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
     fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
-    fenced(RIGHT) + fenced("add (1, 2) == 4"),
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
     BROKEN_HELPER + fenced(RIGHT),  # earlier blocks do not run
@@ -77,7 +64,6 @@ NOT_CHOSEN = [
     fenced(RIGHT) + "```python\n",  # not closed
     fenced(RIGHT).replace("`", ""),
     "```python\n" + RIGHT + "```",
-    fenced(RIGHT).rpartition("```")[0],
     fenced(RIGHT.replace("add", "added")),
     fenced(SOLUTION.replace("a + b", "a - b")),
     fenced(SOLUTION.replace("add", "plus")),
@@ -91,42 +77,38 @@ NOT_CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("rewarded, completions", [(1, CHOSEN), (0, NOT_CHOSEN)])
-def test_code_runs_the_block_that_defines_the_function(rewarded, completions, no_sandbox):
+def test_code_runs_the_block_that_defines_the_function():
     """And no other block until one is right."""
-    for completion in completions:
-        assert VERIFY["code"](completion, ADD) == rewarded, completion
+    assert those_rewarded(CHOSEN + NOT_CHOSEN, ADD) == CHOSEN
 
 
-def test_code_runs_the_block_that_reads_its_input(no_sandbox):
+def test_code_runs_the_block_that_reads_its_input():
     reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
-    assert VERIFY["code"](reads + fenced("print('for example', 3)"), TEXTS) == 1.0
-    for wrong in (reads.replace("a + b", "0"), reads.replace("a + b", "a + b, a")):
-        assert VERIFY["code"](reads + wrong, TEXTS) == 0.0
-    for text in ("", "no program", "```python\n```", "```text\nx\n```"):
-        assert VERIFY["code"](text, {"stdin": [["", ""]]}) == 0.0, text
-    # with a function and a stdin it calls the function
-    assert VERIFY["code"](fenced(RIGHT), ADD | {"stdin": [["1", "1"]]}) == 1.0
+    wrong = [reads + reads.replace("a + b", other) for other in ("0", "a + b, a")]
+    right = reads + fenced("print('for example', 3)")
+    assert those_rewarded([right, *wrong], TEXTS) == [right]
+    nothing = ["", "no program", "```python\n```", "```text\nx\n```"]
+    assert those_rewarded(nothing, {"stdin": [["", ""]]}) == []
+    # given both, it calls the function
+    assert rewarded([RIGHT], ADD | {"stdin": [["1", "1"]]}) == [RIGHT]
 
 
 SAME = """
-    1 => 1 | None => null | [1, 2] => [1, 2] | (1, 2) => [1, 2]
-    {'a': 2, 'b': 1} => {"b": 1, "a": 2} | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
+    1 => 1 | None => null | (1, 2) => [1, 2] | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
     10 ** 40 => 10000000000000000000000000000000000000000
 """
 OTHER = """
-    True => 1 | 1 => true | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2]
-    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | float('inf') => null
-    0.1 + 0.2 => 0.3 | 10 ** 5000 => 1 | '' => null
+    True => 1 | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2] | '' => null
+    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | 0.1 + 0.2 => 0.3 | 10 ** 5000 => 1
 """
 
 
-@pytest.mark.parametrize("rewarded, table", [(1, SAME), (0, OTHER)])
-def test_code_compares_type_strictly(rewarded, table, no_sandbox):
-    for cell in cells(table):
-        result, expected = cell.split(" => ")
-        answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
-        assert VERIFY["code"](fenced(f"def f():\n    return {result}"), answer) == rewarded, cell
+@pytest.mark.parametrize("cell", [*cells(SAME), *cells(OTHER)])
+def test_code_compares_type_strictly(cell):
+    result, expected = cell.split(" => ")
+    answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
+    right = VERIFY["code"](fenced(f"def f():\n    return {result}"), answer)
+    assert right == (cell in cells(SAME))
 
 
 MALFORMED = """
@@ -149,166 +131,127 @@ def test_code_refuses_malformed_tests():
             reward.check_answer(json.loads(answer))
 
 
-# ---- allowed actions of a program
+# ---- what a program may do
 
-
-def rewarded(programs: dict[str, str], answer) -> list[str]:
-    """Names of the programs that `code` rewards, as many at a time as there are cores."""
-    texts = [fenced(source) for source in programs.values()]
-    scores = rewards.parse_reward("code").verify(
-        texts, [{"prompt": "", "answer": answer}] * len(texts)
-    )
-    return [name for name, score in zip(programs, scores) if score.reward]
-
-
-CALLED = {  # programs that define `add`
-    "prints": "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
-    "prints what is written in it": "def add(a, b):\n    print('\\n[3, 42]')\n    raise SystemExit",
-    "prints no line": f"import sys\nsys.stdout.write('no newline')\n{RIGHT}",
-    "has a main": f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
-    "takes our names": f"json = results = 0\ndef print(*words): pass\ndef input(): pass\n{RIGHT}",
-    "is longer than an argument may be": f"text = '{'x' * 200_000}'\n{RIGHT}",
-    "has threads and coroutines": """
-        import asyncio
+CALLED = [  # programs that define `add`
+    "print('noise')\ndef add(a, b):\n    print(a)\n    return a + b",
+    "def add(a, b):\n    print('\\n[3, 42]')\n    raise SystemExit",  # prints what it may read
+    f"import sys\nsys.stdout.write('no newline')\n{RIGHT}",
+    f"{RIGHT}\nif __name__ == '__main__':\n    print(input())",
+    f"json = results = 0\ndef print(*words): pass\ndef input(): pass\n{RIGHT}",  # our names
+    f"text = '{'x' * 200_000}'\n{RIGHT}",  # longer than an argument may be
+    """
+        import asyncio, collections, datetime, decimal, fractions, itertools, numpy, random, re
         from concurrent.futures import ThreadPoolExecutor
-        async def later(number):
-            return number
+        async def later(number): return int(numpy.array([decimal.Decimal(number)]).sum())
         def add(a, b):
             with ThreadPoolExecutor(4) as pool:
                 return sum(pool.map(abs, (asyncio.run(later(a)), b)))""",
-    "imports": """
-        import collections, datetime, decimal, fractions, itertools, numpy, random, re
-        def add(a, b):
-            return int(numpy.array([decimal.Decimal(a), b]).sum())""",
-}
-SUMS = {  # programs that read two numbers
-    "stdin": "import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')",
-    "open": "print(sum(map(int, open(0).read().split())))",
-    "exit": "a, b = map(int, input().split())\nprint(a + b)\nexit()",
-    "idiom of contests": """
+]
+SUMS = [  # programs that read two numbers
+    "import sys\nprint(sum(map(int, sys.stdin.read().split())), end='')",
+    "print(sum(map(int, open(0).read().split())))",
+    "a, b = map(int, input().split())\nprint(a + b)\nexit()",
+    """
         import sys, threading
-        sys.setrecursionlimit(10 ** 6)
-        threading.stack_size(1 << 26)
-        def main():
-            print(sum(map(int, sys.stdin.readline().split())))
+        sys.setrecursionlimit(10 ** 6), threading.stack_size(1 << 26)
+        def main(): print(sum(map(int, sys.stdin.readline().split())))
         threading.Thread(target=main).start()""",
-}
+]
 
 
-def test_code_rewards_a_right_program():
+@pytest.mark.parametrize("programs, answer", [(CALLED, ADD), (SUMS, TEXTS)])
+def test_code_rewards_a_right_program(programs, answer):
     """Whatever it does besides."""
-    assert rewarded(CALLED, ADD) == [*CALLED]
-    assert rewarded(SUMS, TEXTS) == [*SUMS]
+    assert rewarded(programs, answer) == programs
 
 
 @pytest.mark.slow
 def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     """Which is not charged for the start of the interpreter."""
-    source, cases = fenced("print(input())"), {"stdin": [["1", "1"]] * 20}
-    begun = time.monotonic()
-    assert VERIFY["code"](source, cases) == 1.0
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", (time.monotonic() - begun) / 2)
-    assert VERIFY["code"](source, cases) == 1.0
+    program = "import time\ntime.sleep({})\nprint(input())"
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.3)
+    assert rewarded([program.format(0)], {"stdin": [["1", "1"]] * 20})  # whose starts take longer
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
-    sleeps = fenced("import time\ntime.sleep(0.4)\nprint(input())")
-    assert VERIFY["code"](sleeps, cases) == 0.0
-    assert VERIFY["code"](sleeps, {"stdin": [["1", "1"]]}) == 1.0
+    assert rewarded([program.format(0.4)], {"stdin": [["1", "1"]]})
+    assert not rewarded([program.format(0.4)], {"stdin": [["1", "1"]] * 20})
 
 
-def test_code_prints_its_layers_and_needs_one_of_them(monkeypatch, capsys):
+def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
     rewards.parse_reward("code")
-    assert "--reward code: layers of the sandbox: {'namespaces': " in capsys.readouterr().err
-    monkeypatch.setattr(sandbox, "LAYERS", ("namespaces", "landlock"))
-    with pytest.raises(UserError, match="layers are missing"):
+    assert "--reward code: layers of the sandbox: {'landlock': " in capsys.readouterr().err
+    monkeypatch.setattr(sandbox, "run_program", lambda source: ({"seccomp": False}, None))
+    with pytest.raises(UserError, match="--reward code needs seccomp"):
         rewards.parse_reward("code")
 
 
-CRASHES = {  # programs that fail, and print nothing before
-    "status at once": "import os\nos._exit(7)",
-    "words for a status": "raise SystemExit('no')",
-    "exception": "1 / 0",
-    "signal": "import os\nos.abort()",
-    "syntax": "x = (",
-    "memory": "x = 'a' * (1 << 40)",
-    "in a thread": "import _thread, os\n_thread.start_new_thread(os._exit, (1,))\nwhile True: pass",
-}
-SILENCE = {"stdin": [["1", ""], ["2", " \n"]]}
+# programs that fail, and print nothing before
+CRASHES = cells("""
+    import os; os._exit(7) | raise SystemExit('no') | 1 / 0 | import os; os.abort() | x = (
+    x = 'a' * (1 << 40)
+    import _thread, os, time; _thread.start_new_thread(os._exit, (1,)); time.sleep(9)
+""")
 
 
-def test_code_never_rewards_a_crash():
-    """Whatever was expected: where that is nothing, a program that failed has printed it. Silence
-    without a crash is rewarded there."""
-    programs = CRASHES | {"none": "pass"}
-    seconds = {
-        name: f"if input() == '2':\n{textwrap.indent(crash, '    ')}"
-        for name, crash in programs.items()
-    }
-    assert rewarded(seconds, SILENCE) == ["none"]
-    printed = {name: f"print(3, flush=True)\n{crash}" for name, crash in programs.items()}
-    assert rewarded(printed, {"stdin": [["", "3"]]}) == ["none"]
-    after_add = {name: f"{RIGHT}\n{crash}" for name, crash in programs.items()}
-    assert rewarded(after_add, ADD) == ["none"]
+@pytest.mark.parametrize(
+    "form, answer",
+    [
+        ("if input() == '2':\n    {}", {"stdin": [["1", ""], ["2", " \n"]]}),
+        ("print(3, flush=True)\n{}", {"stdin": [["", "3"]]}),
+        (f"{RIGHT}\n{{}}", ADD),
+    ],
+)
+def test_code_never_rewards_a_crash(form, answer):
+    """Whatever is expected, even if it is nothing or was printed before the crash. The same program
+    without a crash is rewarded."""
+    programs = [form.format(each) for each in [*CRASHES, "pass"]]
+    assert rewarded(programs, answer) == programs[-1:]
 
 
-def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
+@pytest.mark.parametrize("before, expected", [("", ""), ("print(3, flush=True)\n", "3")])
+def test_code_never_rewards_a_program_whose_time_is_over(before, expected, monkeypatch):
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.7)
-    waits = "import time\ntime.sleep(30)"
-    assert rewarded({"silent": waits}, {"stdin": [["", ""]]}) == []
-    assert rewarded({"printed": f"print(3, flush=True)\n{waits}"}, {"stdin": [["", "3"]]}) == []
+    assert not rewarded([f"{before}import time\ntime.sleep(30)"], {"stdin": [["", expected]]})
 
 
-ATTACKS = {  # each would be rewarded if the verifier trusted the child
-    "early exit in the function": "def add(a, b):\n    import os\n    os._exit(0)",
-    "always equal": "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
-    "forged line at exit": """
-        import atexit
-        atexit.register(lambda: print('[true, true]'))
-        def add(a, b):
-            return 0""",
-    "patched json": "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
-    "garbage collector": """
+ATTACKS = [  # each would be rewarded if the verifier trusted the child
+    "def add(a, b):\n    import os\n    os._exit(0)",
+    "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
+    "import atexit\natexit.register(lambda: print('[true, true]'))\ndef add(a, b): return 0",
+    "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
+    "import threading\nthreading.Timer(0.2, print, ['[3, 42.0]']).start()\ndef add(a, b): return 0",
+    """
         import gc
         def add(a, b):
             pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
             return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
-    "a thread that goes on": """
-        import threading, time
-        def later():
-            time.sleep(0.2)
-            print('[3, 42.0]')
-        threading.Thread(target=later).start()
-        def add(a, b):
-            return 0""",
-}
+]
 
 
 @pytest.mark.parametrize(
     "off", [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in sandbox.LAYERS]]
 )
 def test_code_does_not_reward_attacks(off, monkeypatch):
-    """With any one layer switched off, too: verdicts rest on none of them."""
-    monkeypatch.setattr(sandbox, "NEEDED", ())
+    """With one layer switched off, too: verdicts rest on none of them."""
     monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))
     assert rewarded(ATTACKS, ADD) == []
 
 
-@pytest.mark.parametrize("processes, at_once", [("1", 4), ("2", 2), ("8", 1), (None, 4)])
+@pytest.mark.parametrize("processes, at_once", [("2", 2), ("8", 1), (None, 4)])
 def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypatch):
     """Four cores: as many programs at a time, over all processes that torchrun has started."""
-    running, counts = set(), []
+    running, counts = [], []
 
     def run_program(*arguments, **settings):
-        running.add(threading.get_ident())
+        running.append(1)
         counts.append(len(running))
         time.sleep(0.03)
-        running.discard(threading.get_ident())
+        running.pop()
         return {}, "[3, 42]"
 
     monkeypatch.setattr(sandbox, "run_program", run_program)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.delattr(VERIFY["code"], "prepare")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    programs = dict.fromkeys("abcdefgh", RIGHT)
-    assert rewarded(programs, ADD) == [*programs] and max(counts) == at_once
+    assert len(rewarded([RIGHT] * 9, ADD)) == 9 and max(counts) == at_once

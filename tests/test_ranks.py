@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +18,22 @@ import torch
 
 import train
 from forks import fork
-from support import checkpoints
-from support import ranks as ranks_module
+from support import run_folder
+from support.errors import UserError
 from support.models import critic_of
 from support.ranks import joined_ranks
-from support.user import UserError
-from tools import BASE, ROOT, command_line, distance, good, metrics, newest, same_run, timeless
+from tools import (
+    BASE,
+    ROOT,
+    command_line,
+    distance,
+    good,
+    metrics,
+    newest,
+    refused,
+    same_run,
+    timeless,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("place", "prompts"),
@@ -61,7 +71,11 @@ def launch(size, logs, function, *arguments) -> tuple[list[int], list[str]]:
         log.write_text("")
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes.append(fork(function, rank, *arguments, out=log, **together, **own))
-    wait(processes)
+    connection.wait([process.sentinel for process in processes], MINUTES)
+    for process in processes:  # where one ends, the others end soon, or hang
+        process.join(SOON)
+        process.kill()
+        process.join()
     return [process.exitcode for process in processes], [log.read_text() for log in logs]
 
 
@@ -79,18 +93,6 @@ class Together:
         assert "Traceback" not in text
         [sentence] = re.findall("^(?:error: |stopped;).*", text, re.MULTILINE)
         return sentence
-
-
-def wait(processes) -> None:
-    """Wait until all end, which must be soon after the first. Kill those that hang."""
-    end = time.monotonic() + MINUTES
-    while any(process.is_alive() for process in processes) and time.monotonic() < end:
-        if not all(process.is_alive() for process in processes):
-            end = min(end, time.monotonic() + SOON)
-        time.sleep(0.05)
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 def together(size, runs, flags, **more) -> Path:
@@ -160,7 +162,6 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
 def talk(rank) -> int:
     """What two processes say to each other, one device alone."""
     torch.cuda.device_count = torch.cuda.set_device = None  # --device cpu never asks
-    ranks_module.SUMMED_AT_ONCE = 8
     both = [torch.Generator().manual_seed(seed) for seed in range(2)]
     shapes, dtypes = [(2, 3), (2,), (), (3, 5), (4,), (4,)], [torch.float32] * 5 + [torch.float64]
     values = []
@@ -180,7 +181,7 @@ def talk(rank) -> int:
 
 
 def test_two_processes_talk(tmp_path):
-    """Sums of tensors, in messages of bounded size, have the bits of a plain sum."""
+    """Sums of tensors have the bits of a plain sum, whatever their shapes, dtypes and strides."""
     statuses, texts = launch(2, tmp_path / "talk", talk)
     assert statuses == [0, 0], texts
 
@@ -268,16 +269,17 @@ def test_torchrun_starts_the_same_train_py(tmp_path):
     assert {path.name for path in several.iterdir()} == {path.name for path in alone.iterdir()}
 
 
-def test_an_environment_that_torchrun_did_not_make(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    for name, value, word in (("WORLD_SIZE", "2", "variable RANK"), ("RANK", "first", "first")):
-        monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks("cpu"):
-            pass
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(UserError, match="8 processes.* GPU, 4"), joined_ranks("cuda"):
-        pass
+@pytest.mark.parametrize("error, said", [(UserError("--x: no"), "--x: no"), (OSError(), "OSError")])
+def test_an_error_is_said_whatever_variables_another_launch_has_left(
+    error, said, monkeypatch, tmp_path
+):
+    def fails(arguments):
+        raise error
+
+    monkeypatch.setattr(train, "parse_flags", fails)
+    monkeypatch.setattr(os, "_exit", None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert refused(tmp_path) == f"error: {said}"
 
 
 def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, monkeypatch):
@@ -286,7 +288,7 @@ def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, mo
     apart = SimpleNamespace(gather=lambda sums: [sums, [each + 1 for each in sums]], first=True)
     seen.run.ranks = apart
     with pytest.raises(AssertionError, match="different weights"):
-        checkpoints.save(tmp_path, seen.run)
+        run_folder.save_checkpoint(tmp_path, seen.run)
 
 
 def test_random_weights_of_a_fork_come_from_the_seed(tmp_path, monkeypatch):

@@ -1,30 +1,30 @@
-"""The page of runs is well formed, loads nothing and shows hostile text as text. Curves lie where
-their values are, and a group shows its update."""
+"""The report of runs is well formed, loads nothing, and shows hostile text as text."""
 
-import json
 import re
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import train
 from support import report
-from support.user import UserError
+from support.errors import UserError
+from support.hyperparameters import bind
 from tools import write_rows
 
 LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}
 HOSTILE = [
     "</script><script>document.title='owned'</script>",
     "<img src=x onerror=\"document.title='owned'\">",
-    "</pre></details></body></html><h1>out",
-    "</style></title><svg onload=document.title='owned'>",
+    "</pre></details></style></title></body></html><h1>out<svg onload=document.title='owned'>",
     "\" onmouseover='document.title=1' x=\"",
     "<!-- <![CDATA[ ]]> &amp;lt; &#60;b&#62; {} %s",
+    "שלום é\n東",  # to be shown as it is
 ]
-HIDDEN = "\x00\x07\x08\r\x1b\x7f\x85\xad\u061c\u200b\u200f\u2028\u202e\u2066\u2069\ufeff\U000e0041"
-FLAGS = {"algo": "gspo", "model": "tiny", "data": None, "task": "arithmetic", "lr": 2e-4}
-FLAGS |= {"prompts_per_step": 32, "group_size": 8, "completions_per_update": 64, "epochs": 1}
-FLAGS |= {"clip_low": 3e-4}
-START = {"date": "2026-11-23", "command": "python train.py --algo gspo", "step": 0}
+# characters that hide or reorder text, and half of a surrogate pair, which no encoding takes
+HIDDEN = "\x00\x07\t\r\x1b\x7f\x85\xad\u061c\u200b\u2028\u202e\u2066\u2069\ufeff\U000e0041\ud800"
+FLAGS = vars(train.parse_flags(["--seed", "3"]))
+START = {"date": "2026-11-23", "command": "train.py", "eval_solved": 0.289, "eval_pass@8": 0.832}
 
 
 class Page:
@@ -51,8 +51,8 @@ class Page:
 
 
 def step_row(step: int, **more) -> dict:
-    row = {"step": step, "reward": 0.5, "solved": 0.5, "truncated": 0.0, "dead": 0.3}
-    return row | {"dead_right": 0.2, "clip_fraction": 0.3, "entropy": 0.4} | more
+    row = {"step": step, "reward": 0.5, "truncated": 0.0, "dead": 0.3, "seconds_step": 12.0}
+    return row | more
 
 
 def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
@@ -62,7 +62,7 @@ def evaluation(step: int, prompt: str, completion: str, **more) -> dict:
 
 def write_run(folder, rows=(), evaluations=(), **flags):
     folder.mkdir(parents=True)
-    write_rows(folder / "starts.jsonl", [START | {"eval_solved": 0.289}])
+    write_rows(folder / "starts.jsonl", [{"step": 0} | START])
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "evaluations.jsonl", evaluations)
     write_rows(folder / "config.json", [FLAGS | flags])
@@ -86,53 +86,55 @@ def assert_self_contained(text: str, page: Page):
 
 
 def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
+    """It replaces an older page as a whole. A line that is still being written is left out."""
     rows = [step_row(step, eval_solved=0.2 * step, truncated=0.5) for step in range(1, 6)]
-    answers = [evaluation(0, "2+2=", "5", correct=correct) for correct in (0, 1, None)]
+    del rows[3]["reward"]  # no completion had a verdict
+    answers = [evaluation(0, "right", "x", reward=None, correct=None)]
+    for prompt, correct in (("none", None), ("right", 1.0), ("wrong", 0.0)):
+        answers.append(evaluation(9, prompt, "x", reward=0.25, correct=correct))
     first = write_run(tmp_path / "first", rows, answers)
     healthy = [row | {"truncated": 0.0} for row in rows[:2]]
     second = write_run(tmp_path / "second", healthy, algo="grpo")
-    report.main([str(first), str(second)])
-    text = (tmp_path / "report.html").read_text()
+    with open(first / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "rew\xc3')
+    path = tmp_path / "report.html"
+    path.write_text("before")
+    with open(path) as reader:
+        report.main([str(first), str(second)])
+        assert reader.read() == "before"
+    text = path.read_text()
     page = Page(text)
     assert_self_contained(text, page)
     assert [len(curve) for curve in page.curves("eval_solved")] == [6, 3]
-    assert [len(curve) for curve in page.curves("reward")] == [5, 2]  # there is none at step 0
-    for fact in ("28.9% (step 0) → 100.0% (step 5)", "2026-11-23: python train.py --algo gspo"):
-        assert fact in text
-    cards = [("card wrong", "wrong"), ("card right", "right"), ("card unjudged", "unjudged")]
-    verdicts = [(look, f"step 0: reward 1, {verdict}5") for look, verdict in cards]
-    assert page.of_class("card") == verdicts
+    assert [len(curve) for curve in page.curves("reward")] == [4, 2]  # there is none at step 0
+    assert "gspo, tiny on arithmetic, lr 0.0002, seed 3: training took 60 s<" in text
+    assert "solved: 28.9% (step 0) → 100.0% (step 5)<" in text and "pass@8: 83.2% (st" in text
+    assert "2026-11-23: train.py<" in text
+    cards = [("card wrong", "step 9: reward 0.25, wrongx")]  # first what is still wrong
+    cards += [("card ", "step 0: no verdictx"), ("card right", "step 9: reward 0.25, rightx")]
+    assert page.of_class("card") == [*cards, ("card ", "step 9: reward 0.25x")]
     said = capsys.readouterr().out
     for name, sentence in (("first", "50% of completions are trunc"), ("second", "nothing unheal")):
         assert f"{name}: {sentence}" in said and sentence in "".join(page.root.itertext())
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
-    """The same run with harmless texts has the same elements and attributes, in the same order."""
-    pages = []
-    for name, words in (("hostile", HOSTILE), ("harmless", ["word"] * len(HOSTILE))):
-        evaluations = [evaluation(words[0], "prompt", "from a file that somebody sent")]
-        for i, word in enumerate(words):
-            evaluations.append(evaluation(5, f"prompt {i} {word}", f"5 {word}", answer=word))
-        flags = {"data": words[0], "model": words[3], words[0]: "a flag"}
+    """The same run with harmless texts has the same elements and attributes, in the same order.
+    All texts are shown to the letter, and hidden characters as their code."""
+    pages, words = [], [*HOSTILE, HIDDEN]
+    for name, texts in (("hostile", words), ("harmless", ["word"] * len(words))):
+        evaluations = [evaluation(texts[0], "prompt", "from a file that somebody sent")]
+        for i, text in enumerate(texts):
+            evaluations.append(evaluation(5, f"prompt {i} {text}", f"5 {text}", answer=text))
+        flags = {"data": HIDDEN, "model": texts[3], texts[0]: "a flag"}
         pages.append(page_of(write_run(tmp_path / name / "run", [], evaluations, **flags)))
     (text, hostile), (_, harmless) = pages
     assert hostile.elements == harmless.elements
     assert_self_contained(text, hostile)
     shown = [body for _, body in hostile.of_class("card")]
-    for word in HOSTILE:  # to the letter
+    for word in [*HOSTILE, ascii(HIDDEN)[1:-1]]:
         assert any(body.endswith(f"5 {word}") for body in shown)
-
-
-def test_characters_that_hide_or_reorder_text_are_shown_as_their_code(tmp_path):
-    lone = "\ud800"  # half of a surrogate pair, which no encoding takes
-    row = evaluation(0, HIDDEN, f"a{HIDDEN}b{lone}\tc\nשלום é 東")
-    text, page = page_of(write_run(tmp_path / "run", [], [row], data=HIDDEN))
-    for character in HIDDEN + lone:
-        assert character not in text
-    codes = "".join(ascii(character).strip("'") for character in HIDDEN)
-    [(_, shown)] = page.of_class("card")
-    assert shown.endswith(f"a{codes}b\\ud800\\tc\nשלום é 東")
+    assert not {*HIDDEN} & {*text}
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
@@ -145,14 +147,12 @@ def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
 
 
 def test_small_changes_look_small(tmp_path):
-    """The axes of shares go from 0 to 1, those of amounts begin at 0, that of the ratio shows
-    GSPO's band: a change of one part in a hundred thousand is flat, and so is rounding."""
-    rows = [
-        step_row(1, length_mean=6880.3, ratio_mean=1.00001, entropy=0.02371234, kl=1e-9),
-        step_row(2, solved=0.51, length_mean=6891.0, ratio_mean=0.99999, entropy=0.0237, kl=-2e-9),
-    ]
+    """Axes of shares span 0 to 1, those of amounts start at 0, the ratio's is around 1."""
+    values = {"solved": (0.5, 0.51), "length_mean": (6880.3, 6891.0), "kl": (1e-9, -2e-9)}
+    values |= {"ratio_mean": (1.00001, 0.99999), "entropy": (0.02371234, 0.0237)}
+    rows = [step_row(i, **{name: pair[i] for name, pair in values.items()}) for i in (0, 1)]
     text, page = page_of(write_run(tmp_path / "run", rows))
-    for metric in ("solved", "length_mean", "ratio_mean", "entropy", "kl"):
+    for metric in values:
         [[(_, first), (_, second)]] = page.curves(metric)
         assert abs(first - second) < 2  # of 124
     for number in ("0.0237", "51.0%", "6,880", "1.0000"):
@@ -161,15 +161,17 @@ def test_small_changes_look_small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1e-5, 3e-5)]
+    "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1.89e-5, 3.79e-5)]
 )
 def test_any_two_values_have_a_place(tmp_path, values):
+    rows = [step_row(i, reward=value, grad_norm=value) for i, value in enumerate(values, 1)]
+    _, page = page_of(write_run(tmp_path / "run", rows))
     for metric in ("reward", "grad_norm"):
-        rows = [step_row(1, **{metric: values[0]}), step_row(2, **{metric: values[1]})]
-        text, page = page_of(write_run(tmp_path / metric, rows))
         [[(_, first), (_, second)]] = page.curves(metric)
         assert 6 <= min(first, second) <= max(first, second) <= 130
         assert (first >= second) == (values[1] >= values[0])
+    for label in page.root.iter("text"):  # ends at x; a character is about 6.2 units wide
+        assert 6.2 * len(label.text) <= float(label.get("x"))
 
 
 def test_a_long_run_stays_a_small_page(tmp_path):
@@ -177,36 +179,34 @@ def test_a_long_run_stays_a_small_page(tmp_path):
     evaluations = [evaluation(step, "prompt", "x") for step in range(0, 2001, 16)]
     text, page = page_of(write_run(tmp_path / "run", rows, evaluations))
     assert 150 < len(page.curves("reward")[0]) <= report.MOST_POINTS
-    assert text.count("<circle") <= 7 * report.MOST_DOTS  # seven charts
+    assert text.count("<circle") <= 4 * report.MOST_DOTS  # four charts
     cards = page.of_class("card")
     assert len(cards) <= report.MOST_CARDS
     assert cards[0][1].startswith("step 0:") and cards[-1][1].startswith("step 2000:")
 
 
-def test_a_group_shows_how_far_each_token_moved(tmp_path):
-    """Of the last step that has them. Other rows of samples.jsonl have no tokens."""
-    run = write_run(tmp_path / "run", [step_row(1)])
-    row = {"step": 1, "prompt": "2+2=", "answer": "4", "completion": "<b>4!", "reward": 1.0}
-    more = {"tokens": ["<b>", "4", "!"], "log_ratios": [0.2, -0.3, 0.0]}
-    more["advantage"] = [1.0, 1.0, -0.5]  # with a critic each token has its own
-    write_rows(run / "samples.jsonl", [row, row | more, row | more | {"step": 2}, row])
+@pytest.mark.parametrize("algo", ["sapo", *report.CLIPS])
+def test_a_group_shows_how_far_tokens_moved_and_which_are_clipped(tmp_path, algo):
+    """Underlined are those whose gradient is 0, by the loss itself: inside the band, and beyond
+    both of its sides. Rows without tokens, and one that is still being written, are skipped."""
+    config = train.parse_flags(["--algo", algo])
+    high = 2 * (config.clip_high or 0.2)
+    moves = torch.tensor([[-high, 0, high], [high] * 3, [-high] * 3]).repeat(2, 1).requires_grad_()
+    advantages = torch.tensor([[1.0] * 3] * 3 + [[-1.0] * 3] * 3)
+    bind(config).loss(moves, torch.zeros(6, 3), advantages, torch.ones(6, 3))[0].backward()
+    run = write_run(tmp_path / "run", [step_row(1)], **vars(config))
+    row = {"step": 2, "prompt": "2+2=", "reward": 1.0, "tokens": ["<b>", "4", "!"]}
+    pairs = zip(moves.tolist(), advantages.tolist())
+    rows = [row | {"log_ratios": own, "advantage": a} for own, a in pairs]
+    write_rows(run / "samples.jsonl", [*rows, {"step": 3}])
     with open(run / "samples.jsonl", "a") as file:
-        file.write('{"step": 3, "log_ratios": [')  # is being written
+        file.write('{"step": 4, "log_ratios": [')
     text, page = page_of(run)
     assert_self_contained(text, page)
-    assert page.of_class("card") == [("card ", "A +0.50, s 0.96722<b>4!")] and "step 2." in text
-    for look, token, ratio in (("more by3", "<b>", "1.2214"), ("less by4", "4", "0.7408")):
-        assert (look, token) in page.of_class(look.split()[0])
-        assert ("span", {"class": look, "title": ratio}) in page.elements
-
-
-def test_who_reads_a_page_while_it_is_written_reads_a_whole_one(tmp_path):
-    """And a line of the metrics that is being written is left out."""
-    run = write_run(tmp_path / "run", [step_row(1)])
-    before, _ = page_of(run)
-    with open(tmp_path / "report.html", encoding="utf-8") as reader:
-        with open(run / "metrics.jsonl", "ab") as file:
-            file.write(json.dumps(step_row(2)).encode() + b'\n{"step": 3, "rew\xc3')
-        after, page = page_of(run)
-        assert reader.read() == before != after
-    assert len(page.curves("reward")[0]) == 2
+    assert page.of_class("card")[0][1] == "reward 1, A +1.00, s\xa01.00000<b>4!"
+    tokens = [attributes for _, attributes in page.elements if "title" in attributes]
+    assert [token["title"] for token in tokens] == [f"{x:.4f}" for x in moves.exp().flatten()]
+    looks = [token["class"].split() for token in tokens]
+    assert ["clipped" in look for look in looks] == (moves.grad == 0).flatten().tolist()
+    assert [look[:2] for look in looks[:3:2]] == [["less", "by4"], ["more", "by4"]]
+    assert (f"below {1 - (config.clip_low or 0):g}." in text) == (algo != "sapo")

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -21,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from forks import fork
-from support import folders, report
+from support import report, run_folder
+from support.errors import UserError
 from tools import (
     BASE,
     command_line,
@@ -34,11 +36,12 @@ from tools import (
     refused,
     same_run,
     strict,
-    timeless,
+    watched,
     write_rows,
 )
 
 pytestmark = pytest.mark.usefixtures("place")
+FORKED = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +62,14 @@ def done(one_step, tmp_path):
 
 def interrupted(runs, flags, monkeypatch, at):
     """Run until a signal comes in step `at`."""
-    end_step = train.console.Log.end_step
 
-    def stopping(log, tokens):
-        stopping.steps += 1
-        if stopping.steps == at:
+    def stop(steps_before, result):
+        if steps_before == at - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return end_step(log, tokens)
-
-    stopping.steps = 0
+        return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.console.Log, "end_step", stopping)
+        watched(patch, train.console.Log, "end_step", stop)
         return launch(runs, flags)
 
 
@@ -96,7 +95,7 @@ RESUMED = {  # flags, the step in which the signal comes
 @pytest.mark.parametrize("case", RESUMED)
 def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     """A run that was stopped, and resumed with the command that it prints, is bit-identical: rows
-    of every step, all tensors."""
+    of every step, all tensors. A power failure has cut off a line, and a user's own file stays."""
     flags, at = RESUMED[case]
     write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in range(15)])
     flags = f"{BASE} --steps 4 {flags}"
@@ -110,14 +109,43 @@ def test_resuming_changes_nothing(case, tmp_path, monkeypatch):
     assert (drawn > 4 * at) == (case == "dapo")  # it refilled, so that it is further in its prompts
     assert (stopped.folder / "report.html").exists()
     progress = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
-    assert bool(progress["shaping"]) == (case == "lora")  # of the negative term
+    tails = {"metrics": '{"step": 2, "re', "samples": '{"step": 1, "prompt": "a}', "starts": '{"d'}
+    for name, tail in (tails | {"evaluations": "\x00" * 40, "mine": '{"step": 9}\n{"'}).items():
+        with open(stopped.folder / f"{name}.jsonl", "a") as file:
+            file.write(tail)
     command = re.search(r"to continue: python train\.py (--resume .*)", stopped.err)[1]
     told = good(tmp_path, command, small=False).out
     assert f"resume: from {stopped.folder / 'checkpoints'}/step-{at}\n" in told
+    assert (stopped.folder / "mine.jsonl").read_text() == '{"step": 9}\n{"'
+    assert len(metrics(stopped.folder, "starts")) == 2
     assert [row["step"] for row in metrics(whole)] == [1, 2, 3, 4]
     same_run(whole, stopped.folder)
     after = strict((newest(stopped.folder) / "trainer/progress.json").read_text())
     assert after["seconds"] > progress["seconds"] > 0  # of both starts
+
+
+def test_a_process_of_a_reward_ends_by_a_signal_and_has_no_lock(tmp_path, monkeypatch):
+    """It inherits the run's handlers. The first Ctrl-C, which a terminal sends to all, does not end
+    it, as the step needs it. The run holds the lock meanwhile."""
+
+    def fork_one(_, result):
+        child = FORKED.Process(target=time.sleep, args=(60,))
+        child.start()
+        os.kill(child.pid, signal.SIGINT)
+        child.join(1)
+        child.terminate()
+        child.join(9)
+        other = FORKED.Process(target=run_folder.lock, args=(tmp_path / "run",))
+        other.start()
+        other.join(9)
+        codes.extend([child.exitcode, other.exitcode])
+        child.kill()
+        return result
+
+    codes = []
+    watched(monkeypatch, train, "score", fork_one)
+    good(tmp_path, f"{BASE} --steps 1")
+    assert codes == [-signal.SIGTERM, 1]  # a traceback of UserError
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
@@ -128,31 +156,6 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "score", impatient)
     stopped = launch(tmp_path, BASE)
     assert stopped.status == 130 and not newest(stopped.folder)
-
-
-def test_resuming_a_finished_run_says_so(done, tmp_path):
-    before = digests(done), timeless(done)
-    sentence = not_resumed(tmp_path)
-    assert re.search("--steps 1: .*step-1 has 1 steps already.*--report", sentence)
-    assert (digests(done), timeless(done)) == before
-
-
-def test_a_torn_line_is_repaired_on_resume(tmp_path, monkeypatch):
-    """A power failure cuts a line. The rest of it is no JSON."""
-    whole = good(tmp_path / "whole", BASE).folder
-    folder = interrupted(tmp_path / "torn", BASE, monkeypatch, 1).folder
-    tails = {
-        "metrics": '{"step": 2, "rew',
-        "samples": '{"step": 1, "prompt": "a}',
-        "evaluations": "\x00" * 40,
-        "starts": '{"date": "2026-',
-    }
-    for name, tail in tails.items():
-        path = folder / f"{name}.jsonl"
-        path.write_text(path.read_text() + tail)
-    resumed(tmp_path / "torn")
-    same_run(whole, folder)
-    assert len(metrics(folder, "starts")) == 2 and (folder / "report.html").exists()
 
 
 def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
@@ -174,67 +177,165 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
     assert newest(result.folder).name == "step-2"
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch):
-    """Its files are those of a run that was never killed, with one first evaluation."""
-    flags, folder = f"{BASE} --eval-every 1 --steps 1", tmp_path / "killed/run"
-    whole = good(tmp_path / "whole", flags).folder
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(train.checkpoints, "save", None)
-        launch(tmp_path / "killed", flags)
-    assert metrics(folder) and not newest(folder)
-    resumed(tmp_path / "killed")
-    same_run(whole, folder)
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_another_process_has_just_trained_is_left_alone(resume, done, tmp_path, monkeypatch):
+    """Both start with one name. The other runs to its end while this one loads and evaluates."""
+    runs = tmp_path if resume else tmp_path / "new"
+    flags = "--resume --name run --steps 2" if resume else BASE
+    open_output = train.open_output
+
+    def late(*arguments):
+        monkeypatch.setattr(train, "open_output", open_output)
+        good(runs, flags, small=not resume)
+        return open_output(*arguments)
+
+    monkeypatch.setattr(train, "open_output", late)
+    assert "--name" in refused(runs, f"{flags} --lr 0.5", small=not resume)
+    assert newest(runs / "run").name == "step-2" and len(metrics(runs / "run")) == 2
+    assert strict((runs / "run/config.json").read_text())["lr"] == 1e-3
+
+
+def test_a_lock_is_not_inherited_and_names_its_process(tmp_path):
+    """A reward's process may outlive a run that was killed, and then nothing is locked."""
+    reader, writer = multiprocessing.Pipe()
+
+    def hold():
+        held = run_folder.lock(tmp_path)
+        writer.send(os.fork())
+        time.sleep(60)
+        held.close()
+
+    owner = FORKED.Process(target=hold)
+    owner.start()
+    children = {reader.recv(), reader.recv()} - {0}
+    with pytest.raises(UserError, match=f"process {owner.pid} is already working in {tmp_path}"):
+        run_folder.lock(tmp_path)
+    owner.kill()
+    owner.join()
+    run_folder.lock(tmp_path).close()
+    os.kill(*children, signal.SIGKILL)
 
 
 # ---- changed files
 
 
-CHANGED = [  # the text of config.json, or some fields of it, words of the sentence, other flags
-    ("{", "config.json"),
-    ("[1]", "config.json"),
-    ({"lr": "fast"}, "config.json: TypeError"),
-    ({"completions_per_update": 7}, "--completions-per-update 7"),
-    ({"lr_schedule": "linear"}, "--steps: a resumed run keeps its own, 1"),
-    ({}, "--model: a resumed run keeps its own, models/tiny", "--model models/moe"),
-    ({}, "--algo: a resumed run keeps its own, gspo", "--algo grpo"),
-    ({}, "--lora-rank: a resumed run keeps its own, 0", "--lora-rank 2"),
-    ({}, "--task: a resumed run keeps its own, arithmetic", "--task calculator"),
-    ({}, "--lr-schedule: a resumed run keeps its own,", "--lr-schedule cosine"),
-    ({}, "--kl-coef: a resumed run keeps its own, 0.0", "--kl-coef 0.1"),
-    ({}, "--stale-steps: a resumed run keeps its own, 1", "--stale-steps 2"),
-    ({}, "--seed: a resumed run keeps its own, 0", "--seed 5"),  # other prompts
+def changed(file, change):
+    """A function that changes the bytes of a run's file."""
+
+    def apply(run):
+        content = (run / file).read_bytes()
+        assert change(content) != content
+        (run / file).write_bytes(change(content))
+
+    return apply
+
+
+def config(**flags):
+    return changed("config.json", lambda text: json.dumps(json.loads(text) | flags).encode())
+
+
+def state(change):
+    def edit(content):
+        tensors = {key: change(each) for key, each in safetensors.torch.load(content).items()}
+        return safetensors.torch.save(tensors, {"numbers": "{}"})
+
+    return changed(f"{NEWEST}/trainer/state.safetensors", edit)
+
+
+def unchanged(run):
+    pass
+
+
+def no_disk(run):
+    (run / "checkpoints").rename(run / "elsewhere")
+    (run / "checkpoints").symlink_to("not-mounted")
+
+
+NEWEST = "checkpoints/step-1"
+EMPTY = safetensors.torch.save({}, {"numbers": "{}"})  # without moments
+PROGRESS = f"{NEWEST}/trainer/progress.json"
+DAMAGED = f"run/{NEWEST} is damaged; move it away to resume from "
+UNFIT = [  # what happens to a run's folder, words of the sentence, flags
+    (changed("config.json", lambda text: b"{"), "config.json"),
+    (changed("config.json", lambda text: b"[1]"), "config.json"),
+    (config(lr="fast"), "--lr fast: expected float"),
+    (config(epochs=2.5), "--epochs 2.5: expected int"),
+    (config(epochs=None), "--epochs None: expected int"),
+    (config(overlong_filter=1), "--overlong-filter 1: expected bool"),
+    (config(stop=[1]), "--stop [1]: expected texts"),
+    (config(completions_per_update=7), "--completions-per-update 7"),
+    (config(lr_schedule="linear"), "--steps: a resumed run keeps its own, 1"),
+    (lambda run: shutil.rmtree(run / "checkpoints"), "run/checkpoints has no checkpoint"),
+    (no_disk, "run/checkpoints has no checkpoint"),
+    (changed(PROGRESS, lambda text: b""), DAMAGED),
+    (changed(PROGRESS, lambda text: text[:40]), DAMAGED),
+    (changed(PROGRESS, lambda text: b"[" + text + b"]"), DAMAGED),
+    (changed(PROGRESS, lambda text: text.replace(b'drawn": 4', b'drawn": "4"')), DAMAGED),
+    (changed(PROGRESS, lambda text: text.replace(b"before", b"after")), DAMAGED),
+    (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: content[:-9]), DAMAGED),
+    (changed(f"{NEWEST}/model.safetensors", lambda content: content[:-9]), DAMAGED),
+    (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: EMPTY), DAMAGED),
+    (state(lambda moment: moment.flatten()), DAMAGED),
+    (unchanged, "step-1 has 1 steps already; pass a larger --steps; for its report", "--steps 1"),
 ]
+FIXED = ("--model models/moe", "--algo grpo", "--lora-rank 2", "--task calculator", "--seed 5")
+for flag in (*FIXED, "--lr-schedule cosine", "--kl-coef 0.1", "--stale-steps 2"):
+    UNFIT.append((unchanged, f"{flag.split()[0]}: a resumed run keeps its own, ", flag))
 
 
-@pytest.mark.parametrize("change, words, flags", [(*case, "")[:3] for case in CHANGED])
-def test_a_change_of_the_config_is_one_sentence_and_stays(change, words, flags, done, tmp_path):
-    path = done / "config.json"
-    if isinstance(change, dict):
-        change = json.dumps(json.loads(path.read_text()) | change)
-    path.write_text(change)
+@pytest.mark.parametrize("happens, words, flags", [(*case, "")[:3] for case in UNFIT])
+def test_a_run_that_cannot_be_resumed_is_one_sentence(
+    happens, words, flags, done, tmp_path, monkeypatch
+):
+    """Before a model loads, and all files stay. It names the checkpoint before a damaged one."""
+    earlier = shutil.copytree(done / NEWEST, done / "checkpoints/step-0")
+    changed("trainer/progress.json", lambda text: text.replace(b'"step": 1', b'"step": 0'))(earlier)
+    happens(done)
+    monkeypatch.setattr(train, "load_model", None)
+    files = {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
+    words += str(earlier) * (words == DAMAGED)
     assert words in not_resumed(tmp_path, f"--steps 2 {flags}")
-    assert path.read_text() == change
+    assert files == {path: path.read_bytes() for path in done.rglob("*") if path.is_file()}
+
+
+def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
+    """One warning for rows of --data that have changed. Where the evaluation before training is of
+    other prompts or flags than those to come, today's policy is evaluated first."""
+    rows = [{"prompt": f"{i}+1=", "answer": "0"} for i in range(15)]
+    write_rows("rows.jsonl", rows)
+    write_rows("held-out.jsonl", rows[::2])
+    good(tmp_path, f"{BASE} --steps 1 --data rows.jsonl --eval-data held-out.jsonl")
+    changes = ("", "--eval-prompts 4", "--reward pay.py:never", "--eval-data rows.jsonl", "rows")
+    for steps, change in enumerate(changes, 2):
+        if change == "rows":
+            write_rows("rows.jsonl", [*rows, rows[0]])
+        said = resumed(tmp_path, f"--steps {steps} {change.removeprefix('rows')}").out
+        start = metrics(tmp_path / "run", "starts")[-1]
+        assert ("eval_solved" in start or "eval_reward" in start) == bool(change)
+        assert ("so the first is repeated" in said) == bool(change)
+        warning = "warning: --data rows.jsonl has 16 rows .*until now it had 15 rows"
+        assert len(re.findall(warning, said)) == (change == "rows")
 
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
-    """A flag that an older run lacks gets its default. A flag that is gone is dropped. Flags that
-    come with the resume hold from then on, also those that are the default of a run, and others are
-    kept, but for the place."""
+    """A flag that an older run lacks gets its default, one that is gone is dropped. Flags given
+    with --resume hold from then on, even where they equal a default, and others are kept."""
     path, progress = done / "config.json", newest(done) / "trainer/progress.json"
-    config = json.loads(path.read_text()) | {"max_slots": 3, "temperature": 0.9}
-    config |= {"epochs": 2, "eval_every": 3}
-    del config["entropy_coef"], config["old_logprobs"]
-    path.write_text(json.dumps(config))
-    progress.write_text(json.dumps(strict(progress.read_text()) | {"shaping": ["even"]}))
+    changes = {"max_slots": 3, "temperature": 0.9, "epochs": 2, "eval_every": 3}
+    older = json.loads(path.read_text()) | changes
+    del older["entropy_coef"], older["old_logprobs"]
+    path.write_text(json.dumps(older))
+    older = strict(progress.read_text()) | {"shaping": ["even"]}
+    del older["seal"], older["evaluation"], older["data"]
+    progress.write_text(json.dumps(older))
     Path("runs").symlink_to(tmp_path)  # as if the folder had been moved
     flags = "--resume --name run --steps 2 --lr 1e-4 --model models/tiny --epochs 1"
     assert train.main(flags.split()) == 0
     completed = strict(path.read_text())
-    assert completed["old_logprobs"] == "trainer" and "max_slots" not in completed
-    assert [completed[name] for name in ("steps", "lr", "temperature")] == [2, 1e-4, 0.9]
-    assert [completed[name] for name in ("epochs", "eval_every")] == [1, 3]
-    assert completed["runs"] == "runs" and metrics(done)[-1]["lr"] == pytest.approx(1e-4)
-    assert strict((newest(done) / "trainer/progress.json").read_text())["shaping"] == ["even"]
+    expected = {"old_logprobs": "trainer", "steps": 2, "lr": 1e-4, "temperature": 0.9}
+    expected |= {"epochs": 1, "eval_every": 3, "runs": "runs"}
+    assert completed | expected == completed and "max_slots" not in completed
+    assert metrics(done)[-1]["lr"] == pytest.approx(1e-4)
 
 
 class Counting(torch.optim.SGD):
@@ -303,8 +404,8 @@ def mortal_run(arguments, die_at, limit):
 
 
 def saved_steps(folder) -> int:
-    found = folders.checkpoints(folder)
-    return int(found[-1].name[5:]) if found else 0
+    found = newest(folder)
+    return int(found.name[5:]) if found else 0
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
@@ -318,7 +419,9 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
         die_at = None  # but at a moment of the clock
         if kill % 2 == 0:
             die_at = rng.randrange(5, 110) if kill >= 4 else (2, 60)[kill // 2]
-        resume = folders.is_run(folder)  # else it died too early, and starts over
+        resume = saved > 0
+        if not resume:  # it died too early, and starts over
+            shutil.rmtree(folder, ignore_errors=True)
         flags = "--resume --name run" if resume else f"{BASE} --steps 1000 --save-every 1"
         arguments = command_line(runs, flags, small=not resume)
         process = fork(mortal_run, arguments, die_at, None, out=log)
@@ -354,7 +457,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(shutil, "rmtree", killed)
         launch(tmp_path, f"{BASE} --save-every 1 --steps 4")
-    assert [path.name for path in folders.checkpoints(folder)] == ["step-2", "step-3"]
+    assert [path.name for path in run_folder.checkpoints(folder)] == ["step-2", "step-3"]
     resumed(tmp_path)
     names = {path.name for path in (folder / "checkpoints").iterdir()}
     assert names == {"step-3", "step-4"}
@@ -371,7 +474,8 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
     text = log.read_text()
     assert process.exitcode == 2, text
     [error] = [line for line in text.splitlines() if "error: " in line]
-    assert "Traceback" not in text and str(done) in error, text
+    assert "Traceback" not in text, text
+    assert f"; to continue: python train.py --resume --name run --runs {tmp_path}" in error
     assert newest(done) == before and digests(done) == kept
     resumed(tmp_path, "--steps 3")
     assert [row["step"] for row in metrics(done)] == [1, 2, 3]
@@ -380,6 +484,6 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
 
 def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path, monkeypatch):
     """A fork's second policy: its weights would be missing at --resume, much later."""
-    monkeypatch.setattr(train.checkpoints, "parameters_of", lambda *models: ({}, set()))
+    monkeypatch.setattr(run_folder, "parameters_of", lambda *models: ({}, set()))
     with pytest.raises(AssertionError, match="parameters_of"):
         launch(tmp_path, f"{BASE} --steps 1")

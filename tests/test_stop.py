@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import rollout
-from support import data
+from support import stop_texts
 from tools import BASE, SHAPE, good, metrics, refused
 
 # tokens of one to three characters. "<s" + "t>" is a stop text in two tokens, "x<st>y" holds one
@@ -34,8 +34,8 @@ def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
     inner.decoder = tokenizers.decoders.Fuse()
     ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **ends)
-    monkeypatch.setattr(data, "need", lambda *_: None)  # it does not merge, so it writes no text
-    stops = data.StopTexts(tokenizer, TEXTS)
+    monkeypatch.setattr(stop_texts, "need", lambda *_: None)  # it writes no text: no merges
+    stops = stop_texts.StopTexts(tokenizer, TEXTS)
     torch.manual_seed(0)
     shape = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(WORDS)})
     model = transformers.Qwen3ForCausalLM(shape)
@@ -57,14 +57,11 @@ def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
     assert {"<eos>", "t>", "x<st>y", "Q:", ">"} <= endings
 
 
-def test_a_text_that_no_tokens_write_is_refused(place, tmp_path):
-    assert "--stop 'z': no tokens" in refused(tmp_path, f"{BASE} --stop z")
-    assert "--stop: expected a text" in refused(tmp_path, BASE, "--stop", "")
-
-
 def test_completions_of_a_run_end_with_their_stop_texts(place, tmp_path):
     rows = good(tmp_path, f"{BASE} --max-new-tokens 24 --stop 2; --stop #").folder
     texts = [row["completion"] for row in metrics(rows, "samples")]
     assert sum(text.endswith(("2;", "#")) for text in texts) > 2
     assert all(text.count("2;") + text.count("#") <= 1 for text in texts)
     assert metrics(rows)[0]["truncated"] < 1
+    assert "--stop 'z': no tokens" in refused(tmp_path / "z", f"{BASE} --stop z")
+    assert "--stop: expected a text" in refused(tmp_path / "z", BASE, "--stop", "")

@@ -1,6 +1,7 @@
 """A tool that answers in the middle of a completion: the model reads its reply, which is no action
 of the policy's."""
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,10 @@ import torch
 import gspo
 import rollout
 import train
+from rewards import Verdict
+from support.data import completion_text
 from test_ranks import alike, together
-from tools import (
-    BASE,
-    byte_tokenizer,
-    character_tokenizer,
-    digests,
-    good,
-    metrics,
-    refused,
-    timeless,
-)
+from tools import BASE, byte_tokenizer, character_tokenizer, good, metrics, refused, same_run
 
 pytest.importorskip("support.extras.tools")
 from support.extras.tools import Tool, Turns, calculate, parse_tool  # noqa: E402
@@ -54,53 +48,53 @@ def sampled(model, function=says, after=";", **options):
 
 @torch.no_grad()
 def by_hand(model, function=says, after=";", temperature=1.0, stop=None):
-    """Sample with a loop without cache, slots, batches or turns. Yield for each row its tokens,
-    which of them were given, their log-probs, and whether it was cut off."""
+    """Sample with a loop without cache, slots, batches or turns. Yields for each row its tokens,
+    which of them are the policy's, their log-probs, and whether it was cut off."""
     for prompt, rows in zip(PROMPTS, UNIFORMS):
         for row in rows:
-            tokens, given, logprobs, ended = [], [], [], False
+            tokens, own, logprobs, ended = [], [], [], False
             while len(tokens) < LIMIT and not ended:
                 ids = torch.tensor([ids_of(prompt) + tokens])
                 logits = model(ids, use_cache=False).logits[:, -1]
-                uniform = row[None, len(tokens)]
-                token, logprob = rollout.sample_token(logits, uniform, temperature)
+                token, logprob = rollout.sample_token(logits, row[None, len(tokens)], temperature)
                 tokens.append(int(token))
-                given.append(False)
+                own.append(True)
                 logprobs.append(float(logprob))
                 ended = tokens[-1] == END or (stop and TOKENIZER.decode(tokens).endswith(stop))
-                text = TOKENIZER.decode(tokens, skip_special_tokens=True)
+                text = completion_text(TOKENIZER, tokens)
                 if not ended and text.endswith(after) and tokens[-1] in ids_of(after):
                     reply = ids_of(function(text) or "")[: LIMIT - len(tokens)]
                     tokens += reply
-                    given += [True] * len(reply)
+                    own += [False] * len(reply)
                     logprobs += [0.0] * len(reply)
-            yield tokens, given, logprobs, not ended
+            yield tokens, own, logprobs, not ended
 
 
 def sampled_as_by_hand(model, function=says, after=";", temperature=1.0, stop=None, **options):
     stops = rollout.StopTexts(TOKENIZER, [stop]) if stop else None
     out = sampled(model, function, after, temperature=temperature, stops=stops, **options)
     rows = list(by_hand(model, function, after, temperature, stop))
-    assert any(any(given) for _, given, _, _ in rows) and len(rows) == len(out.lengths)
-    for i, (tokens, given, logprobs, cut) in enumerate(rows):
-        length = len(tokens)
-        assert out.lengths[i] == length and bool(out.truncated[i]) == cut
-        assert out.sequences()[i][-length:] == tokens
-        assert out.completion_mask[i, :length].tolist() == [not each for each in given]
-        assert not out.completion_mask[i, length:].any()
-        assert out.sampler_logprobs[i, :length].tolist() == pytest.approx(logprobs, abs=2e-5)
-        assert (out.sampler_logprobs[i, length:] == 0).all()
+    assert not all(all(own) for _, own, _, _ in rows) and len(rows) == len(out.lengths)
+    for i, (tokens, own, logprobs, cut) in enumerate(rows):
+        rest = [0] * (out.completion_mask.shape[1] - len(tokens))  # padding
+        assert out.lengths[i] == len(tokens) and bool(out.truncated[i]) == cut
+        assert out.completions[i].tolist() == tokens + rest
+        assert out.completion_mask[i].tolist() == own + rest
+        assert out.sampler_logprobs[i].tolist() == pytest.approx(logprobs + rest, abs=2e-5)
     return out
 
 
 # ---- sampling
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_gb": 3e-5}, {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_gb": 3e-5}, {"temperature": 0.0, "after": "8"}, {"after": "<unk>"}],
+    ids=str,
+)
 def test_sampling_in_turns_is_a_loop_that_appends_what_the_tool_says(model, options):
-    """Few slots, too, so that samples take the places of others."""
-    after = "8" if "temperature" in options else ";"  # a character that greedy sampling writes
-    sampled_as_by_hand(model, after=after, **options)
+    """Few slots, too, so that samples take the places of others, and a special token that asks."""
+    sampled_as_by_hand(model, **options)
 
 
 def test_a_marker_of_several_tokens(model):
@@ -132,8 +126,7 @@ def test_an_end_token_that_may_ask_ends_and_one_in_a_reply_does_not(model):
     assert not asked and (~out.truncated).any()
     out = sampled(model, lambda text: "5", after="+", eos_ids=ids_of("5"))
     given = (out.completions == ids_of("5")[0]) & ~out.completion_mask
-    steps = torch.arange(LIMIT)
-    assert (given & (steps < out.lengths[:, None] - 1)).any()
+    assert (given & (torch.arange(LIMIT) < out.lengths[:, None] - 1)).any()
 
 
 def test_a_stop_text_may_begin_in_an_earlier_turn(model):
@@ -141,11 +134,11 @@ def test_a_stop_text_may_begin_in_an_earlier_turn(model):
     where the policy first completes the text."""
 
     def function(text):
-        return "=7" if len(text) % 3 == 0 else ""
+        return "=7" if len(text) % 3 == 2 else ""
 
     free = sampled(model, function)
-    texts = TOKENIZER.batch_decode(free.completions, skip_special_tokens=True)
-    stop = next(text[i : i + 2] for text in texts for i in [text.find(";")] if 0 <= i < 8)
+    texts = [completion_text(TOKENIZER, ids) for ids in free.completions.tolist()]
+    stop = next(text[i : i + 2] for text in texts for i in [text.find(";")] if 0 <= i < 14)
     out = sampled_as_by_hand(model, function, stop=stop)
     assert (out.lengths < free.lengths).any()
 
@@ -175,28 +168,36 @@ def test_it_is_asked_when_its_text_is_complete(text, after, expected):
     assert asked == expected
 
 
-def test_a_tool_that_fails_is_a_fault_and_no_reply():
-    for function, words in (
-        (lambda text: 1 / 0, "ZeroDivisionError"),
-        (lambda text: 7, "Error"),  # no text
-        (lambda text: "\ud800", ""),  # no text either: half of a character
-        (lambda text: exit(3), "SystemExit"),
-    ):
-        turns = Turns(None, Tool(function, ";"), TOKENIZER)
-        assert [turns.reply("1;"), turns.reply("2;")] == [[], []]
-        first, second = turns.faults
-        assert words in first and words in second and "1;" in first
+FAILS = {
+    "ZeroDivisionError": lambda text: 1 / 0,
+    "Error": lambda text: 7,  # no text
+    "": lambda text: "\ud800",  # no text either: half of a character
+    "SystemExit": lambda text: exit(3),
+}
+
+
+@pytest.mark.parametrize("words, function", FAILS.items())
+def test_a_tool_that_fails_gives_no_reply_and_no_verdict(words, function):
+    """In a process of two, which has the first two of three completions."""
+    turns = Turns(None, Tool(function, ";"), TOKENIZER)
+    turns.faults = ["", ""]
+    assert turns.reply(1, "1;") == []
+    verdict = Verdict("1;", {}, -1.0, {"near": -1.0}, [(1, 0.5)], {"near": -0.5}, "")
+    ranks = SimpleNamespace(gather=lambda mine: [mine, ["boom"]])
+    first, second, third = turns.abstain([verdict] * 3, ranks)
+    assert first == verdict and third.fault == "boom"
+    assert words in second.fault and "1;" in second.fault and second.steps == []
+    assert all(map(math.isnan, (second.reward, second.terms["near"], second.with_steps["near"])))
 
 
 def test_a_reply_is_plain_text():
     """`<eos>` is five characters, which this tokenizer mostly does not know."""
     turns = Turns(None, Tool(lambda text: "1<eos>2<pad>", ";"), TOKENIZER)
-    found = turns.reply("3;")
+    found = turns.reply(0, "3;")
     assert not {0, END}.intersection(found) and len(found) == 12
 
 
 def test_the_calculator_computes_one_operation_of_two_numbers():
-    """And nothing else."""
     assert calculate("<calc>12*7</calc>") == calculate("12*7</calc>") == "=84"
     assert calculate("<calc>1+2</calc>=3<calc>3-20</calc>") == "=-17"
     assert calculate("<calc>999999999*999999999</calc>") == "=999999998000000001"
@@ -211,7 +212,6 @@ def answer(text):
     return "=7" if len(text) % 2 else None
 
 def fails(text):
-    print("called", file=open("calls", "a"))
     raise ArithmeticError("\\x1b[31mboom")
 """
 WITH = f"{BASE} --tool tool.py:answer@2 --max-new-tokens 16"
@@ -220,23 +220,22 @@ WITH = f"{BASE} --tool tool.py:answer@2 --max-new-tokens 16"
 @pytest.fixture(autouse=True)
 def stand(place):
     Path("tool.py").write_text(TOOL)
-    return place
 
 
 def test_a_place_is_read_or_refused_in_one_sentence(tmp_path):
     assert parse_tool("calculator").after == "</calc>"
     tool = parse_tool("tool.py:answer@</a@b>")
     assert tool.after == "</a@b>" and tool.function("1") == "=7"
-    for place, words in (
-        ("tool.py:answer", "called after TEXT"),
-        ("calc", "calculator"),
-        ("tool.py:answers@;", "did you mean answer"),
-        ("no.py:answer@;", "FileNotFoundError"),
-        ("tool.py:answer@</c>", "no token of this tokenizer can complete"),
-    ):
+    for place, words in {
+        "tool.py:answer": "called after TEXT",
+        "calc": "calculator",
+        "tool.py:answers@;": "has no answers",
+        "no.py:answer@;": "FileNotFoundError",
+        "tool.py:answer@</c>": "no token of this tokenizer can complete",
+    }.items():
         sentence = refused(tmp_path / "runs", BASE, "--tool", place)
         assert words in sentence and "--tool" in sentence
-    # a task brings its tool where the model is its own
+    # a task brings its tool where the model is built in
     assert train.parse_flags(["--task", "calculator"]).tool == "calculator"
     assert train.parse_flags(["--model", "models/tiny", "--data", "rows.jsonl"]).tool is None
 
@@ -249,30 +248,26 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen):
-    """Two steps with all that reads tokens: whatever scorer and critic return for the tool's, all
-    metrics and weights are bit-identical."""
-    knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4 --epochs 2"
-    if algorithm == "gspo-token":
-        knobs += " --reward pay.py:steps"
-    if algorithm == "ppo":
-        knobs = knobs.replace("--overlong-cache 4", "")
-    if algorithm == "opd":
-        knobs = "--teacher models/tiny --epochs 2"
-    flags = f"{WITH} --algo {algorithm} {knobs} --seed 1"
+    """Two steps with everything that reads tokens: whatever the scorer and the critic return for
+    the tool's, all metrics and weights are bit-identical."""
+    knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4"
+    special = {
+        "gspo-token": f"{knobs} --reward pay.py:steps",
+        "ppo": knobs.replace("--overlong-cache 4", ""),
+        "opd": "--teacher models/tiny",
+    }
+    flags = f"{WITH} --algo {algorithm} {special.get(algorithm, knobs)} --epochs 2 --seed 1"
     plain = good(tmp_path / "plain", flags)
-    for batch in [step.batch for step in seen.steps]:
-        completions = batch.rollout
-        forced = completions.lengths.sum() - completions.completion_mask.sum()
-        assert forced > 0 and torch.equal(batch.mask, completions.completion_mask)
-        row = metrics(plain.folder)[batch.step - 1]
-        rows = zip(completions.completion_mask.int().tolist(), completions.lengths.tolist())
-        calls = [re.findall("0+", "".join(map(str, own[:length]))) for own, length in rows]
-        assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls))
-        assert row["tool_faults"] == 0
+    for step, row in zip(seen.steps, metrics(plain.folder), strict=True):
+        completions = step.batch.rollout
+        own, lengths = completions.completion_mask.int().tolist(), completions.lengths.tolist()
+        assert torch.equal(step.batch.mask, completions.completion_mask)
+        calls = [re.findall("0+", "".join(map(str, o[:n]))) for o, n in zip(own, lengths)]
+        assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls)) != 0
 
     for text in [each["completion"] for each in metrics(plain.folder, "samples")]:
         end = text.find("2") + 1  # the whole text is shown
-        assert end == 0 or (text[end : end + 2] == "=7"[: 16 - end]) == (end % 2 == 1)
+        assert not 0 < end < 15 or (text[end : end + 2] == "=7") == (end % 2 == 1)
 
     score, values = rollout.completion_logprobs, rollout.completion_values
 
@@ -286,27 +281,18 @@ def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen)
     monkeypatch.setattr(train, "check_scorer", lambda *arguments: True)  # it has no tool
     monkeypatch.setattr(train, "completion_logprobs", babbling)
     monkeypatch.setattr(train, "completion_values", guessing)
-    other = good(tmp_path / "other", flags)
-    assert timeless(plain.folder) == timeless(other.folder)
-    assert digests(plain.folder) == digests(other.folder)
+    same_run(plain.folder, good(tmp_path / "other", flags).folder)
 
 
-def test_faults_of_a_tool_are_counted_and_said_once(tmp_path):
+def test_completions_in_which_the_tool_failed_have_no_reward(tmp_path):
+    """A tool that is called after a 2, and raises. Before, they had the rewards of the others."""
     result = good(tmp_path, f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16")
-    rows = metrics(result.folder)
-    assert all(row["tool_faults"] > 0 and row["tool_calls"] == 0 for row in rows)
-    calls = Path("calls").read_text().count("called")  # a last evaluation has no row
-    assert sum(row["tool_faults"] for row in rows) <= calls
-    assert result.out.count("ArithmeticError") == 1 and "\x1b" not in result.out
-    flags = f"{BASE} --tool tool.py:fails@2 --max-new-tokens 16 --eval-prompts 2"
-    fewer = metrics(good(tmp_path / "fewer", flags).folder)  # faults in evaluations do not count
-    assert [row["tool_faults"] for row in fewer] == [row["tool_faults"] for row in rows]
-
-
-def test_the_fault_of_another_process_is_known(model):
-    turns = Turns(None, Tool(str, ";"), TOKENIZER)
-    ranks = SimpleNamespace(gather=lambda mine: [mine, ["boom", "bang"]])
-    assert turns.measure(sampled(model), ranks)["tool_faults"] == 2 and turns.fault == "boom"
+    assert "ArithmeticError" in result.out and "\x1b" not in result.out
+    for row in metrics(result.folder):
+        assert 0 < row["verifier_faults"] < 16 and row["tool_calls"] == 0
+    for sample in metrics(result.folder, "samples"):
+        failed = "2" in sample["completion"][:15]  # the limit is 16: then nobody asks
+        assert (sample["reward"] is None) == failed, sample
 
 
 @pytest.mark.slow

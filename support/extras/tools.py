@@ -1,11 +1,12 @@
-"""A tool that answers in the middle of a completion. The completion is sampled in turns.
+"""Tools that answer in the middle of a completion, which is then sampled in turns.
 
     --tool calculator                    answers <calc>12*34</calc> with =408
-    --tool my_tool.py:reply@</count>     calls reply(text) once a completion has written </count>
+    --tool my_tool.py:reply@</count>     calls reply(text) after a completion has written </count>
 
 The tool's reply is appended, and the policy continues. The reply's tokens are no actions of the
 policy: `completion_mask` excludes them."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,20 +16,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rollout import Rollout
+from support.data import completion_text
+from support.errors import expecting, need, reason
 from support.models import context_of
 from support.tasks import whole_value
-from support.user import expecting, function_of, need, reason
+from support.user_code import function_of
 
 
 class Tool(NamedTuple):
     """A function that replies to completions while they are sampled."""
 
     function: Callable[[str], str | None]  # completion so far -> reply, or None
-    after: str  # the trigger text: it is called when a completion has just written this
+    after: str  # the trigger text: the function is called when a completion has just written it
 
 
 def calculate(completion: str) -> str:
-    """Return `=408` for `<calc>12*34</calc>`, or `=?` if it is no operation of short numbers."""
+    """Return `=408` for `<calc>12*34</calc>`, or `=?` if it is no operation on short numbers."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
     is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
     return f"={whole_value(call)}" if is_operation else "=?"
@@ -38,7 +41,7 @@ TOOLS = {"calculator": Tool(calculate, after="</calc>")}
 
 
 def parse_tool(place: str) -> Tool:
-    """Read `--tool`: a name of TOOLS, or file.py:function@TEXT, called after TEXT."""
+    """Read `--tool`: a name in TOOLS, or file.py:function@TEXT."""
     if place in TOOLS:
         return TOOLS[place]
     where, _, after = place.partition("@")
@@ -49,25 +52,24 @@ def parse_tool(place: str) -> Tool:
 
 
 def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
-    """Return the first length above start that ends with a stop text, begun in any turn."""
+    """Return the first length above start at which a stop text ends, in whatever turn it began."""
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
-    no_token = 2**31 - 1  # in this padding no stop text is found
+    no_token = 2**31 - 1  # no stop text is found in this padding
     ends = stops(pad_sequence(beginnings, True, no_token, padding_side="left")).nonzero()
     return start + 1 + int(ends[0]) if len(ends) else None
 
 
 class Turns:
-    """Replace rollout.generate by one with a tool.
-
-    It also stops at tokens that may complete the trigger text, and goes on with the replies."""
+    """Replaces rollout.generate by one with a tool: it also stops at tokens that may complete the
+    trigger text, appends the reply, and goes on."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate = generate
         self.tool = tool
         self.tokenizer = tokenizer
-        self.faults: list[str] = []  # errors of the tool in this process and step
+        self.faults: list[str] = []  # why it failed, by completion of the latest call, or ""
         ends = tuple(tool.after[start:] for start in range(len(tool.after)))
         self.asking = []  # tokens that contain the trigger text, or start with an end of it
         for token in range(len(tokenizer)):
@@ -77,12 +79,12 @@ class Turns:
         need(self.asking, f"--tool: no token of this tokenizer can complete {tool.after!r}")
 
     def read(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return completion_text(self.tokenizer, ids)
 
     def __call__(
         self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options
     ) -> Rollout:
-        """Sample completions with replies. Turns change no token: a row's uniforms decide alone."""
+        """Sample completions with replies. A uniform belongs to a place: turns change no token."""
         options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
         prompts = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
         uniforms = uniforms.flatten(0, 1)  # (N, T)
@@ -92,8 +94,9 @@ class Turns:
         logprobs = tokens.float()  # 0 for tokens of the tool
         lengths = [0] * len(prompts)
         ended = [False] * len(prompts)  # by a token of the policy
+        self.faults = [""] * len(prompts)
 
-        rows = range(len(prompts))  # completions that are under way
+        rows = range(len(prompts))  # unfinished completions
         while rows:
             texts = [prompts[row] + tokens[row, : lengths[row]].tolist() for row in rows]
             width = context_of(model.config) - max(map(len, texts))
@@ -112,7 +115,7 @@ class Turns:
                 mask[row, start:end] = True
                 ended[row] = ids[-1] in eos_ids or stop is not None
                 if end < limit and not ended[row] and self.is_asked(ids):
-                    reply = self.reply(self.read(ids))[: limit - end]
+                    reply = self.reply(row, self.read(ids))[: limit - end]
                     tokens[row, end : end + len(reply)] = torch.tensor(reply, dtype=torch.long)
                     end += len(reply)
                 lengths[row] = end
@@ -126,7 +129,7 @@ class Turns:
         after = self.tool.after
         return self.read(ids).count(after) > self.read(ids[:-1]).count(after)
 
-    def reply(self, text: str) -> list[int]:
+    def reply(self, row: int, text: str) -> list[int]:
         """Return the tokens of the tool's reply, as plain text without control tokens."""
         try:
             said = self.tool.function(text)
@@ -135,15 +138,24 @@ class Turns:
             plain = {"add_special_tokens": False, "split_special_tokens": True}
             return self.tokenizer.encode(said, **plain)
         except (Exception, SystemExit) as error:  # a user's function may do anything
-            self.faults.append(f"{reason(error)} on {text!r:.80}")
+            self.faults[row] = f"--tool: {reason(error)} on {text!r:.80}"
             return []
 
-    def measure(self, samples: Rollout, ranks) -> dict[str, float | Tensor]:
-        """Return replies per completion and the number of failures. `fault` is the first, or ""."""
-        failed = [fault for faults in ranks.gather(self.faults) for fault in faults]
-        self.fault = failed[0] if failed else ""
-        mask, lengths = samples.completion_mask, samples.lengths
+    def abstain(self, verdicts: list, ranks) -> list:
+        """Return the verdicts on the latest completions, but none where the tool failed: a number
+        there could teach the policy to make it fail."""
+        faults = [fault for faults in ranks.gather(self.faults) for fault in faults]
+        for i, verdict in enumerate(verdicts):
+            if faults[i]:
+                nothing = dict.fromkeys(verdict.terms, math.nan)
+                empty = {"terms": nothing, "steps": [], "with_steps": nothing}
+                verdicts[i] = verdict._replace(reward=math.nan, fault=faults[i], **empty)
+        return verdicts
+
+    def measure(self, rollout: Rollout) -> dict[str, Tensor]:
+        """Return the mean number of replies in a completion."""
+        mask, lengths = rollout.completion_mask, rollout.lengths
         places = torch.arange(mask.shape[1], device=mask.device)
         replies = (places < lengths[:, None]) & ~mask
         begins = replies[:, 1:] & ~replies[:, :-1]  # the first token is always the policy's
-        return {"tool_calls": begins.sum() / len(mask), "tool_faults": len(failed)}
+        return {"tool_calls": begins.sum() / len(mask)}

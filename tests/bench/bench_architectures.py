@@ -1,15 +1,15 @@
-"""Which architectures of transformers are sampled and scored right: a tiny random model of each.
+"""Which architectures of transformers are sampled and scored correctly, on tiny random models.
 
     python tests/bench/bench_architectures.py                 # all of them, minutes
     python tests/bench/bench_architectures.py opt falcon_h1   # some
     python tests/bench/bench_architectures.py --markdown docs/architectures.md
 
-Each row compares, in float32, log-probs of completions that we sampled: by the sampler, by the
-scorer with each layout, and by a forward pass of the whole model over each text alone. Right: all
-agree to 1e-3, gradient checkpointing changes no bit, and gradients of trees are those of rows.
-Refused: one sentence instead. Texts have up to 21 tokens, more than every window, chunk, floor and
-original context of the tiny configurations. An encoder that has a causal head is built as a
-decoder. Attention is that which transformers takes by itself: sdpa, where a model has it."""
+Each row compares, in float32, the log-probs of sampled completions: those of the sampler, of each
+layout of the scorer, and of the whole model's forward pass over each sequence alone. "right" means
+that they agree to 1e-3, that gradient checkpointing changes no bit, and that trees and rows have
+the same gradients; "refused" means one sentence instead. Sequences have up to 21 tokens, more than
+every window, chunk and original context of the tiny configurations. Encoders with a causal head are
+built as decoders. The attention is transformers' default: sdpa, where a model has it."""
 
 import contextlib
 import warnings
@@ -22,8 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import common
 import rollout as R
+from support.errors import UserError, reason
 
-# a small value -> the fields of configurations that get it, where they are there
+# a small value: the fields of a configuration that get it, if they exist
 SIZES = {
     0: "pad_token_id",
     1: "bos_token_id n_group topk_group first_k_dense_replace",
@@ -47,7 +48,7 @@ SIZES = {
         dim_ff dff expert_ffn_hidden_size encoder_ffn_dim d_inner mamba_d_ssm""",
     128: "max_position_embeddings n_positions max_seq_len n_ctx",
 }
-EFFECTIVE_FROM = {  # some length on, in tokens or blocks
+EFFECTIVE_FROM = {  # a length, in tokens or blocks
     1: "index_topk_blocks index_local_blocks",
     4: "floor_scale log_scaling_n_floor index_topk index_block_size",
     6: """sliding_window sliding_window_size attention_window_size window_size local_attention
@@ -92,19 +93,14 @@ EXTRA = {
     "zamba2": ZAMBA,
     "zaya": dict(num_experts_per_tok=1),
 }
-# other rotary embeddings than a model's own
+# other rotary embeddings
 ORIGINAL = 18  # tokens
 SCALED = dict(rope_theta=1e4, factor=8.0, original_max_position_embeddings=ORIGINAL)
 YARN = dict(rope_type="yarn", **SCALED)
 LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **SCALED)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=8.0)
-LONG = dict(
-    rope_type="longrope",
-    rope_theta=1e4,
-    short_factor=[1.0] * 4,
-    long_factor=[8.0] * 4,
-    original_max_position_embeddings=ORIGINAL,
-)
+LONG = dict(rope_type="longrope", rope_theta=1e4, original_max_position_embeddings=ORIGINAL)
+LONG |= dict(short_factor=[1.0] * 4, long_factor=[8.0] * 4)
 VARIANTS = {
     "llama + yarn": dict(rope_parameters=YARN),
     "llama + llama3": dict(rope_parameters=LLAMA3),
@@ -142,7 +138,7 @@ def small_fields(config) -> dict:
 
 
 def build(kind: str, seed: int = 0, attention: str | None = None, **options):
-    """Return a tiny random model of a type, or of one of VARIANTS. options go into its config."""
+    """A tiny random model of a type or of one of VARIANTS. options go into its config."""
     kind, fields = kind.split(" + ")[0], VARIANTS.get(kind, {})
     fields = small_fields(AutoConfig.for_model(kind)) | EXTRA.get(kind, {}) | fields | options
     config = AutoConfig.for_model(kind, **fields)
@@ -150,7 +146,7 @@ def build(kind: str, seed: int = 0, attention: str | None = None, **options):
         config.is_decoder = True
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    for parameter in model.parameters():  # as initialised, logits are nearly flat
+    for parameter in model.parameters():  # initialised, the logits are nearly flat
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
@@ -160,36 +156,31 @@ def examine(kind: str) -> tuple[str, str]:
     try:
         model = build(kind)
     except Exception as error:
-        return "not built", first_line(error)
+        return "not built", reason(error)
     try:
         shares = R.check_scorer(model, PROMPTS[:2], 0)
         room = R.context_of(model.config) - max(map(len, PROMPTS))
         wrong, how = compare(model, min(room, NEW_TOKENS), shares)
         if wrong:
             return "WRONG", wrong
-    except R.UserError as error:
+    except UserError as error:
         return "refused", str(error)
     except Exception as error:
-        return "error", first_line(error)
+        return "error", reason(error)
     if room < NEW_TOKENS:
         how += ", up to the original context"
-        with contextlib.suppress(R.UserError):
+        with contextlib.suppress(UserError):
             sampled(model, NEW_TOKENS)
             return "WRONG", "samples texts that are longer than its context"
     return "right", f"{how}; {with_checkpointing(model, shares)}"
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:150]
 
 
 def compare(model, new_tokens: int, shares: bool) -> tuple[str, str]:
     """Return the differences from the model's own forward pass, and the layouts."""
     out = sampled(model, new_tokens)
     own = torch.zeros_like(out.sampler_logprobs)
-    for row, length, text in zip(own, out.lengths, out.sequences()):
-        with torch.no_grad():
-            row[:length] = R.sequence_logprobs(model, text)[-length:]
+    for row, length, ids in zip(own, out.lengths, out.sequences()):
+        row[:length] = R.sequence_logprobs(model, ids)[-length:].detach()
     rows, by_rows = scored(model, out)
     gaps = {"sampler": out.sampler_logprobs - own, "rows": rows - own}
     how = "rows, and trees differ" if R.shares_prefixes(model) else "rows"
@@ -205,20 +196,19 @@ def compare(model, new_tokens: int, shares: bool) -> tuple[str, str]:
 
 
 def sampled(model, new_tokens: int):
-    """Three groups of three. Two completions of each begin alike."""
+    """Three groups of three, in which two completions share a prefix."""
     uniforms = torch.rand(len(PROMPTS), 3, new_tokens, generator=torch.Generator().manual_seed(0))
     uniforms[:, 1, : new_tokens // 2] = uniforms[:, 0, : new_tokens // 2]
     return R.generate(model, PROMPTS, uniforms, eos_ids=[2], pad_id=0)
 
 
 def trees_of(out, width: int):
-    """Return the layout of all completions as trees in rows of at most so many nodes."""
-    trees = R.grow(R.in_order(out.sequences()), width)
-    return R.micro_batch_of_trees(out, torch.arange(len(out.tokens)), trees).trees
+    """All completions as trees of at most `width` nodes."""
+    return R.join(R.grow(R.in_order(out.sequences()), width), out.tokens.device)
 
 
 def scored(model, out, trees=None):
-    """Return log-probs and the gradients of a sum."""
+    """Log-probs, and the gradients of a sum."""
     logprobs, entropy = R.completion_logprobs(model, out, 1.0, trees)
     (logprobs.sum() + entropy.sum()).backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -227,14 +217,14 @@ def scored(model, out, trees=None):
 
 
 def with_checkpointing(model, shares: bool) -> str:
-    from support.extras.checkpointing import checkpoint_layers
+    from support.extras.recompute import checkpoint_layers
 
     out = sampled(model, 8)
     trees = trees_of(out, 24) if shares else None
     before, _ = R.completion_logprobs(model, out, 1.0, trees)
     try:
         checkpoint_layers(model)
-    except R.UserError:
+    except UserError:
         return "no gradient checkpointing"
     after, _ = scored(model, out, trees)
     if not torch.equal(before, after):
@@ -243,7 +233,7 @@ def with_checkpointing(model, shares: bool) -> str:
 
 
 def tables(found: dict[str, tuple[str, str]]) -> str:
-    """Return the architectures of each verdict, and why some are refused or could not be built."""
+    """The architectures by verdict, and why some were refused or not built."""
     rows, reasons = {}, []
     for kind, (verdict, how) in found.items():
         if verdict != "right":
@@ -251,8 +241,8 @@ def tables(found: dict[str, tuple[str, str]]) -> str:
             how = "see below"
         rows.setdefault((verdict, how), []).append(kind)
     order = ["right", "refused", "not built", "WRONG", "error"]
-    lines = [["verdict", "how", "number"]]
-    lines[0].append(f"architectures of transformers {transformers.__version__}")
+    version = f"architectures of transformers {transformers.__version__}"
+    lines = [["verdict", "how", "number", version]]
     for verdict, how in sorted(rows, key=lambda row: (order.index(row[0]), row[1])):
         kinds = rows[verdict, how]
         lines.append([verdict, how, str(len(kinds)), ", ".join(kinds)])
@@ -261,8 +251,8 @@ def tables(found: dict[str, tuple[str, str]]) -> str:
 
 def main():
     parser = common.parser(__doc__)
-    parser.add_argument("kinds", nargs="*", help="types of models; default: all")
-    parser.add_argument("--markdown", type=Path, help="page whose table is replaced")
+    parser.add_argument("kinds", nargs="*", help="model types, default: all")
+    parser.add_argument("--markdown", type=Path, help="page whose table to replace")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")

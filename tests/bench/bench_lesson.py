@@ -1,36 +1,39 @@
 """Measure the numbers of docs/from-ppo-to-gspo.md that no other benchmark has, on one CPU core.
 
-python tests/bench/bench_lesson.py variance  # of the gradient, by length and by weight
+python tests/bench/bench_lesson.py variance  # of one completion's gradient, by length and by weight
 python tests/bench/bench_lesson.py variants  # GSPO without its root
-python tests/bench/bench_lesson.py stops     # how far s is from 1 where GSPO does not clip
+python tests/bench/bench_lesson.py stops     # how far s is from 1 where GSPO doesn't clip
 """
 
 import collections
+import dataclasses
+import itertools
 import statistics
 
 import torch
+import transformers
 
 import common
 import gspo
-import rollout
-import train
-from bench_pictures import sampled, short_run
 from gspo import as_columns, completion_mean, masked_mean, policy_metrics
+from rollout import completion_logprobs, generate, micro_batches
+from support.models import end_and_pad_ids
+from support.tasks import TASKS, built_in_policy, chain_problem, problems
 
-# ---- GSPO without its root -----------------------------------------------------------------------
+# ---- GSPO without its root, and what its clip lets through ---------------------------------------
 
 
 def rootless_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """Compute gspo_loss without 1 / length in s: the ratio is a product of L numbers."""
+    """gspo_loss without the 1 / length in s: the ratio is a product of L numbers."""
     length = mask.sum(1, keepdim=True)
     log_ratio = length * completion_mean(logprobs - old_logprobs.detach(), mask)
     advantages = completion_mean(as_columns(advantages), mask)
     ratio = log_ratio.exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    # its gradient is L times that of s. Divided by L, both are equal at ratio 1
+    # the product's gradient is L times that of s; dividing by L makes them equal at ratio 1
     objective = torch.min(unclipped, clipped) / length.clamp(min=1)
     loss = -masked_mean(objective, mask, "completion", denom)
     stopped = clipped < unclipped
@@ -38,15 +41,14 @@ def rootless_loss(
 
 
 def trained(loss, flags: str, seed: int) -> list[dict]:
-    """Train with a loss in the place of gspo_loss. Return the metrics."""
-    gspo.ALGOS["gspo"] = gspo.Algorithm(loss)
+    """Train with `loss` in place of gspo_loss and return the metrics."""
+    gspo.ALGOS["gspo"] = dataclasses.replace(gspo.ALGOS["gspo"], loss=loss)
     flags = f"--algo gspo --seed {seed} --eval-samples 0 --save-every 0 {flags}"
-    _, metrics = common.train(flags.split())
-    return metrics
+    return common.train(flags.split())[1]
 
 
 def variants(seeds: list[int]) -> None:
-    """Print a line per variant: means over seeds, of 50 steps."""
+    """Print a line per variant: means over seeds of 50 steps."""
     for name, loss, flags in (
         ("gspo", gspo.gspo_loss, ""),
         ("without 1 / length, the same band", rootless_loss, ""),
@@ -57,29 +59,24 @@ def variants(seeds: list[int]) -> None:
             steps = trained(loss, f"{flags} --eval-every 10", seed)
             found["after 10"].append(steps[9]["eval_solved"])
             found["after 50"].append(steps[-1]["eval_solved"])
-            for metric in ("clip_fraction", "policy_kl"):
-                found[metric].append(statistics.fmean(step[metric] for step in steps))
+            found["clipped"].append(statistics.fmean(step["clip_fraction"] for step in steps))
         parts = [f"{key} {statistics.fmean(values):.4g}" for key, values in found.items()]
         print(f"{name}: {', '.join(parts)}; seeds after 50: {found['after 50']}")
 
 
-# ---- the completions that GSPO's clip lets through ----------------------------------------------
-
-
 def stops(seeds: list[int]) -> None:
-    """Print, for the default run, the share of completions with A != 0 that the clip stops, and the
-    distance |s - 1| of the others."""
-    first, later = [], []  # updates: pairs (|s - 1|, whether it is stopped)
+    """Print, for the default run, the fraction of completions with A != 0 that the clip stops, and
+    how far s is from 1 for the others."""
+    first, later = [], []  # updates: pairs (|s - 1|, stopped)
 
     def noting_loss(
         logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
     ):
-        if logprobs.requires_grad:
-            a = completion_mean(as_columns(advantages), mask)
-            s = completion_mean(logprobs.detach() - old_logprobs, mask).exp()
-            stopped = (a > 0) & (s > 1 + clip_high) | (a < 0) & (s < 1 - clip_low)
-            noted = first if (s == 1).all() else later
-            noted += zip((s - 1).abs()[a != 0].tolist(), stopped[a != 0].tolist())
+        a = completion_mean(as_columns(advantages), mask)
+        s = completion_mean(logprobs.detach() - old_logprobs, mask).exp()
+        stopped = (a > 0) & (s > 1 + clip_high) | (a < 0) & (s < 1 - clip_low)
+        noted = first if (s == 1).all() else later
+        noted += zip((s - 1).abs()[a != 0].tolist(), stopped[a != 0].tolist())
         return gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom)
 
     for seed in seeds:
@@ -94,70 +91,93 @@ def stops(seeds: list[int]) -> None:
 # ---- variance of the gradient --------------------------------------------------------------------
 
 BUCKETS = ((8, 15), (16, 25), (26, 37), (38, 52))  # tokens of a completion
+PROMPTS, GROUP_SIZE, MOST_TOKENS, LR = 32, 8, 80, 2e-4
+
+
+def steps_of_training(steps: int, seed: int):
+    """Train the built-in policy with GSPO's defaults on chains of 1 to 8 operations, and yield it
+    after the updates of each step, with the rollout, old_logprobs and advantages."""
+    task = TASKS["arithmetic"]._replace(problem=lambda rng: chain_problem(rng, (1, 8)))
+    folder = built_in_policy(task, "tiny")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0)
+    endings, stream = end_and_pad_ids(policy, tokenizer), problems(task, seed)
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        asked = list(itertools.islice(stream, PROMPTS))
+        prompts = [tokenizer.encode(problem["prompt"]) for problem in asked]
+        rollout = generate(policy, prompts, torch.rand(PROMPTS, GROUP_SIZE, MOST_TOKENS), **endings)
+        texts = tokenizer.batch_decode(rollout.completions, skip_special_tokens=True)
+        answers = [problem["answer"] for problem in asked for _ in range(GROUP_SIZE)]
+        rewards = [float(text.endswith(f"#{right}")) for text, right in zip(texts, answers)]
+        advantages = gspo.group_advantages(torch.tensor(rewards), GROUP_SIZE)
+        groups = torch.arange(len(texts)).view(PROMPTS, GROUP_SIZE)[torch.randperm(PROMPTS)]
+        updates = [micro_batches(rollout, rows.flatten(), 16384, False) for rows in groups.chunk(4)]
+        with torch.no_grad():
+            old_logprobs = torch.zeros_like(rollout.sampler_logprobs)
+            for part in itertools.chain.from_iterable(updates):
+                old_logprobs[part.rows], _ = completion_logprobs(policy, part.rollout, 1.0)
+        for parts in updates:
+            optimizer.zero_grad()
+            for part in parts:
+                own, mask = part.rows, part.rollout.completion_mask
+                logprobs, _ = completion_logprobs(policy, part.rollout, 1.0)
+                loss, _ = gspo.gspo_loss(
+                    logprobs, old_logprobs[own], advantages[own], mask, denom=len(texts) / 4
+                )
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+        yield policy, rollout, old_logprobs, advantages
 
 
 def weights(log_ratio: torch.Tensor, advantage: float) -> dict[str, torch.Tensor]:
-    """Return weights of a token's A grad log pi, each () or (T,)."""
+    """Weights of a token's A grad log pi, () or (T,) each."""
     ratio = log_ratio.exp()
     stopped = (ratio > 1.2) if advantage > 0 else (ratio < 0.8)
     return {
         "1": torch.tensor(1.0),
         "r_t": ratio,
-        "r_t in 0.8 to 1.2": torch.where(stopped, 0.0, ratio),
-        "s": log_ratio.mean().exp(),
+        "r_t under GRPO's clip": torch.where(stopped, 0.0, ratio),
         "product": log_ratio.sum().exp(),
+        "s": log_ratio.mean().exp(),
     }
 
 
-def gradients(run, step_data, row: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return the gradient of one completion's objective, (1 / L) sum of weight A grad log pi, for
-    each weight, and its log-ratios."""
-    policy, batch = run.models.policy.module, step_data.batch
-    mask, advantage = batch.mask[row], float(step_data.advantages[row])
-    logprobs = rollout.completion_logprobs(policy, batch.rollout.select([row]), 1.0)[0][0][mask]
-    log_ratio = logprobs.detach() - step_data.constants.old_logprobs[row][mask]
-    parameters, found = list(policy.parameters()), {}
-    for name, weight in weights(log_ratio, advantage).items():
-        objective = (weight * advantage * logprobs).mean()
-        parts = torch.autograd.grad(objective, parameters, retain_graph=True)
-        found[name] = torch.cat([each.flatten() for each in parts])
-    return found, log_ratio
-
-
-def variance(_) -> None:
-    """Print, for chains of 1 to 8 operations, the variance of one completion's gradient by length,
-    relative to that of the same gradient without a weight."""
-    log_ratios = {bucket: [] for bucket in BUCKETS}
-    totals, squares = collections.defaultdict(float), collections.defaultdict(list)
-    with short_run() as run:
-        for step in range(1, 15):
-            step_data = sampled(run, step)
-            train.improve(run, *step_data)
-            active = torch.cat([update.active_rows for update in step_data.updates]).tolist()
-            for row in active if step > 6 else []:
-                length = int(step_data.batch.mask[row].sum())
-                for bucket in [(low, high) for low, high in BUCKETS if low <= length <= high]:
-                    found, log_ratio = gradients(run, step_data, row)
-                    log_ratios[bucket].append(log_ratio)
-                    for name, gradient in found.items():
-                        totals[bucket, name] = totals[bucket, name] + gradient
-                        squares[bucket, name].append(float(gradient.square().sum()))
-    for bucket, rows in log_ratios.items():
-        print(f"{bucket[0]} to {bucket[1]} tokens, {len(rows)} completions; medians:")
-        typical = {
-            "furthest token": [row.abs().max() for row in rows],
-            "log s": [row.mean() for row in rows],
-            "log of the product": [row.sum() for row in rows],
-        }
-        for title, values in typical.items():
-            print(f"  {title} {float(torch.stack(values).abs().median()):.4f}")
-        parts, variances = [], {}
-        for name in found:
-            mean, total = totals[bucket, name] / len(rows), sum(squares[bucket, name])
-            variances[name] = total / len(rows) - float(mean.square().sum())
-            share, of_one = variances[name] / variances["1"], max(squares[bucket, name]) / total
-            parts.append(f"{name}: {share:.2f} ({of_one:.0%} of it one completion)")
-        print("  variance:", "; ".join(parts))
+def variance(seeds: list[int]) -> None:
+    """Print the variance of one completion's gradient, (1 / L) sum_t weight A grad log pi, by
+    length, relative to that of the same gradient without a weight. Steps 7 to 14 of a run."""
+    for seed in seeds:
+        counts, totals = collections.Counter(), collections.defaultdict(float)
+        squares = collections.defaultdict(list)
+        for step in itertools.islice(steps_of_training(14, seed), 6, None):
+            policy, rollout, old_logprobs, advantages = step
+            parameters = list(policy.parameters())
+            for row in (advantages != 0).nonzero()[:, 0].tolist():
+                mask, advantage = rollout.completion_mask[row], float(advantages[row])
+                length = int(mask.sum())
+                bucket = next((each for each in BUCKETS if each[0] <= length <= each[1]), None)
+                if bucket is None:
+                    continue
+                counts[bucket] += 1
+                logprobs = completion_logprobs(policy, rollout.select([row]), 1.0)[0][0][mask]
+                log_ratio = logprobs.detach() - old_logprobs[row][mask]
+                for name, weight in weights(log_ratio, advantage).items():
+                    objective = (weight * advantage * logprobs).mean()
+                    parts = torch.autograd.grad(objective, parameters, retain_graph=True)
+                    gradient = torch.cat([each.flatten() for each in parts])
+                    totals[bucket, name] = totals[bucket, name] + gradient
+                    squares[bucket, name].append(float(gradient.square().sum()))
+        for bucket in BUCKETS:
+            found, said = {}, []
+            for name in weights(torch.zeros(1), 1.0):
+                count, own = counts[bucket], squares[bucket, name]
+                mean = totals[bucket, name] / count
+                found[name] = sum(own) / count - float(mean.square().sum())
+                relative, largest = found[name] / found["1"], max(own) / sum(own)
+                said.append(f"{name}: {relative:.2f} ({largest:.0%} of it one completion)")
+            print(f"seed {seed}, {bucket[0]} to {bucket[1]} tokens, {count}:", "; ".join(said))
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""Memory of training: counted for models of any size, and measured on the machine at hand.
+"""Memory of training, counted for models of any size or measured on this machine.
 
     python tests/bench/bench_memory.py                  # the table of docs/memory.md: minutes
-    python tests/bench/bench_memory.py --write          # the same, put into the page
-    python tests/bench/bench_memory.py --measure 0.6B    # a GPU trains that shape
+    python tests/bench/bench_memory.py --write          # the same, written into the page
+    python tests/bench/bench_memory.py --measure 0.6B    # train that shape on a GPU
 
-It counts the bytes of all floating-point tensors that live at a time (counting.py). Meanwhile our
-own functions load, sample, score and train in bfloat16 autocast, with attention that is fused, as
-on a GPU. CUDA itself and what its allocator cannot use are not counted. ROOM is for them."""
+The count is the bytes of all floating-point tensors alive at a time (counting.py) while our own
+functions load, sample, score and train in bfloat16 autocast with fused attention, as on a GPU. CUDA
+itself and fragments of its allocator are not counted. ROOM is for them."""
 
 import json
 import subprocess
@@ -24,13 +24,13 @@ import common
 import gspo
 import rollout
 from counting import Counting
-from support import tasks
-from support.models import frozen_copy, refresh
+from support import pretrain, tasks
+from support.models import Models, make_optimizer, refresh
 
 GB = 1e9
 CARDS = (24, 40, 80)  # GB
 ROOM = 1.5  # GB of a card: 1 for CUDA and its libraries, 0.5 that the allocator cannot use
-CACHE_GB = 2  # KV caches while sampling, in the table. With less, few completions run at once
+CACHE_GB = 2  # KV caches, in the table. With less, few completions are sampled at a time
 LORA_RANK = 16
 TOKENS = 4096  # of a micro-batch, padding included
 PROMPT, LONGEST = 200, 1024  # tokens
@@ -48,11 +48,8 @@ SHAPES = {name: dict(zip(NAMES, sizes)) for name, sizes in SIZES.items()}
 PUBLISHED = [name for name in SHAPES if name.endswith("B")]
 
 
-# ---- counted -------------------------------------------------------------------------------------
-
-
 class Memory(NamedTuple):
-    """Bytes on the device. The last four are peaks: all that lives then is in them."""
+    """Bytes on the device. The last four are peaks, which include everything alive."""
 
     parameters: int  # their number
     weights: int  # policy and sampler
@@ -61,7 +58,7 @@ class Memory(NamedTuple):
     loading: int  # a float32 policy, its sampler in bfloat16, then adapters
     refreshing: int
     sampling: int
-    updating: int  # a micro-batch that is not the first: gradients and moments are there
+    updating: int  # a later micro-batch: gradients and moments exist
 
     @property
     def peak(self) -> int:
@@ -69,24 +66,18 @@ class Memory(NamedTuple):
 
 
 def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Memory:
-    """Return the most bytes of a run, phase by phase. rank: of adapters; 0: all weights."""
+    """Peak memory of each phase of a run. rank: of adapters, 0 to train all weights."""
+    config = SimpleNamespace(
+        seed=0, device="cpu", dtype="bfloat16", lr=0.0, kl_coef=0.0, teacher=""
+    )
+    config.stale_steps, config.old_logprobs, config.gradient_checkpointing = 1, "", checkpointing
+    config.lora_rank, config.lora_alpha = rank, 2.0 * rank
     with Counting() as counting:
         policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
-        counting.bytes_peak = counting.bytes_now  # a head that is then tied is not of a run
-        sampler = frozen_copy(policy, torch.bfloat16)
-        if rank:
-            from support.extras.lora import add_adapters
-
-            options = SimpleNamespace(seed=0, lora_rank=rank, lora_alpha=2.0 * rank)
-            add_adapters(policy, options, torch.bfloat16)
-        loading = counting.bytes_peak
-        if checkpointing:
-            from support.extras.checkpointing import checkpoint_layers
-
-            checkpoint_layers(policy)
-        trained = [each for each in policy.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(trained, weight_decay=0.0, fused=True)
-        weights = counting.bytes_now
+        counting.bytes_peak = counting.bytes_now  # without the head that is then tied
+        models = Models(config, gspo.ALGOS["gspo"], policy)
+        sampler, loading = models.sampling_model, counting.bytes_peak
+        optimizer, weights = make_optimizer(config, models), counting.bytes_now
         refreshing = counting.peak_of(lambda: refresh(sampler, policy))
         completions = full_micro_batch()
         accumulate(policy, completions)
@@ -109,27 +100,25 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
 
 
 def count_deep(shape: dict, rank: int) -> Memory:
-    """count_memory from two shallow models, in seconds: every layer adds the same. Of the 0.6B
-    model it is within 0.1 GB of the count of all layers. Not so with gradient checkpointing, where
-    another moment is the peak of a deep model."""
+    """count_memory, extrapolated from two shallow models in seconds: all layers are alike. Within
+    0.1 GB of the full count for the 0.6B model. Not valid with gradient checkpointing, where a deep
+    model peaks at another moment."""
     few, many = (count_memory(shape | {"num_hidden_layers": layers}, rank) for layers in (4, 6))
     more = (shape["num_hidden_layers"] - 4) / 2
     return Memory(*(four + more * (six - four) for four, six in zip(few, many)))
 
 
 def full_micro_batch() -> rollout.Rollout:
-    """As many rows of 1,024 tokens as a micro-batch has room for. Ragged rows, padding included,
-    take no more."""
+    """As many full rows as fit. Ragged rows, padding included, take no more."""
     rows = torch.arange(TOKENS // LONGEST)
     lengths = torch.full_like(rows, LONGEST - PROMPT)
     tokens = (2 + rows)[:, None].repeat(1, LONGEST - PROMPT)
-    prompts = [[5] * PROMPT for _ in rows]
-    zeros = torch.zeros(tokens.shape)
+    prompts, zeros = [[5] * PROMPT for _ in rows], torch.zeros(tokens.shape)
     return rollout.Rollout.of(prompts, tokens, zeros, lengths, lengths > 0, pad_id=0)
 
 
 def accumulate(policy, completions: rollout.Rollout) -> None:
-    """Add the gradient of GSPO's loss of a micro-batch."""
+    """Accumulate the gradient of GSPO's loss."""
     with torch.autocast("cpu", torch.bfloat16):
         logprobs, _ = rollout.completion_logprobs(policy, completions, 1.0, entropy="value")
     mask, advantages = completions.completion_mask, torch.zeros(len(logprobs))
@@ -138,27 +127,25 @@ def accumulate(policy, completions: rollout.Rollout) -> None:
 
 
 def sample(sampler) -> None:
-    """As many completions at once as the caches have room for. Of their tokens all but the last few
-    are read as a prompt, which fills the caches at once. All that are sampled are 0: no end."""
+    """Fill the KV caches at once: all but the last few tokens are read as prompts. Sampled tokens
+    are all 0, which is no end token."""
     config, new = sampler.config, 4
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    width = PROMPT + LONGEST
-    many = max(1, int(CACHE_GB * GB / (2 * numbers * width)))
-    prompts = [[2 + i % 8, 2 + i // 8] + [2] * (width - new - 2) for i in range(many)]
+    many = max(1, int(CACHE_GB * GB / (2 * numbers * (PROMPT + LONGEST))))
+    rest = [2] * (PROMPT + LONGEST - new - 2)
+    prompts = [[2 + i % 8, 2 + i // 8, *rest] for i in range(many)]
     uniforms = torch.zeros(many, 1, new)
     rollout.generate(sampler, prompts, uniforms, cache_gb=CACHE_GB, eos_ids=[1], pad_id=1)
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-LESS = "--gradient-checkpointing"  # the flag that needs less memory
+LESS = "--gradient-checkpointing"  # saves memory
 HEAD = ["", "trained", "weights", "AdamW", "gradients", "loading", "refreshing"]
 HEAD += [f"sampling, {CACHE_GB} GB of KV cache", "updating", f"updating, `{LESS}`"]
 HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card in CARDS]]
 
 
 def memory_table(names: list[str]) -> str:
-    """Return Markdown rows in GB, and whether a card has room, with which flag."""
+    """A Markdown table in GB, and on which cards a run fits, with which flag."""
     lines = [HEAD]
     for name in names:
         for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
@@ -176,39 +163,36 @@ def memory_table(names: list[str]) -> str:
     return common.markdown(*lines)
 
 
-# ---- measured ------------------------------------------------------------------------------------
-
-# almost every text gets another reward: where all rewards are equal, there is nothing to train
+# rewards differ between almost all texts: with equal ones there is nothing to train
 REWARD = "def by_text(completion, answer):\n    return sum(completion.encode()) % 7 / 6\n"
 
 
 def measure(name: str) -> dict:
-    """Train random weights of a shape for two steps in a process of its own. Return the last row of
-    metrics: memory and seconds are those of a real model of that shape. Add the counted memory."""
+    """Train random weights of a shape for two steps in a separate process. Returns the last row of
+    metrics, whose memory and seconds are those of a real model, and the counted memory."""
+    longest, prompts, tokens = (28, 8, 1024) if name == "tiny" else (LONGEST, 32, TOKENS)
+    built_in = pretrain.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
+    tokenizer = AutoTokenizer.from_pretrained(built_in)
+    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     with tempfile.TemporaryDirectory() as folder:
-        built_in = tasks.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
-        tokenizer = AutoTokenizer.from_pretrained(built_in)
-        ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name], **ends))
         for part in (model, tokenizer):
             part.save_pretrained(f"{folder}/model")
         Path(folder, "pay.py").write_text(REWARD)
         flags = f"--model {folder}/model --reward {folder}/pay.py:by_text --steps 2 "
-        flags += f"--eval-samples 0 --eval-prompts 8 --runs {folder} --name run "
-        flags += f"--max-new-tokens {LONGEST} --prompts-per-step 32 "
-        flags += f"--micro-batch-tokens {TOKENS} --cache-gb {CACHE_GB}"
-        if name == "tiny":
-            flags += " --max-new-tokens 28 --prompts-per-step 8 --micro-batch-tokens 1024"
+        flags += f"--eval-samples 0 --eval-prompts 8 --cache-gb {CACHE_GB} "
+        flags += f"--max-new-tokens {longest} --prompts-per-step {prompts} "
+        flags += f"--micro-batch-tokens {tokens} --runs {folder} --name run"
         command = [sys.executable, str(common.ROOT / "train.py"), *flags.split()]
         subprocess.run(command, check=True)
         row = common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
-        return row | {"counted_gb": count_deep(SHAPES[name], 0).peak / GB}
+    return row | {"counted_gb": count_deep(SHAPES[name], 0).peak / GB}
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/memory.md")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     if given.measure:

@@ -34,7 +34,7 @@ import transformers
 import common
 import rewards
 from common import read_rows
-from support import tasks
+from support import pretrain, tasks
 from support.data import messages_of
 
 PEERS = {  # contestant -> its name in the table
@@ -44,7 +44,7 @@ PEERS = {  # contestant -> its name in the table
     "trl-wide": "TRL, its band and mean",
 }
 # the rest of a step is the updates
-PHASES = ("seconds_sample", "seconds_score", "seconds_constants")
+PHASES = ("seconds_sample", "seconds_verify", "seconds_score")
 LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
@@ -54,7 +54,7 @@ def prepare(given, folder: Path) -> dict:
     settings = vars(given) | BATCH | {"held_out": None}
     if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
-        settings |= {"model": str(tasks.built_in_policy(task, "tiny")), "reward": task.verifier}
+        settings |= {"model": str(pretrain.built_in_policy(task, "tiny")), "reward": task.verifier}
         settings |= {"max_new_tokens": task.max_new_tokens, "lr": 2e-4}
         settings |= {name: str(folder / f"{name}.jsonl") for name in ("data", "held_out")}
         counts = {"data": given.steps * given.prompts_per_step, "held_out": 256}
@@ -149,7 +149,7 @@ def trl_worker(folder: Path, settings: dict) -> None:
     watch.metrics = trainer._metrics["train"]
     watch.time(trainer, "_generate_and_score_completions", "prepare")
     watch.time(trainer, "_generate_single_turn", "seconds_sample")
-    watch.time(trainer, "_calculate_rewards", "seconds_score")
+    watch.time(trainer, "_calculate_rewards", "seconds_verify")
     trainer.train()
     trained = folder / f"run/checkpoints/step-{settings['steps']}"
     trainer.model.save_pretrained(trained)
@@ -195,8 +195,8 @@ class Watch(transformers.TrainerCallback):
             return
         # the time before the updates without sampling and rewards: mostly old log-probs
         seconds = self.seconds
-        rest = seconds.pop("prepare") - seconds["seconds_sample"] - seconds["seconds_score"]
-        row = {"step": number, **seconds, "seconds_constants": rest}
+        rest = seconds.pop("prepare") - seconds["seconds_sample"] - seconds["seconds_verify"]
+        row = {"step": number, **seconds, "seconds_score": rest}
         size = self.settings["group_size"]
         groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
         row["reward"] = statistics.fmean(self.rewards)
@@ -263,8 +263,8 @@ def table(turns: list[dict]) -> str:
     measures = {
         "seconds a step": lambda r: mean(r, "seconds"),
         "– sampling": lambda r: mean(r, "seconds_sample"),
-        "– rewards": lambda r: mean(r, "seconds_score"),
-        "– old log-probs": lambda r: mean(r, "seconds_constants"),
+        "– rewards": lambda r: mean(r, "seconds_verify"),
+        "– old log-probs": lambda r: mean(r, "seconds_score"),
         "– updates, and the rest": lambda r: mean(r, "seconds_update"),
         f"seconds to reward {LEVEL}": lambda r: reached(r).get("elapsed"),
         f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),

@@ -1,8 +1,7 @@
-"""Count memory: models run without numbers, and the bytes of all living tensors are summed up.
+"""Count memory: run models without data, and add up the bytes of all tensors that are alive.
 
-Floating-point tensors have a shape, a type and a life, but no memory (`FakeTensor` of torch).
-Integers and masks are real ones, as our functions read them. A model of any size runs in seconds.
-"""
+Floating-point tensors have a shape, a dtype and a lifetime, but no storage (torch's `FakeTensor`).
+Integers and masks are real, because our functions read them. Any size runs in seconds."""
 
 import weakref
 from collections.abc import Callable
@@ -19,9 +18,9 @@ def tensors(values) -> list[Tensor]:
 
 
 class Counting(TorchDispatchMode):
-    """A context: tensors of floating-point numbers that are made in it hold none.
+    """A context in which new floating-point tensors have no data.
 
-    bytes_now, bytes_peak: of those that live, a storage once. Integers do not count: they are
+    bytes_now, bytes_peak: of the tensors alive, each storage once. Integers don't count: they are
     thousands of times fewer."""
 
     def __init__(self):
@@ -34,9 +33,9 @@ class Counting(TorchDispatchMode):
         kwargs = kwargs or {}
         operands = tensors((args, kwargs))
         if operands and not any(isinstance(operand, FakeTensor) for operand in operands):
-            return tree_map(self.without_numbers, operation(*args, **kwargs))
+            return tree_map(self.without_data, operation(*args, **kwargs))
         if operation is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # somebody reads a number that is not there: the norm of gradients
+            return 1.0  # the norm of gradients is read, which has no data
 
         with self.fake:
             result = operation(*args, **kwargs)
@@ -46,8 +45,8 @@ class Counting(TorchDispatchMode):
             self.count(one)
         return tree_map(some_integers, result)
 
-    def without_numbers(self, value):
-        """Replace a floating-point tensor, computed from integers, by one without numbers."""
+    def without_data(self, value):
+        """Replace a floating-point tensor, computed from integers, by one without data."""
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
         fake = self.fake.from_tensor(value.detach())
@@ -68,14 +67,14 @@ class Counting(TorchDispatchMode):
         self.bytes_now -= size
 
     def peak_of(self, work: Callable) -> int:
-        """The most bytes that live while work() runs, those of before included."""
+        """Peak bytes while work() runs, including what was alive before."""
         self.bytes_peak = self.bytes_now
         work()
         return self.bytes_peak
 
 
 def some_integers(value):
-    """Replace results of tensors without numbers: every token is 0, and every condition holds."""
+    """Replace integers computed without data: every token is 0, every condition is True."""
     if not isinstance(value, FakeTensor) or value.is_floating_point():
         return value
     if value.dtype == torch.bool:

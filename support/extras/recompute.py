@@ -1,4 +1,4 @@
-"""Gradient checkpointing: layers keep no activations and run again in the backward pass."""
+"""Gradient checkpointing: recompute activations in the backward pass instead of keeping them."""
 
 import contextlib
 import functools
@@ -8,12 +8,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from support.user import need
+from support.errors import need
 
 
 def checkpoint_layers(model, context: Callable = contextlib.nullcontext) -> None:
-    """Let each layer run again in the backward pass, in the context that context() returned in the
-    forward pass. transformers does so in training mode alone, which switches dropout on."""
+    """Checkpoint every layer. Its second run is inside the context that context() returned during
+    the first. transformers does this only in training mode, which turns dropout on."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     need(layers, f"--gradient-checkpointing: a {model.config.model_type} has no layers for it")
     for layer in layers:
@@ -21,7 +21,7 @@ def checkpoint_layers(model, context: Callable = contextlib.nullcontext) -> None
 
 
 def run_twice(context: Callable, forward: Callable, *arguments, **options):
-    """Run a layer now, and again in the backward pass."""
+    """Run a layer now and, if there are gradients, again in the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*arguments, **options)
     contexts = (contextlib.nullcontext(), context())

@@ -1,4 +1,4 @@
-"""How a run ends: last lines, signals, a sentence for a mistake, a traceback for a bug."""
+"""How a run ends: its last lines, signals, one sentence for a mistake and a traceback for a bug."""
 
 import os
 import shlex
@@ -6,14 +6,16 @@ import signal
 import sys
 from pathlib import Path
 
-from support import folders
+from safetensors import SafetensorError
+
+from support import run_folder
 from support.console import duration, percent, say
 from support.data import messages_of, printable, printable_lines
-from support.user import UserError, dashed
+from support.errors import UserError, dashed
 
 
 def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
-    """Print the last lines of a run, whose last step has this row."""
+    """Print the last lines of a complete run. row: the metrics of its last step."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
     after = percent({name: row[name] for name in row if name.startswith("eval_")})
     say(f"held out: {percent(progress.before)} -> {after}, in {duration(progress.seconds)}")
@@ -22,10 +24,10 @@ def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return the command that asks the trained model this prompt, without control characters."""
-    *before, asked = messages_of(prompt)  # of a conversation, the last message
+    """Return a shell command that sends the trained model this prompt, safe to print."""
+    *before, asked = messages_of(prompt)  # rollout.py takes the last message of a conversation
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
-    if before and before[0]["role"] == "system":  # then --system was refused
+    if before and before[0]["role"] == "system":  # --system is refused for such prompts
         command += ["--system", before[0]["content"]]
     for name in ("system", "prompt_template", "chat_template_args"):
         if getattr(config, name) != getattr(type(config), name):
@@ -36,44 +38,50 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
 
 
 class StopSignal:
-    """Asks the run to end after its step, with a checkpoint. A second signal ends it at once."""
+    """SIGINT or SIGTERM asks the run to stop after its step, with a checkpoint. A second signal
+    stops it at once."""
 
     def __init__(self):
         self.asked = False
+        self.pid = os.getpid()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.ask)
 
     def ask(self, number, frame) -> None:
-        self.asked = True
-        signal.signal(number, signal.default_int_handler)
-        say("stopping after this step, with a checkpoint; once more: at once, without")
+        own = os.getpid() == self.pid  # else in a process that a reward forked
+        signal.signal(number, signal.default_int_handler if own else signal.SIG_DFL)
+        if own:
+            self.asked = True
+            say("stopping after this step, with a checkpoint; once more: at once, without")
+        elif number == signal.SIGTERM:  # Ctrl-C reaches these, too, while this step needs them
+            signal.raise_signal(number)
 
 
 def fail(error: BaseException, ranks, config) -> int:
-    """Print why the run ends, once for all processes, and return the exit status. A bug of the code
-    keeps its traceback. With $GSPO_TRACEBACK everything does."""
+    """Print why the run failed, once for all processes, and return the exit status. A bug keeps its
+    traceback, and with $GSPO_TRACEBACK every error does."""
     explained = explain(error)
-    if not ranks.fails_first():  # another process says why
+    if not ranks.fails_first():  # another process prints the reason
         os._exit(explained[0] if explained else 2)
     if explained is None or os.environ.get("GSPO_TRACEBACK"):
         raise error
     status, sentence = explained
-    named = config and config.name and status != 2
-    if named and folders.checkpoints(Path(config.runs, config.name)):
+    named = config and config.name and not isinstance(error, UserError)
+    if named and run_folder.checkpoints(Path(config.runs, config.name)):
         run = shlex.join(["--name", config.name, "--runs", config.runs])
         sentence += f"; to continue: python train.py --resume {run}"
     print(printable(sentence), file=sys.stderr, flush=True)
     if ranks.size > 1:
-        os._exit(status)  # at once: an orderly end would wait for the others
+        os._exit(status)  # an orderly exit would wait for the others
     return status
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
-    """Return exit status and a sentence. None for a bug of the code, which keeps its traceback."""
+    """Return the exit status and a sentence, or None for a bug."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped"
-    if isinstance(error, (UserError, OSError)):
-        return 2, f"error: {error}"
+    if isinstance(error, (UserError, OSError, SafetensorError)):  # of a full disk, for example
+        return 2, f"error: {str(error) or type(error).__name__}"
     full = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
     if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):  # GPU, CPU
         less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"

@@ -1,0 +1,80 @@
+"""Numbers of an objective: keyword-only parameters in gspo.py, and the flags that have their names.
+
+`def gspo_loss(..., *, clip_low=3e-4)` is the one home of a default. --clip-low is None unless it is
+given, `fill_numbers` replaces None by the default, and `bind` passes the value to the loss."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+
+import gspo
+from support.errors import UserError, dashed
+
+
+def functions_of(algorithm: gspo.Algorithm) -> dict[str, Callable]:
+    """The functions of a row of ALGOS, by the names of its fields."""
+    names = ("loss", "advantages", "value_loss")
+    return {name: getattr(algorithm, name) for name in names if getattr(algorithm, name)}
+
+
+def keywords_of(function: Callable) -> dict:
+    """Keyword-only parameters and their defaults, without `per`, which a partial may have set."""
+    parameters = inspect.signature(function).parameters.values()
+    keywords = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+    return {each.name: each.default for each in keywords if each.name != "per"}
+
+
+def numbers_of(algorithm: gspo.Algorithm) -> dict:
+    """The numbers of an algorithm and their defaults: keyword-only parameters with a default."""
+    numbers = {}
+    for function in functions_of(algorithm).values():
+        for name, default in keywords_of(function).items():
+            if default is not inspect.Parameter.empty and name not in algorithm.loss_reads:
+                same = numbers.setdefault(name, default) == default
+                assert same, f"gspo.py: {name}: expected one default in an algorithm"
+    return numbers
+
+
+def defaults_of_numbers() -> dict[str, str]:
+    """For the help of each number: which algorithms have it, with which default."""
+    found = {}  # name -> default -> algorithms
+    for algo, algorithm in gspo.ALGOS.items():
+        for name, default in numbers_of(algorithm).items():
+            found.setdefault(name, {}).setdefault(default, []).append(algo)
+    helps = {}
+    for name, by_default in found.items():
+        listed = [f"{', '.join(algos)} {default}" for default, algos in by_default.items()]
+        helps[name] = f", default: {'; '.join(listed)}"
+    return helps
+
+
+def fill_numbers(config) -> None:
+    """Replace each number that is None by the algorithm's default. Raises UserError for a number of
+    another algorithm."""
+    numbers = numbers_of(gspo.ALGOS[config.algo])
+    flags = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_number")}
+    missing = ", ".join(numbers.keys() - flags)  # a fork's; it would get the value of another flag
+    assert not missing, f"{config.algo}: {missing} has no flag made by `number` in train.py"
+    for name in sorted(flags):
+        value = getattr(config, name)
+        if name in numbers:
+            setattr(config, name, numbers[name] if value is None else value)
+        elif value is not None:
+            those = [algo for algo, row in gspo.ALGOS.items() if name in numbers_of(row)]
+            has_none = f"{dashed(name)} {value}: {config.algo} has none"
+            raise UserError(f"{has_none}; {', '.join(those) or 'no algorithm'} has it")
+
+
+def bind(config) -> gspo.Algorithm:
+    """Return the row of --algo with its functions bound to the flags that have the names of their
+    keyword-only parameters, and to the unit of the mean."""
+    algorithm = gspo.ALGOS[config.algo]
+    bound = {}
+    for field, function in functions_of(algorithm).items():
+        names = keywords_of(function).keys() - {*algorithm.loss_reads}
+        options = {name: getattr(config, name) for name in names}
+        if "per" in inspect.signature(function).parameters:
+            options["per"] = algorithm.per
+        bound[field] = functools.partial(function, **options)
+    return dataclasses.replace(algorithm, **bound)
