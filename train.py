@@ -47,10 +47,9 @@ from support import console, data, flags, health, report, run_folder
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
-from support.credit import place_rewards
 from support.data import printable
 from support.errors import UserError, need
-from support.hyperparameters import bind
+from support.loss_flags import bind
 from support.models import (
     Models,
     context_of,
@@ -64,6 +63,7 @@ from support.models import (
 )
 from support.pretrain import BUILT_IN
 from support.ranks import Ranks, joined_ranks
+from support.reward_placement import place_rewards
 from support.run_folder import Output, open_output
 from support.shutdown import StopSignal, fail, farewell
 from support.stop_texts import StopTexts

@@ -192,6 +192,12 @@ class Models:
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # of a mixture: extras.experts.Experts
         dtype = getattr(torch, config.dtype)
+        several_updates = (
+            config.completions_per_update < config.prompts_per_step * config.group_size
+        )
+        if dtype == torch.bfloat16 and several_updates and (config.clip_low or 1) < 5e-3:
+            found = f"bfloat16's rounding can exceed --clip-low {config.clip_low:g}"
+            say(f"warning: {found}: use --dtype float32 if --lr is near 1e-6, see docs/rounding.md")
         # 1. copies, before there are adapters
         if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
             self.sampling_model = frozen_copy(policy, dtype)
@@ -212,7 +218,7 @@ class Models:
             add_adapters(policy, config, dtype)
         # 3. checkpointing of layers, adapters included
         if config.gradient_checkpointing:
-            from support.extras.recompute import checkpoint_layers
+            from support.extras.gradient_checkpointing import checkpoint_layers
 
             checkpoint_layers(policy, rerun_context)
         # 4. a critic: a copy that has both

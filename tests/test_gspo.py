@@ -32,7 +32,7 @@ import torch
 
 import gspo
 import train
-from support.hyperparameters import numbers_of
+from support.loss_flags import numbers_of
 
 LENGTHS = (6, 0, 1, 4, 3, 6, 2, 5)
 WIDTH = 6

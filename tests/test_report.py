@@ -9,7 +9,7 @@ import torch
 import train
 from support import report
 from support.errors import UserError
-from support.hyperparameters import bind
+from support.loss_flags import bind
 from tools import write_rows
 
 LOADS = {"script", "img", "iframe", "object", "embed", "link", "base", "form", "a"}

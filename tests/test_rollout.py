@@ -423,7 +423,7 @@ def test_results_of_a_users_sampler_are_checked():
 @pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mamba"])
 def test_gradient_checkpointing_changes_nothing(kind):
     """Layers run again in the backward pass, without dropout, in a copy, too."""
-    from support.extras.recompute import checkpoint_layers
+    from support.extras.gradient_checkpointing import checkpoint_layers
 
     dropout = {"gemma3_text": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5)}
     model = tiny(kind, **dropout.get(kind, {}))
@@ -481,7 +481,7 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
 def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch):
     """Like every other linear map, in the backward pass, too, and with gradient checkpointing.
     Without autocast nothing changes."""
-    from support.extras.recompute import checkpoint_layers
+    from support.extras.gradient_checkpointing import checkpoint_layers
 
     tiny(kind).save_pretrained(tmp_path)
     model = R.load_model(str(tmp_path), "cpu")

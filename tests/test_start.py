@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from support import console, pretrain, run_folder, shutdown
+from support import console, models, pretrain, run_folder, shutdown
 from tools import (
     BASE,
     ROOT,
@@ -332,3 +332,19 @@ def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, p
         with pytest.raises(KeyboardInterrupt):
             train.Run(config, train.Ranks())
         assert calls == expected
+
+
+@pytest.mark.parametrize(
+    "flags, warns",
+    [
+        ("--algo gspo --dtype bfloat16", True),
+        ("--algo gspo", False),
+        ("--algo gspo --dtype bfloat16 --clip-low 0.03", False),
+        ("--algo grpo --dtype bfloat16", False),
+        ("--algo gspo --dtype bfloat16 --completions-per-update 256", False),  # every ratio is 1
+    ],
+)
+def test_a_band_below_the_rounding_of_bfloat16_is_said(flags, warns, capsys, place):
+    config = train.parse_flags([*BASE.split(), *flags.split()])
+    train.Models(config, train.gspo.ALGOS[config.algo], models.load_model("models/tiny", "cpu"))
+    assert ("rounding can exceed" in capsys.readouterr().out) == warns

@@ -217,7 +217,7 @@ def scored(model, out, trees=None):
 
 
 def with_checkpointing(model, shares: bool) -> str:
-    from support.extras.recompute import checkpoint_layers
+    from support.extras.gradient_checkpointing import checkpoint_layers
 
     out = sampled(model, 8)
     trees = trees_of(out, 24) if shares else None

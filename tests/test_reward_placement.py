@@ -1,4 +1,4 @@
-"""The token that gets a reward: support.credit.place_rewards and token_that_completes."""
+"""The token that gets a reward: support.reward_placement.place_rewards and token_that_completes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 
 from rollout import Rollout
-from support.credit import place_rewards, token_that_completes
+from support.reward_placement import place_rewards, token_that_completes
 from tools import byte_tokenizer
 
 
