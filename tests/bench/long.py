@@ -210,7 +210,7 @@ def spread(values: list[float]) -> str:
     return f"{mean:.0f} ± {half:.0f}"
 
 
-def cells(runs: Runs) -> str:
+def cells(runs: Runs, said=None) -> str:
     """Return the outcomes by row and rate: mean over seeds and its 95% interval. It is in italics
     where the row breaks: on average it ends below its start."""
     rates = values_of(runs, "lr")
@@ -219,7 +219,7 @@ def cells(runs: Runs) -> str:
         line = [f"`{row}`"]
         for lr in rates:
             there = where(runs, row=row, lr=lr)
-            text = spread([outcome(run) for run in there])
+            text = (said or spread)([outcome(run) for run in there])
             line.append(f"*{text}*" if statistics.fmean(map(gain, there)) < 0 else text)
         lines.append(line)
     return markdown(*lines)
