@@ -186,6 +186,7 @@ def generate(
     for samples in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
         # 1. read each distinct prompt once, padded on the left: one row of the cache each
         distinct = list(dict.fromkeys(prompt_of[i] for i in samples))
+        row_of_prompt = {prompt: row for row, prompt in enumerate(distinct)}
         mask = padded([[1] * len(prompt) for prompt in distinct], model.device, left=True)
         cache = DynamicCache(config=model.config)
         logits = next_logits(model, padded(distinct, model.device, pad_id, left=True), mask, cache)
@@ -193,7 +194,7 @@ def generate(
 
         # 2. sample token t of all unfinished samples, until none is left
         unfinished = tokens.new_tensor(samples)
-        cache_row = tokens.new_tensor([distinct.index(prompt_of[i]) for i in samples])
+        cache_row = tokens.new_tensor([row_of_prompt[prompt_of[i]] for i in samples])
         for t in range(max_new_tokens):
             token, logprob = sample_token(logits[cache_row], uniform[unfinished, t], temperature)
             tokens[unfinished, t], logprobs[unfinished, t] = token, logprob

@@ -43,7 +43,7 @@ from rollout import (
     generate,
     micro_batches,
 )
-from support import checkpoints, console, data, flags, health, report
+from support import console, data, flags, health, report, run_folder
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
@@ -549,7 +549,7 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         data.append_rows(folder / "samples.jsonl", shown)
         data.append_rows(folder / "evaluations.jsonl", answers)
     if last or stopping or (config.save_every and step % config.save_every == 0):
-        checkpoints.save(folder, run)
+        run_folder.save_checkpoint(folder, run)
     if output.tracker:
         with run.log.trying("--track"):
             output.tracker(row)
@@ -588,7 +588,7 @@ class Run:
             from support.extras.samplers import check_weights, load_sampler
 
             self.generate = sampler = load_sampler(config)
-        saved, self.progress = checkpoints.newest(config)  # counters, saved in each checkpoint
+        saved, self.progress = run_folder.newest_checkpoint(config)  # with the counters
 
         # 2. tokenizer and prompts
         source, self.tokenizer, model_config = find_model(config, ranks)
@@ -602,7 +602,7 @@ class Run:
         began = ranks.from_first(self.progress.began)
         form = data.PromptFormat(self.tokenizer, config, vocabulary, context, began)
         problems, self.held_out = form.train_and_held_out(config, rows, held_out)
-        checkpoints.compare_data(self.progress, config, rows, self.held_out)
+        run_folder.compare_data(self.progress, config, rows, self.held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
         need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
@@ -630,7 +630,7 @@ class Run:
             self.share_prefixes = self.share_prefixes and shares_prefixes(self.models.teacher)
         self.optimizer = make_optimizer(config, self.models)
         if saved:
-            checkpoints.restore(saved, config, self.models, self.optimizer)
+            run_folder.restore(saved, config, self.models, self.optimizer)
         trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
         size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
         size += ", scored with shared prefixes" if self.share_prefixes else ", scored a text a row"

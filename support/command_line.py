@@ -4,7 +4,6 @@ A wrong value is one sentence that names the flag, before anything else loads.""
 
 import argparse
 import dataclasses
-import math
 import re
 import types
 import typing
@@ -26,20 +25,15 @@ def number(help: str, **rules):
     return flag(None, help, is_number=True, **rules)
 
 
-def parse(
-    kind: type,
-    description: str,
-    arguments: list[str],
-    *,
-    defaults=None,
-    elsewhere=None,
-    helps=None,
-):
-    """Parse a command line into a dataclass. defaults {name: value} override its own, helps {name:
-    text} extend the help, elsewhere {flag of another project: ours} is for hints."""
-    form = argparse.RawDescriptionHelpFormatter
+def parse(kind: type, description: str, arguments: list[str], *, defaults=None, helps=None):
+    """Parse a command line into a dataclass. defaults {name: value} override its own, and helps
+    {name: text} extend the help."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=form, allow_abbrev=False, exit_on_error=False
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        exit_on_error=False,
     )
     parser._negative_number_matcher = re.compile("-[0-9.]")  # --reward -1*math is a value
     fields = dataclasses.fields(kind)
@@ -47,10 +41,10 @@ def parse(
     for field in fields:
         if field.metadata.get("heading"):
             group = parser.add_argument_group(field.metadata["heading"])
-        options = {"help": field.metadata["help"], "default": argparse.SUPPRESS}
+        text = field.metadata["help"]
         if field.default is not None:
-            options["help"] += f", default: {field.default}"
-        options["help"] += (helps or {}).get(field.name, "")
+            text += f", default: {field.default}"
+        options = {"help": text + (helps or {}).get(field.name, "")}
         value_type = kinds_of(field)[0]
         if value_type is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -67,10 +61,8 @@ def parse(
         raise UserError(str(error).removeprefix("argument ")) from error
     if unknown:
         wrong = [word for word in unknown if word.startswith("--")] or unknown
-        name = wrong[0].partition("=")[0].replace("_", "-")
+        name = wrong[0].partition("=")[0]
         hint = did_you_mean(name, [dashed(field.name) for field in fields])
-        if name in (elsewhere or {}):
-            hint = f"; for {name} use {elsewhere[name]}"
         raise UserError(f"{', '.join(wrong)}: there is no such flag{hint}")
     flags = kind(**(defaults or {}) | vars(given))
     for field in fields:
@@ -87,8 +79,7 @@ def kinds_of(field: dataclasses.Field) -> tuple[type, ...]:
 
 def check(field: dataclasses.Field, value) -> None:
     """Raise UserError for a wrong value, which may also come from the config.json of a run."""
-    name, rules = dashed(field.name), field.metadata
-    wrong = f"{name} {value}"
+    rules, wrong = field.metadata, f"{dashed(field.name)} {value}"
     if value is None and type(None) in kinds_of(field):
         return
     kind = typing.get_origin(kinds_of(field)[0]) or kinds_of(field)[0]
@@ -96,12 +87,7 @@ def check(field: dataclasses.Field, value) -> None:
     need(fits, f"{wrong}: expected {kind.__name__}")
     if isinstance(value, list):
         texts = all(isinstance(each, str) and each for each in value)
-        need(texts, f"{name}: expected a text that is not empty")
-    if isinstance(value, str):
-        is_utf_8 = value == value.encode(errors="replace").decode()
-        need(is_utf_8, f"{name} {value!a}: expected UTF-8")
-    if isinstance(value, float):
-        need(math.isfinite(value), f"{wrong}: expected a finite number")
+        need(texts, f"{wrong}: expected texts that are not empty")
     if "choices" in rules:
         known = ", ".join(rules["choices"]) + did_you_mean(value, rules["choices"])
         need(value in rules["choices"], f"{wrong}: expected one of {known}")

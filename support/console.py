@@ -20,7 +20,7 @@ STEP = {
     "dead": "dead {:.0%}",
     "clip_fraction": "clip {:.0%}",
     "entropy": "entropy {:.2f}",
-    "eval_solved": "held out {:.1%}",
+    "eval_solved": "held out {:.0%}",
     "eval_reward": "held-out reward {:.2f}",
 }
 
@@ -37,7 +37,10 @@ def say(text: str) -> None:
 
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
     """A row of metrics.jsonl as one line."""
-    parts = [form.format(row[name]) for name, form in STEP.items() if name in row]
+    shown = [name for name in STEP if name in row]
+    if {"reward", "solved"} <= row.keys() and abs(row["reward"] - row["solved"]) < 1e-6:
+        shown.remove("reward")  # the same number twice
+    parts = [STEP[name].format(row[name]) for name in shown]
     return " | ".join([f"step {row['step']}/{steps}", *parts, f"{duration(seconds_left)} left"])
 
 

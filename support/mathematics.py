@@ -74,10 +74,10 @@ def pair_up(values: list, others: list) -> bool:
     """Return whether each value has a counterpart of its own among as many others."""
     left = list(others)
     for value in values:
-        place = next((i for i, other in enumerate(left) if alike(value, other)), None)
-        if place is None:
+        counterpart = next((other for other in left if alike(value, other)), None)
+        if counterpart is None:
             return False
-        del left[place]
+        left.remove(counterpart)
     return True
 
 

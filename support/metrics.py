@@ -54,15 +54,24 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
     row = rollout_metrics(batch, run.reward.terms)
     if run.turns:
         row |= run.turns.measure(rollout)
-    row |= advantage_metrics(tensors["advantages"], tensors["returns"], tensors["values"], mask)
-    row |= mean_metrics(updates)
+    advantages, returns = tensors["advantages"], tensors["returns"]
+    magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
+    if len(magnitude) > 0:
+        row["advantage_abs"] = magnitude.mean()
+    if returns is not None and mask.any():  # a critic's: 1 if perfect, 0 for a constant
+        left = (returns - tensors["values"])[mask].var(correction=0)
+        row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):  # in their order
+        row[name] = statistics.fmean(each[name] for each in updates if name in each)
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     row |= drift("policy", log_ratios[active], mask[active])
     # the policy has not moved yet: the gap is the sampler's rounding, or its fault
     sampler_gap = tensors["first_logprobs"] - rollout.sampler_logprobs
     row |= drift("sampler", sampler_gap[first_rows], mask[first_rows])
     if tensors["teacher_logprobs"] is not None and mask.any():
-        row |= teacher_metrics(tensors["old_logprobs"][mask], tensors["teacher_logprobs"][mask])
+        old, teacher = tensors["old_logprobs"][mask], tensors["teacher_logprobs"][mask]
+        row["teacher_kl"] = (old - teacher).mean()  # k1
+        row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     return row
 
 
@@ -72,10 +81,8 @@ def rollout_metrics(batch, terms) -> dict:
     judged = batch.rewards[~batch.rewards.isnan()]
     row = {}
     if len(judged) > 0:
-        row = {
-            "reward": judged.mean(),
-            "reward_std": judged.std(correction=min(len(judged) - 1, 1)),
-        }
+        row["reward"] = judged.mean()
+        row["reward_std"] = judged.std(correction=min(len(judged) - 1, 1))
     for name in terms:
         value = mean([verdict.terms[name] for verdict in batch.verdicts])
         if not math.isnan(value):
@@ -85,33 +92,6 @@ def rollout_metrics(batch, terms) -> dict:
     row["length_max"] = lengths.max()
     row["truncated"] = batch.rollout.truncated.float().mean()
     return row
-
-
-def advantage_metrics(advantages: Tensor, returns, values, mask: Tensor) -> dict:
-    """The mean size of advantages, and how well a critic's values predict the returns."""
-    magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
-    row = {"advantage_abs": magnitude.mean()} if len(magnitude) > 0 else {}
-    if returns is not None and mask.any():  # 1 if perfect, 0 for a constant
-        left = (returns - values)[mask].var(correction=0)
-        row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
-    return row
-
-
-def teacher_metrics(old_logprobs: Tensor, teacher_logprobs: Tensor) -> dict:
-    """The KL to the teacher (k1) and the share of tokens that it finds unlikely."""
-    unlikely = (teacher_logprobs < math.log(1e-3)).float().mean()
-    return {
-        "teacher_kl": (old_logprobs - teacher_logprobs).mean(),
-        "teacher_unlikely": unlikely,
-    }
-
-
-def mean_metrics(updates: list[dict]) -> dict:
-    """The mean of each metric over the updates that have it."""
-    names = dict.fromkeys(name for metrics in updates for name in metrics)  # in their order
-    return {
-        name: statistics.fmean(each[name] for each in updates if name in each) for name in names
-    }
 
 
 def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -150,10 +130,7 @@ def readable_samples(run, batch, tensors: dict, last_rows: Tensor) -> list[dict]
     shown = [readable(verdict, step) for verdict in batch.verdicts[::size][:SHOWN_GROUPS]]
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     advantages = tensors["advantages"].view(len(log_ratios), -1).expand_as(log_ratios)
-    last_rows = last_rows.tolist()
-    for row in last_rows:
-        if row // size != last_rows[0] // size:
-            continue
+    for row in last_rows[last_rows // size == last_rows[:1] // size].tolist():
         own = batch.rollout.completion_mask[row]  # without tokens of a tool
         ids = batch.rollout.completions[row, own].tolist()
         shown.append(readable(batch.verdicts[row], step))

@@ -4,14 +4,12 @@ import contextlib
 import copy
 import math
 import re
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from support.console import say
 from support.data import special_tokens
@@ -45,23 +43,17 @@ def find_model(config, ranks) -> tuple:
 
 def load(kind: type, source: str, flag: str = "--model", **options):
     """Load a tokenizer, config or model by a class of transformers: no pickle, no folder's code."""
-    is_run = Path(source, "checkpoints").is_dir()
-    need(not is_run, f"{flag} {source}: it is a run's folder; expected one of its checkpoints/")
-    is_path = source.count("/") > 1 or source.startswith((".", "/", "~"))
-    need(Path(source).exists() or not is_path, f"{flag} {source}: there is no such folder")
-    with expecting(f"{flag} {source}: expected a folder or hub name of a causal language model"):
+    expected = "expected a causal language model: its folder (of a run: a checkpoint) or hub name"
+    with expecting(f"{flag} {source}: {expected}"):
         return kind.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def inspect_model(source: str, flag: str = "--model"):
-    """Return its tokenizer and its config. UserError unless it is a causal language model."""
+    """Return a model's tokenizer and its config, before its weights load."""
     config = load(AutoConfig, source, flag)
     tokenizer = load(AutoTokenizer, source, flag)
     quantized = getattr(config, "quantization_config", None)
     need(not quantized, f"{flag} {source}: its weights are quantized, and can't be trained here")
-    classes = config.architectures or [config.model_type]
-    causal = not set(classes).isdisjoint(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    need(causal, f"{flag} {source}: expected a causal language model, found {', '.join(classes)}")
     ends = tokenizer.eos_token and len(tokenizer) > 1  # transformers makes one of an empty folder
     need(ends, f"{flag} {source}: expected a tokenizer with an end token")
     return tokenizer, config
@@ -105,12 +97,9 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
 
 def default_dtype(device: str) -> str:
     """Return the default of --dtype. Older GPUs emulate bfloat16, without fused attention."""
-    if device != "cuda" or not torch.cuda.is_available():  # then --device is refused
-        return "float32"
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return "bfloat16"
-    say(f"--dtype float32: a {torch.cuda.get_device_name()} has no bfloat16 of its own")
-    return "float32"
+    on_gpu = device == "cuda" and torch.cuda.is_available()  # if there is none, it is refused later
+    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bfloat16" if native else "float32"
 
 
 def configure_torch() -> None:
@@ -239,8 +228,8 @@ def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
     groups = []
     for model, lr, norm_metric in trained:
         parameters = [each for each in model.parameters() if each.requires_grad]
-        rates = {"lr": lr, "initial_lr": lr}
-        groups.append({"params": parameters, **rates, "norm_metric": norm_metric})
+        group = {"params": parameters, "lr": lr, "initial_lr": lr, "norm_metric": norm_metric}
+        groups.append(group)
     return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 

@@ -15,7 +15,6 @@ import torch
 import transformers
 
 from support.console import duration, say
-from support.errors import expecting
 from support.tasks import Task, problems
 
 BUILT_IN = {
@@ -63,10 +62,8 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
     if folder.exists():
         return folder
 
-    with expecting(f"{cache}: expected to write it there ($XDG_CACHE_HOME moves it)"):
-        cache.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True)
-    with temporary as made:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as made:
         say(f"making the built-in policy {name}, once: {folder}")
         model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
         characters = tokenizers.Tokenizer(model)

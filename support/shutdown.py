@@ -6,6 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from support import run_folder
 from support.console import duration, percent, say
 from support.data import messages_of, printable, printable_lines
@@ -64,7 +66,7 @@ def fail(error: BaseException, ranks, config) -> int:
     if explained is None or os.environ.get("GSPO_TRACEBACK"):
         raise error
     status, sentence = explained
-    named = config and config.name and status != 2
+    named = config and config.name and not isinstance(error, UserError)
     if named and run_folder.checkpoints(Path(config.runs, config.name)):
         run = shlex.join(["--name", config.name, "--runs", config.runs])
         sentence += f"; to continue: python train.py --resume {run}"
@@ -78,7 +80,7 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     """Return the exit status and a sentence, or None for a bug."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped"
-    if isinstance(error, (UserError, OSError)):
+    if isinstance(error, (UserError, OSError, SafetensorError)):  # of a full disk, for example
         return 2, f"error: {str(error) or type(error).__name__}"
     full = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
     if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):  # GPU, CPU

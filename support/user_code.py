@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from support.errors import UserError, did_you_mean, need, reason
+from support.errors import UserError, need, reason
 
 
 @functools.cache
@@ -25,8 +25,7 @@ def function_of(place: str) -> Callable:
     """Return the function of `file.py:function`."""
     path, _, name = place.rpartition(":")
     functions = run_file(os.path.abspath(path))  # tests change the folder
-    need(name in functions, f"{path} has no {name}{did_you_mean(name, functions)}")
-    need(callable(functions[name]), f"{path}: {name} is no function")
+    need(name in functions, f"{path} has no {name}")
     return functions[name]
 
 

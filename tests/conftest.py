@@ -70,10 +70,13 @@ def prompts(place):
     return write_rows(place / "rows.jsonl", rows)
 
 
+Step = namedtuple("Step", "batch updates tensors")
+Update = namedtuple("Update", "rows active_rows parts")
+
+
 @pytest.fixture
 def seen(monkeypatch):
-    """Keeps the run and, of every step, what the loop hands to its helpers: the batch, the updates
-    and the tensors by name."""
+    """Keeps the run and, of every step, the batch, the updates and the loop's tensors by name."""
     kept = SimpleNamespace(run=None, steps=[])
     plan_updates, step_metrics = train.plan_updates, train.measure.step_metrics
 
@@ -83,28 +86,10 @@ def seen(monkeypatch):
 
     def keep_step(run, batch, tensors, *others):
         kept.run = run
-        kept.steps.append(step_of(batch, tensors, kept.updates))
+        updates = [Update(*each) for each in kept.updates]
+        kept.steps.append(Step(batch, updates, SimpleNamespace(**tensors)))
         return step_metrics(run, batch, tensors, *others)
 
     monkeypatch.setattr(train, "plan_updates", keep_updates)
     monkeypatch.setattr(train.measure, "step_metrics", keep_step)
     return kept
-
-
-Step = namedtuple("Step", "batch updates constants advantages returns result")
-
-
-def step_of(batch, tensors: dict, updates: list) -> Step:
-    """Order them as the tests read them."""
-    samples = [
-        SimpleNamespace(text=verdict.completion, problem=verdict.row, verdict=verdict)
-        for verdict in batch.verdicts
-    ]
-    batch = SimpleNamespace(**batch._asdict(), samples=samples)
-    updates = [
-        SimpleNamespace(rows=rows, active_rows=active_rows, parts=parts)
-        for rows, active_rows, parts in updates
-    ]
-    named = SimpleNamespace(**tensors)
-    result = SimpleNamespace(last_logprobs=named.new_logprobs, first_logprobs=named.first_logprobs)
-    return Step(batch, updates, named, named.advantages, named.returns, result)

@@ -283,9 +283,9 @@ def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
     flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
     good(tmp_path, f"--model models/tiny {flags} --steps 3")
     assert seen.run.config.reward == "math"
-    assert all(each.verdict.fault == "" for step in seen.steps for each in step.batch.samples)
+    assert all(each.fault == "" for step in seen.steps for each in step.batch.verdicts)
     held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [each.problem["prompt"] for step in seen.steps for each in step.batch.samples[::2]]
+    trained = [each.row["prompt"] for step in seen.steps for each in step.batch.verdicts[::2]]
     assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
     assert {*trained, *held_out} == {row["question"] for row in rows}
     assert trained != sorted(trained, key=lambda text: int(text[:-3]))
@@ -307,7 +307,7 @@ def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
     given = "--chat-template-args", '{"mark":"**"}', "--prompt-template", "3+{prompt}"
     result = good(tmp_path, f"{BASE} {flags}", *given)
     assert [row["prompt"] for row in seen.run.held_out] == [row["prompt"] for row in right]
-    assert all("+" in each.problem["prompt"] for each in seen.steps[0].batch.samples)
+    assert all("+" in each.row["prompt"] for each in seen.steps[0].batch.verdicts)
     text = "#12;3+0*1=**="
     assert seen.run.tokenizer.decode(seen.run.held_out[0][IDS]) == text
     assert result.out.count(f"'{text}'\n") == 1

@@ -4,6 +4,7 @@ followed step by step in a copy."""
 import json
 import re
 import shlex
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,18 @@ def test_every_metric_is_explained(place, flags):
         assert name in explained
 
 
-# ---- links and commands --------------------------------------------------------------------------
+# ---- links, pictures and commands ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DOCS.rglob("*.svg"), ids=lambda path: path.stem)
+def test_pictures_are_well_formed_and_described(path):
+    """With a title and a description for screen readers, and no word outside the picture."""
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.parse(path).getroot()
+    _, _, width, height = map(float, root.get("viewBox").split())
+    assert root.find(f"{svg}title").text and root.find(f"{svg}desc").text.endswith(".")
+    for word in root.iter(f"{svg}text"):
+        assert 0 <= float(word.get("x")) <= width and 0 < float(word.get("y")) < height
 
 
 def anchors(text: str) -> set[str]:

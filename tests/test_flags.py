@@ -17,7 +17,6 @@ from forks import fork, program
 from support import command_line
 from support.command_line import kinds_of, parse
 from support.errors import UserError, dashed
-from support.flags import ELSEWHERE
 from tools import BASE, ROOT, copied, good, launch, refused, spied
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -66,13 +65,12 @@ MISSING = "mps" if torch.cuda.is_available() else "cuda"
 BAD_INPUT = [
     # the parser
     ("--group_size 4", "--group_size: .*did you mean --group-size"),
-    ("--learning_rate 1 --wib=2 --beta -1", "--learning_rate, --wib=2, --beta: .* use --lr"),
+    ("--learning_rate 1 --wib=2 --beta -1", "--learning_rate, --wib=2, --beta: there is no"),
     ("--wibble-wobble 3", r"--wibble-wobble: there is no such flag$"),
     ("--lr", "--lr: expected"),
     ("--group-size 9999999999999", "--group-size 9999999999999: .*at most 1000000"),
     ("--algo gsop", "--algo gsop: expected one of .*mean gspo"),
     ("--reward -1*mth", "--reward -1.mth: .*mean math"),
-    ("--lr inf", "--lr inf: expected a finite"),
     # flags that do not fit each other, or would do nothing
     ("--ratio-max 2", "--ratio-max 2.0: gspo has none; cispo"),
     ("--algo grpo --critic-lr 1e-3", "--critic-lr 0.001: grpo has none; ppo"),
@@ -83,7 +81,6 @@ BAD_INPUT = [
     ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
     ("--ref-every 2", "--ref-every: .*--kl-coef"),
     ("--eval-data bad.jsonl", "--eval-data: .*--data"),
-    ("--overlong-cache 9", "--overlong-cache 9: .*--max-new-tokens"),
     ("--algo ppo --overlong-cache 4", "--overlong-cache: a critic"),
     ("--routing-replay", "--routing-replay: "),
     ("--algo opd", "--algo opd: needs a --teacher"),
@@ -97,29 +94,30 @@ BAD_INPUT = [
     ("--reward two-errors.py:f", "--reward .*two-errors.py.*RuntimeError"),
     ("--reward judge", "--reward .*judge:"),
     ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
-    ("--sampler pay.py:no", "--sampler pay.py:no: expected file.py:function"),
-    ("--sampler value.py:V", "--sampler value.py:V: expected .*V is no function"),
-    ("--reward value.py:V", "--reward .*value.py: V is no function"),
+    ("--sampler pay.py:no", "--sampler pay.py:no: expected vllm or file.py:function"),
     # data
     ("--data no.jsonl", "--data no.jsonl: .*No such file"),
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
-    ("--max-new-tokens 512", "--max-new-tokens 512: .*context is 512"),
-    ("--max-new-tokens 510", "held out: .* more than 2 tokens"),
-    # models. A folder that does not exist is absolute: for a name the hub would be asked
-    ("--model /nowhere/at/all", "there is no such folder"),
+    (
+        "--max-new-tokens 512",
+        "prompts have more than 0 tokens, .*context of 512 less --max-new-tokens",
+    ),
+    ("--max-new-tokens 510", "--task arithmetic: .* more than 2 tokens"),
+    # models. A folder that does not exist is absolute: the hub would be asked for another name
+    ("--model /nowhere/at/all", "--model /nowhere/at/all: expected .* folder .*Repo id"),
     ("--model models/pickled", "--model models/pickled: .*safetensors"),
     ("--model models/tokenless", "--model models/tokenless: "),
     ("--model models/torn-config", "--model models/torn-config: "),
     ("--model models/reshaped", "layers.0.mlp.down_proj.weight"),
-    ("--model models/bert", "--model models/bert: expected a causal language model"),
+    ("--model models/bert", "--model models/bert: expected weights that fit"),
     ("--model models/endless", "--model models/endless: .*end token"),
     ("--model models/own-code", "--model models/own-code: "),
     ("--model models/incomplete", "1 are missing or have other shapes, .*layers.0.mlp.up_proj"),
     ("--model models/torn-weights", "--model models/torn-weights: "),
-    ("--model models/a-run", "it is a run's folder"),
+    ("--model models/a-run", "of a run: a checkpoint"),
     # folders
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
@@ -127,8 +125,6 @@ BAD_INPUT = [
     ("--runs link/a", "--runs link/a --name run: expected a folder to write to: "),
     ("--runs /proc/x", "--runs /proc/x --name run: expected a folder to write to: "),
     ("--runs . --name file", "--runs . --name file: expected a folder to write to: "),
-    ("--runs=", "--runs: expected the name of a folder"),
-    ("--runs r\udcff", "--runs .*UTF-8"),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
 
@@ -140,7 +136,6 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     Path("bad.jsonl").write_text(content)
     Path("good.jsonl").write_text(ROW * 12)
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
-    Path("value.py").write_text("V = 1.0\n")
     Path("file").write_text("not a folder")
     Path("link").symlink_to("nowhere")
     Path("runs-with-one", "run").mkdir(parents=True)
@@ -157,14 +152,7 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
 
 
 def test_resuming_needs_a_name(tmp_path):
-    assert "--resume: needs --name" in refused(tmp_path, "--resume", small=False)
-
-
-def test_flags_of_other_projects_are_answered_with_ours(tmp_path):
-    for theirs, ours in ELSEWHERE.items():
-        assert set(re.findall("--[a-z-]+", ours)) <= {dashed(name) for name in FIELDS}
-        for given in ([theirs, "1"], [f"--{theirs[2:].replace('-', '_')}=1"]):
-            assert ours in refused(tmp_path, BASE, *given)
+    assert "--resume: needs the --name" in refused(tmp_path, "--resume", small=False)
 
 
 def test_a_flag_with_a_line_break_stays_one_line(tmp_path):
@@ -276,26 +264,28 @@ def test_help_has_every_flag_with_its_default(capsys):
 
 # ---- functions that flags reach
 
-# algorithm, its function of gspo.py, flags that it gets
-REACHED = [
-    ("gspo", "loss", {"clip_low": 0.01}),
-    ("cispo", "loss", {"ratio_max": 2.0}),
-    ("sapo", "loss", {"tau_pos": 0.7, "tau_neg": 1.3}),
-    ("dr-grpo", "loss", {"max_new_tokens": 6}),
-    ("grpo", "advantages", {"advantage_scale": "batch"}),
-    ("reinforce++", "advantages", {"gamma": 0.9}),
-    ("ppo", "loss", {"clip_high": 0.3, "dual_clip": 3.0}),
-    ("ppo", "advantages", {"gae_lambda": 0.5}),
-    ("ppo", "value_loss", {"value_clip": 0.4}),
-]
+REACHED = {  # algorithm -> each of its functions with flags that it gets
+    "gspo": {"loss": {"clip_low": 0.01}},
+    "sapo": {"loss": {"tau_pos": 0.7, "tau_neg": 1.3}},
+    "dr-grpo": {"loss": {"max_new_tokens": 6}, "advantages": {"advantage_scale": "batch"}},
+    "ppo": {
+        "loss": {"clip_high": 0.3, "dual_clip": 3.0},
+        "advantages": {"gae_lambda": 0.5, "gamma": 0.9},
+        "value_loss": {"value_clip": 0.4},
+    },
+}
 
 
-@pytest.mark.parametrize("algorithm, field, values", REACHED)
-def test_flags_reach_their_functions(algorithm, field, values, monkeypatch, tmp_path):
-    calls = spied(monkeypatch, algorithm, field)
-    words = [f"{dashed(flag)}={value}" for flag, value in values.items()]
-    good(tmp_path, f"{BASE} --steps 1 --algo {algorithm}", *words)
-    assert calls and all(values.items() <= keyword.items() for _, keyword, _ in calls)
+@pytest.mark.parametrize("algorithm", REACHED)
+def test_flags_reach_their_functions(algorithm, monkeypatch, tmp_path):
+    words, calls = [f"--algo={algorithm}"], {}
+    for function, values in REACHED[algorithm].items():
+        calls[function] = spied(monkeypatch, algorithm, function)
+        words += [f"{dashed(flag)}={value}" for flag, value in values.items()]
+    good(tmp_path, f"{BASE} --steps 1", *words)
+    for function, values in REACHED[algorithm].items():
+        assert calls[function]
+        assert all(values.items() <= keyword.items() for _, keyword, _ in calls[function])
 
 
 @pytest.mark.parametrize(

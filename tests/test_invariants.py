@@ -30,7 +30,7 @@ def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
         seen.steps.clear()
         run = good(tmp_path / str(number), f"{BASE} {flags} --seed {seed}")
         folders.append(run.folder)
-        texts.append([sample.text for step in seen.steps for sample in step.batch.samples])
+        texts.append([each.completion for step in seen.steps for each in step.batch.verdicts])
         for step in seen.steps:
             order = torch.cat([update.rows for update in step.updates]).tolist()
             assert sorted(order) == list(range(16))

@@ -53,11 +53,11 @@ def score_of(model, text) -> float:
 def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model, seen, tmp_path):
     """reward = verifier + w score, row by row. Only the verifier says which answers are right."""
     [row] = metrics(good(tmp_path, "--model models/tiny --steps 1", "--reward", reward).folder)
-    judged = seen.steps[0].batch.samples
-    verdicts = [each.verdict.terms.get("even", 0.0) for each in judged]
+    judged = seen.steps[0].batch.verdicts
+    verdicts = [each.terms.get("even", 0.0) for each in judged]
     for each, even in zip(judged, verdicts):
-        expected = even + weight * score_of(model, each.problem["prompt"] + each.text)
-        assert each.verdict.reward == pytest.approx(expected, abs=1e-4)
+        expected = even + weight * score_of(model, each.row["prompt"] + each.completion)
+        assert each.reward == pytest.approx(expected, abs=1e-4)
     assert row["advantage_abs"] > 0 and row["dead"] < 1
     assert ("solved" in row) == ("even" in reward)
     assert row.get("solved", 0.0) == pytest.approx(sum(verdicts) / len(verdicts), abs=1e-6)

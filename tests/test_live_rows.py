@@ -57,7 +57,7 @@ def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, t
     live, every = metrics(one)[0], metrics(other)[0]
     for name in ("reward", "reward_std", "solved", "dead_right", "length_mean", "advantage_abs"):
         assert live[name] == every[name], name
-    first = [each.problem["prompt"][0] for each in seen.steps[0].batch.samples[::4]]
+    first = [each.row["prompt"][0] for each in seen.steps[0].batch.verdicts[::4]]
     assert live["dead_right"] == pytest.approx(first.count("1") / 6)
     assert live["dead_wrong"] == pytest.approx(first.count("2") / 6)
     assert live["dead"] == pytest.approx(1 - first.count("3") / 6)
@@ -95,7 +95,7 @@ def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_pa
         every = torch.cat([update.rows for update in step.updates])
         assert sorted(every.tolist()) == list(range(24))
         for update in step.updates:
-            live = [row for row in update.rows.tolist() if step.advantages[row] != 0]
+            live = [row for row in update.rows.tolist() if step.tensors.advantages[row] != 0]
             for rows in (update.active_rows, rows_of(update)):
                 assert sorted(rows.tolist()) == sorted(live)
             alive += len(live)

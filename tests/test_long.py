@@ -40,12 +40,6 @@ def test_only_seeds_with_every_run_are_compared():
     assert [tuple(run.values()) for run in found] == keys
 
 
-def test_a_rule_is_the_longest_run_of_good_neighbours_that_has_every_rate():
-    points = [(1, True, "a"), (2, True, "b"), (3, False, "a"), (4, True, "b"), (5, True, "b")]
-    assert long.widest_run(points) == points[:2]  # 4 and 5 are as long, and lack rate a
-    assert long.widest_run(points[2:]) == []
-
-
 def test_tables_of_the_page_are_those_of_the_runs():
     rows = common.read_rows(common.ROOT / "docs/runs/rates/rows.jsonl")
     assert long.tables(rows) in (common.ROOT / "docs/runs/rates/README.md").read_text()

@@ -192,7 +192,7 @@ def test_a_gpu_is_hidden_and_attention_is_never_that_of_cudnn(models):
 
 
 @pytest.mark.parametrize("native, expected", [(True, "bfloat16"), (False, "float32")])
-def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, monkeypatch, capsys):
+def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, monkeypatch):
     """torch says that a T4 supports it, because it emulates it. The built-in policy has float32: at
     0.3 M parameters bfloat16 saves nothing, needs a copy, and changes the numbers."""
 
@@ -201,9 +201,7 @@ def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, mo
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     assert default_dtype("cuda") == expected and default_dtype("cpu") == "float32"
-    assert ("Tesla T4" in capsys.readouterr().out) == (not native)
     of_anything = ["--device", "cuda", "--model", "elsewhere", "--task", "sums"]
     assert train.parse_flags(of_anything).dtype == expected
     assert train.parse_flags(["--device", "cuda"]).dtype == "float32"

@@ -34,17 +34,14 @@ EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
 BROKEN_HELPER = fenced("def helper(a, b):\n    return 0\n1 / 0")
 CHOSEN = [
     # the last one
-    fenced(WRONG) + fenced(RIGHT),
-    f"<think>{fenced(WRONG)}</think>{fenced(RIGHT)}",
+    f"<think>{fenced(WRONG)}</think>{fenced(WRONG)}{fenced(RIGHT)}",
     # a block of Python, whatever its tag and its fence
     "1. So:\n\n   ```python\n   def add(a, b):\n       return a + b\n   ```\n",
-    "```py\n" + RIGHT + "\n```",
-    '```python title="add.py"\n' + RIGHT + "\n```",
+    '```py title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
     "~~~python\n" + RIGHT + "\n~~~",
-    "As ```add``` is short:\n" + fenced(RIGHT),
-    "Between ``` and the like is code.\n" + fenced(RIGHT),
+    "As ```add``` is short, between ``` and the like:\n" + fenced(RIGHT),
     # no output, no other language, nothing without a tag beside one with it
     "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
     fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
@@ -55,7 +52,6 @@ CHOSEN = [
     "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
     fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
-    fenced(RIGHT) + fenced("add (1, 2) == 4"),
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
     BROKEN_HELPER + fenced(RIGHT),  # earlier blocks do not run
@@ -68,7 +64,6 @@ NOT_CHOSEN = [
     fenced(RIGHT) + "```python\n",  # not closed
     fenced(RIGHT).replace("`", ""),
     "```python\n" + RIGHT + "```",
-    fenced(RIGHT).rpartition("```")[0],
     fenced(RIGHT.replace("add", "added")),
     fenced(SOLUTION.replace("a + b", "a - b")),
     fenced(SOLUTION.replace("add", "plus")),
@@ -99,14 +94,12 @@ def test_code_runs_the_block_that_reads_its_input():
 
 
 SAME = """
-    1 => 1 | None => null | [1, 2] => [1, 2] | (1, 2) => [1, 2]
-    {'a': 2, 'b': 1} => {"b": 1, "a": 2} | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
+    1 => 1 | None => null | (1, 2) => [1, 2] | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
     10 ** 40 => 10000000000000000000000000000000000000000
 """
 OTHER = """
-    True => 1 | 1 => true | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2]
-    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | float('inf') => null
-    0.1 + 0.2 => 0.3 | 10 ** 5000 => 1 | '' => null
+    True => 1 | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2] | '' => null
+    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | 0.1 + 0.2 => 0.3 | 10 ** 5000 => 1
 """
 
 
@@ -176,15 +169,12 @@ def test_code_rewards_a_right_program(programs, answer):
 @pytest.mark.slow
 def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     """Which is not charged for the start of the interpreter."""
-    reads, cases = "print(input())", {"stdin": [["1", "1"]] * 20}
-    begun = time.monotonic()
-    assert rewarded([reads], cases)
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", (time.monotonic() - begun) / 2)
-    assert rewarded([reads], cases)
+    program = "import time\ntime.sleep({})\nprint(input())"
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.3)
+    assert rewarded([program.format(0)], {"stdin": [["1", "1"]] * 20})  # whose starts take longer
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
-    sleeps = f"import time\ntime.sleep(0.4)\n{reads}"
-    assert not rewarded([sleeps], cases)
-    assert rewarded([sleeps], {"stdin": [["1", "1"]]})
+    assert rewarded([program.format(0.4)], {"stdin": [["1", "1"]]})
+    assert not rewarded([program.format(0.4)], {"stdin": [["1", "1"]] * 20})
 
 
 def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
@@ -247,7 +237,7 @@ def test_code_does_not_reward_attacks(off, monkeypatch):
     assert rewarded(ATTACKS, ADD) == []
 
 
-@pytest.mark.parametrize("processes, at_once", [("1", 4), ("2", 2), ("8", 1), (None, 4)])
+@pytest.mark.parametrize("processes, at_once", [("2", 2), ("8", 1), (None, 4)])
 def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypatch):
     """Four cores: as many programs at a time, over all processes that torchrun has started."""
     running, counts = [], []

@@ -18,7 +18,7 @@ import torch
 
 import train
 from forks import fork
-from support import checkpoints
+from support import run_folder
 from support.errors import UserError
 from support.models import critic_of
 from support.ranks import joined_ranks
@@ -269,18 +269,6 @@ def test_torchrun_starts_the_same_train_py(tmp_path):
     assert {path.name for path in several.iterdir()} == {path.name for path in alone.iterdir()}
 
 
-def test_an_environment_that_torchrun_did_not_make(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    for name, value, word in (("WORLD_SIZE", "2", "variable RANK"), ("RANK", "first", "first")):
-        monkeypatch.setenv(name, value)
-        with pytest.raises(UserError, match=f"that torchrun sets: .*{word}"), joined_ranks("cpu"):
-            pass
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(UserError, match="8 processes for 4 GPUs"), joined_ranks("cuda"):
-        pass
-
-
 @pytest.mark.parametrize("error, said", [(UserError("--x: no"), "--x: no"), (OSError(), "OSError")])
 def test_an_error_is_said_whatever_variables_another_launch_has_left(
     error, said, monkeypatch, tmp_path
@@ -300,7 +288,7 @@ def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, mo
     apart = SimpleNamespace(gather=lambda sums: [sums, [each + 1 for each in sums]], first=True)
     seen.run.ranks = apart
     with pytest.raises(AssertionError, match="different weights"):
-        checkpoints.save(tmp_path, seen.run)
+        run_folder.save_checkpoint(tmp_path, seen.run)
 
 
 def test_random_weights_of_a_fork_come_from_the_seed(tmp_path, monkeypatch):

@@ -258,11 +258,11 @@ DAMAGED = f"run/{NEWEST} is damaged; move it away to resume from "
 UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (changed("config.json", lambda text: b"{"), "config.json"),
     (changed("config.json", lambda text: b"[1]"), "config.json"),
-    (config(lr="fast"), "config.json: --lr fast: expected float"),
+    (config(lr="fast"), "--lr fast: expected float"),
     (config(epochs=2.5), "--epochs 2.5: expected int"),
     (config(epochs=None), "--epochs None: expected int"),
     (config(overlong_filter=1), "--overlong-filter 1: expected bool"),
-    (config(stop=[1]), "--stop: expected a text"),
+    (config(stop=[1]), "--stop [1]: expected texts"),
     (config(completions_per_update=7), "--completions-per-update 7"),
     (config(lr_schedule="linear"), "--steps: a resumed run keeps its own, 1"),
     (lambda run: shutil.rmtree(run / "checkpoints"), "run/checkpoints has no checkpoint"),
@@ -474,7 +474,8 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
     text = log.read_text()
     assert process.exitcode == 2, text
     [error] = [line for line in text.splitlines() if "error: " in line]
-    assert "Traceback" not in text and str(done) in error, text
+    assert "Traceback" not in text, text
+    assert f"; to continue: python train.py --resume --name run --runs {tmp_path}" in error
     assert newest(done) == before and digests(done) == kept
     resumed(tmp_path, "--steps 3")
     assert [row["step"] for row in metrics(done)] == [1, 2, 3]
@@ -483,6 +484,6 @@ def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done
 
 def test_a_trained_model_that_no_checkpoint_keeps_is_found_when_it_is_saved(tmp_path, monkeypatch):
     """A fork's second policy: its weights would be missing at --resume, much later."""
-    monkeypatch.setattr(train.checkpoints, "parameters_of", lambda *models: ({}, set()))
+    monkeypatch.setattr(run_folder, "parameters_of", lambda *models: ({}, set()))
     with pytest.raises(AssertionError, match="parameters_of"):
         launch(tmp_path, f"{BASE} --steps 1")

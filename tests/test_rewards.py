@@ -1,6 +1,8 @@
 """Verifiers and rewards: answers to reward, answers not to reward, texts that must not hang."""
 
+import ast
 import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -17,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import patterns
 import rewards
 from forks import fork, program
 from support import mathematics
@@ -77,8 +78,8 @@ NOT_EXTRACTED = r"""
 LENIENT = r"""
     the answer is 6 | 6 apples, 7 pears => 7 | it costs $1,234.50. => 1234.5 | x = -5 => -5
     −5 => -5 | it is –5 => -5 | the answer is -$5 => -5 | it is .5 => 0.5 | so 1/2 => 0.5
-    \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | so 50% => 0.5 | so 50\% => 1/2
-    5 cm => 5 cm | 6 or \boxed{7} => 7 | 42 is right => 42 | **6** | it's $6/hour | 10-6
+    \frac{3}{4} => 0.75 | so $-\dfrac{3}{4}$ => -3/4 | so 50% => 0.5 | so 50\% => 1/2 | 5 cm => 5 cm
+    6 or \boxed{7} => 7 | 42 is right => 42 | **6** | it's $6/hour | 10-6
 """
 NOT_LENIENT = r"""
     6 apples, 7 pears | 10-6 => -6 | \boxed{7} then 6 | <think>it is 6. </think> none | <think>6
@@ -86,33 +87,31 @@ NOT_LENIENT = r"""
     so 0.5% => 0.5 | it is .5 => 5 | so 1/2. => 2 | \frac{3}{4} => 4
 """
 SOLUTIONS = r"""
-    3*5-2 | 5*3-2 | -2+3*5 | 3×5−2 | 3\times5-2 | 3\cdot 5 - 2 | 3*5-2=13 | 13 = 3*5-2
-    3*5-2 = 13. | ((3*5))-2 | $3*5-2$ | +3*5-2 | 5*3+-2
+    3*5-2 | 5*3-2 | -2+3*5 | 3×5−2 | 3\times5-2 | 3\cdot 5 - 2 | 3*5-2=13 | 3*5-2 = 13. | ((3*5))-2
+    $3*5-2$ | +3*5-2 | 5*3+-2
 """
 NO_SOLUTIONS = r"""
-    13 | 3*5 | 3*5-2+0 | 3*5-2-2+2 | 5+5+3 | 35-2*11 | 3*5-1-1 | 3*5+2 | 3**5-2 | 3^5-2 | 3//5*2
-    3*5-2=14 | 13=13=3*5-2 | 13=3*5-2=13 | 14=3*5-2 | 3*5-2.. | 13=13 | 3*5-2 or 3+5+2 | 3*5-2;3
-    3*5-2,13 | int('3')*5-2 | 3 5 2 | ３*5-2 | 3*5-(2 | 3*5-2) | 3.0*5-2 | 3*5-2%1 | abs(3)*5-2
-    9**9**9**9 | (3)(5)-2 | <think>3*5-2 | the solution is 3*5-2 | 3*5-2⏎13
+    13 | 3*5 | 3*5-2+0 | 3*5-2-2+2 | 5+5+3 | 35-2*11 | 3*5-1-1 | 3*5+2 | 3^5-2 | 3//5*2 | 3*5-2=14
+    13=13=3*5-2 | 13=3*5-2=13 | 3*5-2.. | 13=13 | 3*5-2;3 | 3*5-2,13 | int('3')*5-2 | 3 5 2 | ３*5-2
+    3*5-(2 | 3*5-2) | 3*5-2%1 | abs(3)*5-2 | 9**9**9**9 | (3)(5)-2 | <think>3*5-2
+    the solution is 3*5-2 | 3*5-2⏎13
 """
 CHOSEN = r"""
     B | b | (B) | B. | B) | **B** | \boxed{B} | \boxed{\text{B}} | \boxed{\textbf{(B)}}
     <answer>B</answer> | <answer>(B) Paris</answer> | B. Paris | B: the capital | The answer is B.
     The correct option is (B). | the final answer is B | <think>A</think>B | #### B | B. A dog
-    B. I think so | B - Paris | --- B --- | B – Paris | (B) - a dog | option B | (B) is correct
-    (B) because it fits | B. None of the above | (B) is the one | \boxed{\textrm{B}}
-    the best choice is B
+    B - Paris | --- B --- | B – Paris | (B) - a dog | option B | (B) is correct
+    (B) because it fits | B. None of the above | \boxed{\textrm{B}} | the best choice is B
 """
 NOT_CHOSEN = r"""
-    A | A or B | B or A | A, B | B and C | (A)(B) | B. or A. | B) C) D) | B) 1⏎(c) 2 | AB | BB
-    Berlin | a big dog | not B | I think B is wrong | <think>B</think>A | <answer>B | Б | 1
-    the answer | \boxed{A} B | B? A? | B. Or rather C | B. C is the answer | B. A is the answer
-    B. On reflection C is right | B) 1 c) 2 | B - no, C is right | A - B | B-52
-    (B) is not correct | B: incorrect | B. Wrong, because | (B) isn't right | (B) isn’t it
-    B. This is not the answer | (B) cannot be right | (B) can't be it | (B)? No | ≠ B | ¬B | ❌ B
-    B ❌ | ~~B~~ | (B) is false | B, no | (B), which is wrong | B. Never the right choice
-    (B) is ruled out | not (B) | Option (B) was eliminated | B- Paris | B) wrong since it leaks
-    B++ | \boxed{B#} | the answer is ≠ B | B. Not given | B. False
+    A | A or B | A, B | B and C | (A)(B) | B. or A. | B) C) D) | B) 1⏎(c) 2 | AB | BB | Berlin
+    a big dog | not B | I think B is wrong | <think>B</think>A | <answer>B | Б | 1 | the answer
+    \boxed{A} B | B? A? | B. Or rather C | B. C is the answer | B. On reflection C is right
+    B) 1 c) 2 | B - no, C is right | A - B | B-52 | (B) is not correct | B: incorrect
+    B. Wrong, because | (B) isn't right | (B) isn’t it | B. This is not the answer
+    (B) cannot be right | (B)? No | ≠ B | ¬B | ❌ B | B ❌ | ~~B~~ | B, no | (B), which is wrong
+    B. Never the right choice | (B) is ruled out | not (B) | B- Paris | B++ | \boxed{B#}
+    the answer is ≠ B | B. Not given | B. False
 """
 EXACT = r"""
     Paris => paris | <answer>new   york</answer> => New York | Straße => STRASSE
@@ -129,57 +128,54 @@ NOT_FORMED = """
     <think>a</think><answer>b | <think></think><answer>b</answer> | </think><answer>b</answer>
     <think>a</think><answer> </answer> | x<think>a</think><answer>b</answer>
     <think>a</think>x<answer>b</answer> | <think>a</think><answer>b</answer>x
-    <think>a</think><answer>b</answer><answer>c</answer>
-    <think><think>a</think><answer>b</answer> | <think>a</think><answer><think></answer>
-    <answer>b</answer><think>a</think>
+    <think>a</think><answer>b</answer><answer>c</answer> | <think><think>a</think><answer>b</answer>
+    <think>a</think><answer><think></answer> | <answer>b</answer><think>a</think>
 """
 EQUAL = r"""
-    18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | 70,000 => 70000 | $18$ => 18
-    18 dollars => 18 | \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3 | .5 => 1/2
-    \frac12 => 0.5 | 2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25 | 25% => 0.25
-    25 percent => 25 | 25%. => 25 | 25 => 25\% | 1.2 \times 10^3 => 1200 | 9+9 => 18
-    18\text{ eggs/day} => 18 | \text{Total} = 21 => 21 | n = 21 => 21 | the answer is 21 => 21
-    \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2} | Friday => friday | 2π => 2 \pi | (x+1)^2 => x^2+2x+1
-    \frac{x+1}{2} => \frac{x}{2}+\frac12 | xy => yx | x² => x \cdot x | 90^\circ => 90
-    9\pi\text{ cm}^2 => 9\pi | (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
+    18.00 => 18 | \$1,080 => 1080 | 1{,}080 => 1080 | 1\,080 => 1080 | $18$ => 18
+    \text{18 dollars} => 18 | \mathbf{18} => 18 | −3 => -3 | .5 => 1/2 | \frac12 => 0.5
+    2 1/2 => 5/2 | 2\frac{1}{2} => 2.5 | 25\% => 25 | 25% => 0.25 | 25 percent => 25 | 25 => 25\%
+    1.2 \times 10^3 => 1200 | 9+9 => 18 | 18\text{ eggs/day} => 18 | \text{Total} = 21 => 21
+    n = 21 => 21 | the answer is 21 => 21 | \frac{3}{\sqrt{2}} => \frac{3\sqrt2}{2}
+    Friday => friday | 2π => 2 \pi | (x+1)^2 => x^2+2x+1 | \frac{x+1}{2} => \frac{x}{2}+\frac12
+    xy => yx | x² => x \cdot x | 90^\circ => 90 | 9\pi\text{ cm}^2 => 9\pi
+    (1.0, \frac{4}{2}) => (1,2) | (x,y)=(1,2) => (1,2)
     (3,\infty) \cup (-\infty,3] => (-\infty,3]\cup(3,\infty) | x \in [1,2] => [1,2]
     \{1, 2\} => \{2,1\} | 1, 2, and 3 => 3,2,1 | x=1 or x=2 => 2, 1
     1 \pm \frac1{\sqrt2} => 1-\sqrt{.5}, 1+\sqrt{.5} | 2x+1 => y=1+2x | f(x) = x^2 => x^2
-    x_1 => x_{1} | 4i+3 => 3+4i | e^{i\pi} => -1 | \lambda+1 => 1+\lambda
+    x_1 => x_{1} | e^{i\pi} => -1
     \begin{pmatrix}1 & 2\\3 & 4\\ \end{pmatrix} => \begin{bmatrix}1&2\\3&4.0\end{bmatrix}
     \textbf{(A)} => A | \text{no solution} => No solution | x \ge 3 => x>=3 | 2516_8 => 2516_{8}
     1,234,567 => 1234567 | 016 => 16 | = 42 => 42 | \approx 42 => 42 | 150 sq ft => 150
-    sqrt(4) => 2 | \{1, 2\} => 1,2 | 2 pi => 2\pi | \sqrt{0} => 0 | \lambda + 1 => λ+1
+    sqrt(4) => 2 | \{1, 2\} => 1,2 | \sqrt{0} => 0 | \lambda + 1 => λ+1
     \frac{PV}{nR} => \frac{VP}{Rn} | 5\text{ cm}^2 => 5\text{ cm}^{2} | (-\infty, 5) => (-\infty,5)
-    \text{1, 3, and 5} => 1,3,5
+    \text{1, 3, and 5} => 1,3,5 | \frac{-63209876544}{7901234496} => -987654321/123456789
 """
 DIFFERENT = r"""
-    3 dozen => 3 | 5 hundred => 5 | 5 thousand => 5 | \sqrt[3]{8} => 2.1 | 180 => 18 | -18 => 18
-    18 or 19 => 18 | 18, 19 => 18 | \pm 18 => 18 | 18 million => 18 | 18k => 18 | 0.7% => 0.7
-    0.25 => 25 | 0.25% => 25 | 60\% => 6 | 1,08 => 108 | 0,05 => 0,5 | 0.33 => 1/3 | 2\frac12 => 1
-    18^2 => 18 | 18x => 18 | x+18 => 18 | x => 18 | 18 is wrong => 18 | 1 8 => 18
-    2 hours 30 minutes => 2 | 5 ft => 5 inches | 5\text{ cm}^2 => 5\text{ cm} | 18\sqrt => 18
-    \sqrt5 = 18 => 18 | 5 ms => 5 m | 18 halves => 18 | 7 tenths => 7 | 5 squared => 5
-    twice 18 => 18 | 18 = 19 => 19 | 18/ => 18 | (1,2) => (2,1) | (1,2) => [1,2] | [1,2) => (1,2]
-    (1,2) => \{1,2\} | 1,1 => 1 | (1,234) => 1234 | x>3 => x<3 | x\ge3 => x>3 | \pm 2 => 2
-    3+4i => 3-4i | y=2x+1 => 2x | x=5, y=6 => 5
+    3 dozen => 3 | 5 thousand => 5 | \sqrt[3]{8} => 2.1 | 180 => 18 | -18 => 18 | 18 or 19 => 18
+    18, 19 => 18 | 18 million => 18 | 0.25 => 25 | 0.25% => 25 | 60\% => 6 | 1,08 => 108
+    0,05 => 0,5 | 0.33 => 1/3 | 2\frac12 => 1 | 18^2 => 18 | 18x => 18 | x+18 => 18
+    18 is wrong => 18 | 1 8 => 18 | 2 hours 30 minutes => 2 | 5 ft => 5 inches
+    5\text{ cm}^2 => 5\text{ cm} | 18\sqrt => 18 | \sqrt5 = 18 => 18 | 5 ms => 5 m | 7 tenths => 7
+    5 squared => 5 | twice 18 => 18 | 18 = 19 => 19 | (1,2) => (2,1) | (1,2) => [1,2]
+    [1,2) => (1,2] | (1,2) => \{1,2\} | 1,1 => 1 | (1,234) => 1234 | x>3 => x<3 | x\ge3 => x>3
+    \pm 2 => 2 | 3+4i => 3-4i | y=2x+1 => 2x | x=5, y=6 => 5
     \begin{pmatrix}1&2\end{pmatrix} => \begin{pmatrix}1\\2\end{pmatrix} | f(2) => f(3) | n! => n
     \sin x \cos y => \cos x \sin y | 11_2 => 11 | \sqrt{x^2} => x | |x| => x | \gamma => \Gamma
     \infty => -\infty | \infty - \infty => 0 | 3.14159265 => \pi | e^{-1000} => 0 | 9^{9^9} => 9
-    7)(5 => 35 | 5)+(1 => 6 | *5 => 5 | 2**3 => 23 | 1_000 => 1000 | 5j => 5 | 0x5 => 5 | 5, x => 5
+    7)(5 => 35 | *5 => 5 | 2**3 => 23 | 1_000 => 1000 | 5j => 5 | 0x5 => 5 | 5, x => 5
     5 if 1 else 6 => 5 | lambda: 5 => 5 | C++ => C | A or B => A | (A)(B) => A | 12\frac => 12
     7][5 => 5 | \sqrt{2}3 => \sqrt{23} | 5\text{ isn't it} => 5 | 4\text{ lakh} => 4
-    x\text{ cm} => x | Pari => Paris | 10^{400} => \pi | (2n)! => 2n!
-    \sin^2(x)y => \sin^2(xy) | x=1, y=2, x=3 => 1, 2, 3 | x = 3, y = -2 => 3, -2
-    5 thirty-seconds => 5 | pH => PH | 5 m² => 5 cm² | e^{-500} => 0 | \frac{1}{0} => \frac{2}{0}
-    \binom{10}{3} => \binom{10}{4} | 3 or four => 3 | 5\text{ ft} => 5\text{ yd}
-    \dim V => V | f(1,234) => f(1234) | \det A => A | n! \cdot n => (n!)^2
-    \theta_1 - \theta_2 => \theta_2 - \theta_1 | \sqrt{u^2} => -u | -x => |x|
+    x\text{ cm} => x | Pari => Paris | 10^{400} => \pi | (2n)! => 2n! | \sin^2(x)y => \sin^2(xy)
+    x=1, y=2, x=3 => 1, 2, 3 | x = 3, y = -2 => 3, -2 | 5 thirty-seconds => 5 | pH => PH
+    5 m² => 5 cm² | e^{-500} => 0 | \frac{1}{0} => \frac{2}{0} | \binom{10}{3} => \binom{10}{4}
+    3 or four => 3 | 5\text{ ft} => 5\text{ yd} | \dim V => V | f(1,234) => f(1234) | \det A => A
+    n! \cdot n => (n!)^2 | \theta_1 - \theta_2 => \theta_2 - \theta_1 | \sqrt{u^2} => -u | -x => |x|
     \sin^{-1} x => \frac{1}{\sin x} | \log^2 x => \log_2 x | x \approx 3 => x | x^2 = 4 => 4
     x<1 or y>2 => x<1 or x>2 | x=1 or y=2 => (1,2) | 0 < x < 2 => [0,2] | (1,2),(2,1) => (1,2)
     \begin{vmatrix}1&2\\3&4\end{vmatrix} => \begin{pmatrix}1&2\\3&4\end{pmatrix}
-    \frac{1}{\infty} => 0.1 | 1:15 PM => 2:30 PM | ¬B => B | (A) is wrong => A
-    f(2) => 2f | 5, 5 => 5
+    \frac{1}{\infty} => 0.1 | 1:15 PM => 2:30 PM | ¬B => B | (A) is wrong => A | f(2) => 2f
+    5, 5 => 5 | \frac{1000000000000000000000000000001}{3000000000000000000000000000000} => 1/3
 """
 TABLES = [  # verifiers, completion around a text, gold answer without an arrow, verdict, texts
     ("math exact", "{}", "6", 1, EXTRACTED),
@@ -226,10 +222,13 @@ def test_each_rewrite_does_what_its_example_says():
         assert re.sub(pattern, ours, given) == expected
 
 
-def test_answers_of_any_length_have_no_effect_but_their_own():
-    """No tail window: an answer may stand far from the end. One of 10,001 characters is none."""
-    far = ["x" * 500_000 + "\\boxed{6}" + "x" * 500_000, "<answer>6</answer>" + "x" * 500_000]
-    assert [VERIFY["math"](text, "6") for text in far] == [1, 1]
+def test_long_completions_are_read_to_the_end():
+    """The answer may stand anywhere in the text, but has at most 10,000 characters itself."""
+    for text in (
+        "x" * 500_000 + "\\boxed{6}" + "x" * 500_000,
+        "<answer>6</answer>" + "x" * 500_000,
+    ):
+        assert VERIFY["math"](text, "6") == 1
     assert VERIFY["math_lenient"]("so 42" + " and on" * 1000, "42") == 1
     assert VERIFY["math_lenient"]("7" * 2000, "7") == VERIFY["choice"]("B" * 1000, "B") == 0
     for text in ("(" * 5000 + "3*5-2" + ")" * 5000, "3*5-2" + "+0" * 5000, "1" * 1_000_000):
@@ -239,18 +238,16 @@ def test_answers_of_any_length_have_no_effect_but_their_own():
     assert VERIFY["exact"]("7", 7) == VERIFY["exact"]("0.5", 0.5) == 1
 
 
-def test_countdown_is_exact():
-    """In fractions, of numbers that are not joined."""
-    texts = {"1/3*3": 1, "8/(3-8/3)": 24, "8÷(3−8÷3)": 24, "2-5=-3": -3}
+def test_countdown_computes_in_fractions_and_does_not_join_digits():
+    right = {"1/3*3": 1, "8/(3-8/3)": 24, "8÷(3−8÷3)": 24, "2-5=-3": -3}
     wrong = {"1/2": 0, "1/(2-2)": 0, "3 1/2*2": 7, "2 2+1": 23}
-    for text, target in [*texts.items(), *wrong.items()]:
+    for text, target in (right | wrong).items():
         numbers = [int(digit) for digit in text.partition("=")[0] if digit.isdigit()]
         answer = {"numbers": numbers, "target": target}
-        assert VERIFY["countdown"](text, answer) == (text in texts), text
+        assert VERIFY["countdown"](text, answer) == (text in right), text
 
 
 # ---- totality and time
-
 
 MANY = (
     "\0|1|\\boxed{|<answer>|<think>|</answer>|<answer></answer>|<think></think>|#|####\n|7+5=2;"
@@ -262,18 +259,15 @@ MANY = (
 def hostile():
     """Long, deep and strange texts."""
     texts = MANY.split("|")
-    many = [*texts, "\\boxed{" + "{" * 2000, "\\boxed{" + "{}" * 200]
-    found = [piece * (200_000 // len(piece)) for piece in many]
-    found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000]
-    found += [boxed("9**9**9**9"), boxed("(" * 490 + "1" + ")" * 490)]
+    found = [piece * (60_000 // len(piece)) for piece in [*texts, "\\boxed{" + "{" * 2000]]
+    found += ["", boxed("1" * 999_000), "\\boxed{" * 20_000 + "}" * 20_000, boxed("9**9**9**9")]
+    found += [boxed("(" * 490 + "1" + ")" * 490), "\\boxed{" + "{}" * 100_000]
     found += [f"<answer>{piece}x</answer>" for piece in ("the answer is " * 600, " " * 9000)]
     rng = random.Random(0)
-    for _ in range(20):
-        letters = bytes(rng.randrange(256) for _ in range(5000)).decode("latin-1")
-        found.append(letters * rng.randint(1, 20))
+    found += [rng.randbytes(5000).decode("latin-1") * rng.randint(1, 20) for _ in range(9)]
     pieces = [*texts, *"{}^(),.x=<+-*/!%;_B", "\\frac", "and", "minus", "\\sqrt[0]{", "1/0", "i"]
-    found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(300)]
-    short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(1000)]
+    found += ["".join(rng.choices(pieces, k=rng.randint(1, 200))) for _ in range(150)]
+    short = ["".join(rng.choices(pieces, k=rng.randint(1, 12))) for _ in range(500)]
     return found + short + list(map(boxed, short))
 
 
@@ -325,43 +319,72 @@ def test_no_comparison_takes_long(piece):
             assert time.process_time() - start < 0.2, (given, gold)
 
 
-def test_rationals_are_exact():
-    """a/b = ak/bk, and a/b is not a/b + 10^-60."""
-    for a, b, k in ((1, 3, 7), (-987654321, 123456789, 64), (10**9 - 1, 10**9, 99)):
-        given = f"\\frac{{{a * k}}}{{{b * k}}}"
-        assert mathematics.same_answer(given, f"{a}/{b}")
-        assert not mathematics.same_answer(given, f"{a * 10**60 + b}/{b * 10**60}")
+# Exponential backtracking takes a repeat of something that can match a text in several ways. These
+# are the repeats of something with a choice in it -> a text on which a wrong one would take long
+CHOICES = {
+    r"\\boxed +(-?\w+(?:[.,/]\d+)*)": "\\boxed 1" + 25 * ".1",
+    r"(?:(?:the|final|correct|best|answer|option|choice|is)\b[^\w≠¬~❌]*)*": 25 * "the ",
+    r"([^\W\d]\w*(?:\(\w\))?|\(\w(?:, ?\w)+\)) ?=": "(x" + 25 * ", x",
+    r"\A(?:[= ]|\*\*|0(?=\d))+|(?:[. ]|\*\*)+\Z": 25 * "**= 0. ",
+    r"\{(?:[^{}]|\{[^{}]*\})*\}": "¦{" + 25 * "{}",
+}
+REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
-PATTERNS = (
-    "rewards.py",
-    "support/mathematics.py",
-    "support/tasks.py",
-    "support/extras/programs.py",
+def expressions(path):
+    """Every expression of a file's calls, such as re.search("..."), and of its REWRITES."""
+    module = importlib.import_module(path.replace("/", "."))
+    yield from (pattern for pattern, _ in getattr(module, "REWRITES", []))
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if re.fullmatch(r"re\.(?!escape)\w+", call):
+            words = ast.walk(node.args[0])
+            local = {word.id: "name" for word in words if isinstance(word, ast.Name)}
+            yield eval(ast.unparse(node.args[0]), local | vars(module))
+
+
+def parts_of(expression):
+    """(operation, argument) of every node of a parsed expression, at any depth."""
+    for each in expression if isinstance(expression, (tuple, list)) else expression.data:
+        if isinstance(expression, re._parser.SubPattern):
+            yield str(each[0]), each[1]
+        if isinstance(each, (tuple, list, re._parser.SubPattern)):
+            yield from parts_of(each)
+
+
+def has_choice(expression):
+    return any(
+        operation == "BRANCH" or (operation in REPEATS and argument[0] != argument[1])
+        for operation, argument in parts_of(expression)
+    )
+
+
+@pytest.mark.parametrize(
+    "path", ["rewards", "support/mathematics", "support/tasks", "support/extras/programs"]
 )
-
-
-@pytest.mark.parametrize("path", PATTERNS)
-def test_no_expression_backtracks_without_end(path, tmp_path):
-    """Each on repetitions of its own pieces. Exponential growth would not end within the limit."""
-    out = tmp_path / "out"
-    process = fork(program, COMMAND, "tests/patterns.py", path, out=out, folder=ROOT)
-    process.join(120)
-    process.kill()  # if it has no end
-    process.join()
-    assert process.exitcode == 0, out.read_text().splitlines()[-1:]
-
-
-@pytest.mark.parametrize("path", PATTERNS[:2])
-def test_verifiers_are_fast_on_pieces_of_their_own_expressions(path):
-    """On 10,000 characters, and on 900."""
-    for pattern, length in itertools.product(patterns.expressions(path).values(), (900, 9_900)):
-        texts = patterns.texts(pattern, samples=1, length=length)
-        texts += list(map(boxed, texts))
-        for text, name in itertools.product(texts, ("math", "math_lenient", "choice")):
+def test_no_expression_backtracks_exponentially(path):
+    for expression in expressions(path):
+        parts = parts_of(re._parser.parse(expression))
+        repeats = [argument for operation, argument in parts if operation in REPEATS]
+        if any(has_choice(body) for _, high, body in repeats if high > 9):
+            [text] = [text for part, text in CHOICES.items() if part in expression]
             start = time.process_time()
-            VERIFY[name](text, "B")
-            assert time.process_time() - start < 0.2, (name, pattern.pattern[:50], text[:50])
+            for completion in (text, text + "\0"):
+                re.search(expression, completion)
+            assert time.process_time() - start < 0.2, expression
+
+
+def test_verifiers_take_no_time_on_repeated_pieces():
+    """Nor on the longest text that is read as an answer."""
+    rng = random.Random(0)
+    pieces = [*MANY.split("|"), *cells(SLOW), ".1", "the ", ", x", "**= 0. ", "{}"]
+    pieces += ["".join(rng.choices(pieces, k=2)) for _ in range(60)]
+    for piece, name in itertools.product(pieces, ("math", "math_lenient", "choice")):
+        text = (piece * 9_900)[:9_900]
+        for completion in (text, boxed(text), boxed(text[:900])):
+            start = time.process_time()
+            VERIFY[name](completion, "B")
+            assert time.process_time() - start < 0.2, (name, piece)
 
 
 # ---- rewards
@@ -571,11 +594,10 @@ WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sen
     "x*math": "could not convert string to float: 'x'",
     "0*math": "a weight of 0, expected up to 1e6",
     "nan*math": "a weight of nan",
-    "math+math": "math stands there twice",
+    "math+math": "math is given twice",
     "nowhere.py:fn": "--reward nowhere.py:fn: FileNotFoundError: ",
     "def f(:": "own.py:f: SyntaxError: invalid syntax (own.py, line 1)",
     "raise RuntimeError('one\\ntwo')": "own.py:f: RuntimeError: one",
-    "f = 3": "f is no function",
     "ff = 3": "own.py has no f",
 }
 
@@ -649,11 +671,11 @@ def test_a_reward_has_a_lenient_twin_where_it_has_our_math(own):
     assert reward.verify(["x"], [{"prompt": "", "answer": {}}])[0].reward == 1.0
 
 
-def test_rewards_can_be_copied_with_two_small_files(tmp_path):
+def test_rewards_can_be_copied_with_three_small_files(tmp_path):
     """They import no torch. A deleted extra is an ImportError of Python's."""
     (tmp_path / "support").mkdir()
-    for name in ("rewards.py", "support/errors.py", "support/mathematics.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("rewards", "support/errors", "support/mathematics", "support/user_code"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path / f"{name}.py")
     program = """if True:
         import sys, rewards
         reward = rewards.parse_reward("math + countdown + choice")

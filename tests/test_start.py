@@ -14,7 +14,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import rollout
 import train
 from support import console, pretrain, run_folder, shutdown
 from tools import (
@@ -73,7 +72,7 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setattr(pretrain, "warm_start", None)
     sentence = refused(tmp_path / "runs", "--algo gspo")
-    assert re.search("cache/gspo.*XDG_CACHE_HOME", sentence) and "--runs" not in sentence
+    assert "cache/gspo" in sentence and "--runs" not in sentence
     assert not (tmp_path / "runs").exists()
 
 
@@ -137,14 +136,16 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
     lines = result.out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split(" | ")[0] for line in steps] == [f"step {i}/4" for i in range(1, 5)]
-    words = "reward solved len truncated dead ratio clip kl entropy grad"
+    words = "reward solved len dead clip entropy"
     for line in steps:
         assert "loss" not in line and all(f"| {word} " in line for word in words.split())
-        assert re.search(r"\| [\d,]+ tok/s \| [\d.]+ s \| \d+ (s|min|h) left$", line)
+        assert len(line) < 110 and re.search(r" \| \d+ (s|min|h) left$", line)
     assert sum("held out" in line for line in steps) == 2
     assert result.out.count("\nevaluating 8 prompts, greedy and 2 samples each\n") == 2
-    assert result.out.count("\nheld out: '") == 3  # an answer each time
+    shown = re.findall("\nheld out: '.*", result.out)  # an answer, where it changed
+    assert 1 <= len(shown) <= 3 and all(map(str.__ne__, shown, shown[1:]))
     assert "M parameters" in result.out
+    assert f"{result.folder.name}: " in result.out  # a sentence on the run's health
     assert re.search(r"pass@2 .* -> .* pass@2 .*, in \d+ s", lines[-3])
     assert f"{newest(result.folder)}, the report in {result.folder}/report.html;" in lines[-2]
     words = shlex.split(lines[-1])
@@ -181,8 +182,11 @@ def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
 
 def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
     """Also with LANG=C: a prompt with ü must not end the run."""
-    row = {"step": 3, "tokens_per_second": 31234.5}
-    assert console.step_line(row, 12, 3700) == "step 3/12 | 31,234 tok/s | 62 min left"
+    row = {"step": 48, "reward": 0.5, "solved": 0.5, "length_mean": 199.9, "dead": 0.5}
+    row |= {"clip_fraction": 0.5, "entropy": 0.123, "eval_solved": 0.5}
+    line = console.step_line(row, 50, 3700)
+    assert line.startswith("step 48/50 | solved 50% | len 200 | ")  # the reward is the same number
+    assert line.endswith("entropy 0.12 | held out 50% | 62 min left") and len(line) < 100
     times = [console.duration(seconds) for seconds in (7, 119, 3000, 7100, 90000)]
     assert times == ["7 s", "119 s", "50 min", "118 min", "25 h"]
     written = io.BytesIO()
@@ -304,16 +308,27 @@ def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, 
 
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(monkeypatch, place):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
-    calls = []
+    calls, check_scorer = [], train.check_scorer
+
+    def check(*given):
+        calls.append("check")
+        config.device = device  # pretended from here on
+        return check_scorer(*given)
+
+    def stop(*given):
+        config.device = "cpu"
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
-    policy = rollout.load_model("models/tiny", "cpu")
-    for device, dtype, expected in (
-        ("cuda", "bfloat16", ["high"]),
-        ("cuda", "float32", []),
-        ("cpu", "bfloat16", []),
+    monkeypatch.setattr(train, "check_scorer", check)
+    monkeypatch.setattr(train, "Models", stop)
+    for device, dtype, expected in (  # noqa: B007, `check` reads device
+        ("cuda", "bfloat16", ["check", "high"]),
+        ("cuda", "float32", ["check"]),
+        ("cpu", "bfloat16", ["check"]),
     ):
         config = train.parse_flags([*BASE.split(), "--dtype", dtype, "--device", "cpu"])
-        config.device = device
         calls.clear()
-        train.Models(config, train.gspo.ALGOS["gspo"], policy)
+        with pytest.raises(KeyboardInterrupt):
+            train.Run(config, train.Ranks())
         assert calls == expected

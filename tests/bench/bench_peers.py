@@ -44,7 +44,7 @@ PEERS = {  # contestant -> its name in the table
     "trl-wide": "TRL, its band and mean",
 }
 # the rest of a step is the updates
-PHASES = ("seconds_sample", "seconds_score", "seconds_constants")
+PHASES = ("seconds_sample", "seconds_verify", "seconds_score")
 LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
@@ -149,7 +149,7 @@ def trl_worker(folder: Path, settings: dict) -> None:
     watch.metrics = trainer._metrics["train"]
     watch.time(trainer, "_generate_and_score_completions", "prepare")
     watch.time(trainer, "_generate_single_turn", "seconds_sample")
-    watch.time(trainer, "_calculate_rewards", "seconds_score")
+    watch.time(trainer, "_calculate_rewards", "seconds_verify")
     trainer.train()
     trained = folder / f"run/checkpoints/step-{settings['steps']}"
     trainer.model.save_pretrained(trained)
@@ -195,8 +195,8 @@ class Watch(transformers.TrainerCallback):
             return
         # the time before the updates without sampling and rewards: mostly old log-probs
         seconds = self.seconds
-        rest = seconds.pop("prepare") - seconds["seconds_sample"] - seconds["seconds_score"]
-        row = {"step": number, **seconds, "seconds_constants": rest}
+        rest = seconds.pop("prepare") - seconds["seconds_sample"] - seconds["seconds_verify"]
+        row = {"step": number, **seconds, "seconds_score": rest}
         size = self.settings["group_size"]
         groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
         row["reward"] = statistics.fmean(self.rewards)
@@ -263,8 +263,8 @@ def table(turns: list[dict]) -> str:
     measures = {
         "seconds a step": lambda r: mean(r, "seconds"),
         "– sampling": lambda r: mean(r, "seconds_sample"),
-        "– rewards": lambda r: mean(r, "seconds_score"),
-        "– old log-probs": lambda r: mean(r, "seconds_constants"),
+        "– rewards": lambda r: mean(r, "seconds_verify"),
+        "– old log-probs": lambda r: mean(r, "seconds_score"),
         "– updates, and the rest": lambda r: mean(r, "seconds_update"),
         f"seconds to reward {LEVEL}": lambda r: reached(r).get("elapsed"),
         f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),

@@ -10,7 +10,6 @@ import collections
 import itertools
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -44,16 +43,16 @@ ROWS = {  # name -> flags of train.py
     "gspo, luspo's band": "--algo gspo --clip-low 2e-3 --clip-high 2.5e-3",
 }
 MAIN, OTHERS = tuple(ROWS)[:5], tuple(ROWS)[5:11]
-WIDTHS = {  # gspo's bands -> their mean width
-    "gspo, 1e-4": 1e-4,
-    "gspo": 3.5e-4,
-    "gspo, 1e-3": 1e-3,
-    "gspo, luspo's band": 2.25e-3,
-    "gspo, 3e-3": 3e-3,
-    "gspo, 1e-2": 1e-2,
-    "gspo, 3e-2": 3e-2,
-    "gspo, 0.2": 0.2,
-}
+BANDS = (  # of gspo, from the narrowest to the widest
+    "gspo, 1e-4",
+    "gspo",
+    "gspo, 1e-3",
+    "gspo, luspo's band",
+    "gspo, 3e-3",
+    "gspo, 1e-2",
+    "gspo, 3e-2",
+    "gspo, 0.2",
+)
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 BAND_RATES = (1e-4, 2e-4, 4e-4)
 NORM = "--max-grad-norm 0.03"
@@ -61,7 +60,7 @@ PARTS = (  # rows, rates, seeds, further flags
     (MAIN, RATES, SEEDS, ""),
     (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, NORM),
     (OTHERS, RATES, SEEDS[:5], ""),
-    (WIDTHS, BAND_RATES, SEEDS, ""),
+    (BANDS, BAND_RATES, SEEDS, ""),
     (("gspo, luspo's band",), RATES, SEEDS, ""),
 )
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "policy_sequence_std")
@@ -144,17 +143,6 @@ def at_own_best(ends: dict[int, dict[float, float]]) -> dict[int, float]:
     return found
 
 
-def widest_run(points: list[tuple[float, bool, float]]) -> list[tuple[float, bool, float]]:
-    """Return the most neighbours, in the order of their first number, that are all good and that
-    have every rate. points: (number, whether it is good, rate)."""
-    rates, best, run = {rate for *_, rate in points}, [], []
-    for point in sorted(points):
-        run = [*run, point] if point[1] else []
-        if {rate for *_, rate in run} == rates and len(run) > len(best):
-            best = run
-    return best
-
-
 # ---- numbers of runs -----------------------------------------------------------------------------
 
 
@@ -170,24 +158,6 @@ def outcome(run: dict) -> float:
 
 def gain(run: dict) -> float:
     return outcome(run) - start(run)
-
-
-def at_step_4(run: dict) -> float:
-    return 100 * run["solved"]["4"]
-
-
-def clipped(run: dict, steps: int | None = None) -> float:
-    """Return the percent that the clip stops, mean of the first steps."""
-    return 100 * statistics.fmean(run["clip_fraction"][:steps])
-
-
-def clipped_early(run: dict) -> float:
-    return clipped(run, 4)
-
-
-def width_over_spread(run: dict) -> float:
-    """Return the width of the band over the spread of log s in a step, mean of the first four."""
-    return WIDTHS[run["row"]] / statistics.fmean(run["policy_sequence_std"][:4])
 
 
 def where(runs: Runs, **settings) -> Runs:
@@ -208,11 +178,6 @@ def values_of(runs: Runs, name: str) -> list:
 def runs_with(rows: Runs, more: str) -> Runs:
     """Return the runs with these further flags, in the order of seeds and rates."""
     return sorted(where(rows, more=more), key=lambda run: (run["seed"], run["lr"]))
-
-
-def bands_of(plain: Runs) -> Runs:
-    """Return gspo's runs at three rates, in the order of the width of their band."""
-    return of_rows([run for run in plain if run["lr"] in BAND_RATES], WIDTHS)
 
 
 def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
@@ -245,29 +210,16 @@ def spread(values: list[float]) -> str:
     return f"{mean:.0f} ± {half:.0f}"
 
 
-def below(gains: list[float]) -> str:
-    """Return how many runs ended below their start."""
-    return str(sum(each < 0 for each in gains))
-
-
-def plainly(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.2g}"
-
-
-def percent(values: list[float]) -> str:
-    return f"{plainly(values)}%"
-
-
-def cells(runs: Runs, number: Callable = outcome, said: Callable = spread) -> str:
-    """Return a number of the runs by row and rate: mean over seeds and its 95% interval. It is in
-    italics where the row breaks: on average it ends below its start."""
+def cells(runs: Runs) -> str:
+    """Return the outcomes by row and rate: mean over seeds and its 95% interval. It is in italics
+    where the row breaks: on average it ends below its start."""
     rates = values_of(runs, "lr")
     lines = [["", *map(short, rates)]]
     for row in values_of(runs, "row"):
         line = [f"`{row}`"]
         for lr in rates:
             there = where(runs, row=row, lr=lr)
-            text = said([number(run) for run in there])
+            text = spread([outcome(run) for run in there])
             line.append(f"*{text}*" if statistics.fmean(map(gain, there)) < 0 else text)
         lines.append(line)
     return markdown(*lines)
@@ -294,10 +246,6 @@ def by_warm_start(gaps: dict[int, float]) -> str:
     return ", ".join(f"{statistics.fmean(some):+.1f}" for some in found)
 
 
-def pairs_above(gaps) -> str:
-    return f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}"
-
-
 def compared(pairs: list[tuple[str, str, dict]]) -> list[list[str]]:
     """Return lines of a table: two rows of the experiment, paired by seed, and p corrected for the
     number of lines. pairs: their names, and row -> seed -> number."""
@@ -307,7 +255,8 @@ def compared(pairs: list[tuple[str, str, dict]]) -> list[list[str]]:
     for (one, other, _), each, p, corrected in zip(pairs, gaps, ps, holm(ps)):
         mean, half = interval([*each.values()])
         line = [f"{one} − {other}", f"{mean:+.2f}", f"{mean - half:+.2f} to {mean + half:+.2f}"]
-        line += [pairs_above(each.values()), f"{p:.3f}", f"{corrected:.3f}", by_warm_start(each)]
+        above = sum(gap > 0 for gap in each.values())
+        line += [f"{above} of {len(each)}", f"{p:.3f}", f"{corrected:.3f}", by_warm_start(each)]
         lines.append(line)
     return lines
 
@@ -321,39 +270,11 @@ def comparisons(runs: Runs) -> str:
     return markdown(*lines)
 
 
-def by_rate_comparisons(runs: Runs) -> str:
-    """Compare rows at each rate: mean difference, its 95% interval, pairs above, p."""
-    lines = [["", *map(short, RATES)]]
-    for one, other in COMPARISONS:
-        line = [f"{one} − {other}"]
-        for lr in RATES:
-            pairs = zip(where(runs, row=one, lr=lr), where(runs, row=other, lr=lr))
-            gaps = [outcome(mine) - outcome(theirs) for mine, theirs in pairs]
-            mean, half = interval(gaps)
-            above = f"{mean:+.0f} ± {half:.0f}, {pairs_above(gaps)}"
-            line.append(f"{above}, {permutation_p(gaps):.3f}")
-        lines.append(line)
-    return markdown(*lines)
-
-
-def rule(runs: Runs, number: Callable) -> str:
-    """Say in which interval of a number all bands are within 5 points of the best of their rate."""
-    points = []
-    for lr in BAND_RATES:
-        some = {row: where(runs, row=row, lr=lr) for row in WIDTHS}
-        means = {row: statistics.fmean(map(outcome, some[row])) for row in WIDTHS}
-        for row, mean in means.items():
-            value = statistics.fmean(map(number, some[row]))
-            points.append((value, mean >= max(means.values()) - 5, lr))
-    found = widest_run(points)
-    holds = f"{found[0][0]:.2g} to {found[-1][0]:.2g} holds {len(found)} of {len(points)} cells"
-    return f"{holds}, of which {sum(good for _, good, _ in points)} are within 5 points"
-
-
 def tables(rows: Runs) -> str:
     """Return the tables of docs/runs/rates/README.md."""
     plain = runs_with(rows, "")
-    runs, others, narrow = of_rows(plain, MAIN), of_rows(plain, OTHERS), bands_of(plain)
+    runs, others = of_rows(plain, MAIN), of_rows(plain, OTHERS)
+    narrow = of_rows([run for run in plain if run["lr"] in BAND_RATES], BANDS)
     eleven, both = of_rows(plain, MAIN + OTHERS), of_rows(plain, ("luspo", "gspo, luspo's band"))
     limited = of_rows(runs_with(rows, NORM), ("gspo", "grpo"))
     starts = ", ".join(f"{start(run):.0f}" for run in where(runs, row="gspo", lr=RATES[0]))
@@ -361,26 +282,14 @@ def tables(rows: Runs) -> str:
     three = primary(narrow)[MEANS]
     pairs = [("luspo", "gspo, luspo's band", primary(both)[MEANS])]
     pairs += [("gspo, 1e-3", "gspo", three), ("gspo, 1e-2", "gspo, 3e-2", three)]
-    ratio = width_over_spread
-    rules = f"Percent clipped: {rule(narrow, clipped_early)}. "
-    rules += f"ε over the spread: {rule(narrow, ratio)}."
     titles = {
         "Outcome, mean and 95% interval.": f"{cells(runs)}\n\n{said}",
         "Numbers of a row.": numbers(runs),
         "Comparisons, paired by seed.": comparisons(runs),
-        "The same by rate: points, pairs above, p.": by_rate_comparisons(runs),
-        "Runs that end below their start.": cells(runs, gain, below),
-        "Held-out percent at step 4.": cells(runs, at_step_4),
-        "Share that is clipped, of completions (grpo: of tokens).": cells(runs, clipped, percent),
         f"With `{NORM}`. Outcome.": f"{cells(limited)}\n\n10 seeds a row.",
         "Other objectives. Outcome.": f"{cells(others)}\n\n5 seeds a row.",
         "Numbers of every row, of the seeds that all have.": numbers(eleven),
         "Bands. Outcome, mean and 95% interval.": f"{cells(narrow)}\n\n10 seeds a row.",
-        "Bands. Share of completions that is clipped, first four steps.": cells(
-            narrow, clipped_early, percent
-        ),
-        "Bands. ε over `policy_sequence_std`, first four steps.": cells(narrow, ratio, plainly),
-        "Bands. A rule.": rules,
         "`gspo` with the band of `luspo`, and `luspo`.": cells(both),
         "Three comparisons, mean over their rates.": markdown(HEAD, *compared(pairs)),
     }

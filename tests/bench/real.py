@@ -66,10 +66,10 @@ def write_questions(folder: Path) -> None:
                 file.write(json.dumps({"prompt": prompt, "answer": str(answer)}) + "\n")
 
 
-def shares(rollout, samples: list) -> dict:
+def shares(rollout, verdicts: list) -> dict:
     """Return the share of greedy answers that is right, the share that is cut off, the share that
     is right of those that are not, and the mean length."""
-    right = [mathematics.math_lenient(each.text, each.problem["answer"]) for each in samples]
+    right = [mathematics.math_lenient(each.completion, each.row["answer"]) for each in verdicts]
     right, cut = torch.tensor(right).float(), rollout.truncated
     return {
         "right": float(right.mean()),
@@ -83,8 +83,8 @@ def train_once(model: Path, run: dict) -> tuple[dict, str]:
     """Run train.py to its end. Return accuracies before and after, and metrics of each step."""
     sample, evaluations = train.sample_and_verify, []
 
-    def sample_and_note(run, model, problems, group_size, temperature, kind):
-        found = sample(run, model, problems, group_size, temperature, kind)
+    def sample_and_note(run, model, problems, group_size, temperature, seed):
+        found = sample(run, model, problems, group_size, temperature, seed)
         if temperature == 0:
             evaluations.append(shares(*found))
         return found
