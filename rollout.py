@@ -382,8 +382,7 @@ def token_logprobs(model, hidden, targets, temperature: float, entropy: str) -> 
         return torch.stack([logprobs, entropies])
 
     *parts, last = zip(hidden.split(at_once), targets.split(at_once))
-    # the backward pass recomputes the logits, a chunk at a time. It starts with the last chunk,
-    # whose logits may stay
+    # the backward pass recomputes the logits of each chunk but the last, with which it starts
     found = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
     return torch.cat([*found, chunk(*last)], dim=1)
 
