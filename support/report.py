@@ -93,7 +93,7 @@ CHARTS = {
     "truncated": Chart("Should stay near 0; if not, raise --max-new-tokens.", 0, 1, ".1%"),
     "dead": Chart("Groups of equal rewards. Near 100%, little is learned.", 0, 1, ".1%"),
     "entropy": Chart("Nats per token. Falls slowly; near 0, exploration is over.", 0, 0.1),
-    "clip_fraction": Chart("GSPO: half at first, a quarter later. GRPO: up to 2%.", 0, 1, ".1%"),
+    "clip_fraction": Chart("GSPO: half at first, a fifth later. GRPO: up to 2%.", 0, 1, ".1%"),
     "ratio_mean": Chart("GSPO: within 0.003 of 1.", 0.997, 1.003, ".4f"),
     "approx_kl": Chart("Nats from π_old. Rises before a collapse."),
     "kl": Chart("Nats from π_ref. Grows slowly."),
