@@ -4,7 +4,7 @@
 
 Read `generate`, then `completion_logprobs`. `generate` calls the model's own forward pass, with its
 KV cache. `completion_logprobs` calls the model's body, then its head in float32 (`logits_of`), on
-one sequence per row or, as an optimisation that you can skip at first, on trees of sequences with
+one sequence per row or, as an optimization that you can skip at first, on trees of sequences with
 common prefixes. `check_scorer` compares all of them with the model's own forward pass."""
 
 import dataclasses

@@ -233,7 +233,7 @@ def test_a_flag_takes_its_range_and_no_more(name):
         right, wrong = [limits["low"]], [limits["low"] - 1, "nan", "many"]
     elif limits["above"] is not None:
         right, wrong = [limits["above"] + 0.5], [limits["above"], "nan", "many"]
-    else:  # a new number of gspo.py, without a line in NUMBERS
+    else:  # a number without bounds
         right, wrong = [-0.5, 0.5], ["many"]
     if limits["high"] is not None:
         right.append(limits["high"])

@@ -324,7 +324,7 @@ def test_loss_matches_scalar_loop(case):
 
 @every_case
 def test_micro_batches_add_up_to_the_batch(case):
-    """With the denominator of the whole optimiser step (8 completions, or their 27 tokens) four
+    """With the denominator of the whole optimizer step (8 completions, or their 27 tokens) four
     parts, each trimmed to its longest completion, add up: value, gradient and every metric. A mean
     of the parts' means would not. The second part is one empty completion."""
     batch = make_batch(0, case.spread, "token")

@@ -255,7 +255,7 @@ def spied(monkeypatch, algorithm, field, change=None) -> list[tuple]:
 
 @contextlib.contextmanager
 def gradients():
-    """The gradients of every optimiser step, each a list with one tensor per parameter."""
+    """The gradients of every optimizer step, each a list with one tensor per parameter."""
     kept = []
 
     def keep(optimizer, args, kwargs):

@@ -68,7 +68,16 @@ class Memory(NamedTuple):
 def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Memory:
     """Peak memory of each phase of a run. rank: of adapters, 0 to train all weights."""
     config = SimpleNamespace(
-        seed=0, device="cpu", dtype="bfloat16", lr=0.0, kl_coef=0.0, teacher=""
+        clip_low=None,
+        completions_per_update=1,
+        prompts_per_step=1,
+        group_size=1,
+        seed=0,
+        device="cpu",
+        dtype="bfloat16",
+        lr=0.0,
+        kl_coef=0.0,
+        teacher="",
     )
     config.stale_steps, config.old_logprobs, config.gradient_checkpointing = 1, "", checkpointing
     config.lora_rank, config.lora_alpha = rank, 2.0 * rank

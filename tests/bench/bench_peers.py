@@ -216,7 +216,7 @@ def trl_config(trl, settings: dict, folder: Path):
         objective |= {"epsilon": settings["clip_low"], "epsilon_high": settings["clip_high"]}
     return trl.GRPOConfig(
         **objective,
-        # one rollout of all completions, then one optimiser step for each part of it
+        # one rollout of all completions, then one optimizer step for each part of it
         per_device_train_batch_size=completions_per_update(settings),
         steps_per_generation=settings["updates"],
         num_generations=settings["group_size"],
