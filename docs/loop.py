@@ -1,6 +1,6 @@
 """GSPO on one page (arXiv 2507.18071): snapshot, sample, advantages, four updates.
 
-    python docs/loop.py           # a built-in policy on a CPU: the reward rises within two minutes
+    python docs/loop.py           # a built-in policy on a CPU: the reward rises within minutes
     python docs/loop.py MODEL     # a chat model, for instance Qwen/Qwen3-0.6B
 
 `problem` is your data, `reward` your verifier. If an update does not fit into memory, split its
