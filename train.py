@@ -240,12 +240,12 @@ def train(run: "Run", output: Output) -> None:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor(config, step)
         counted = mask if algorithm.per == "token" else mask.any(1)  # what the loss averages over
-        new_logprobs = torch.zeros_like(old_logprobs)  # of a row's latest forward pass
-        # those of the first update that has active rows: nothing has moved yet
+        new_logprobs = torch.zeros_like(old_logprobs)  # from each row's latest forward pass
+        # from the first update with active rows, when nothing has moved yet
         first_logprobs, first_rows = torch.zeros_like(old_logprobs), []
         update_metrics, bad_updates = [], 0
         for rows, active_rows, parts in updates * config.epochs:
-            # dead groups count in the mean of the loss, but not in those of the metrics
+            # dead groups count in the mean of the loss, but not in the means of the metrics
             denom = counted[rows].sum()
             metric_scale = denom / counted[active_rows].sum()
             totals = collections.Counter()
@@ -290,11 +290,11 @@ def train(run: "Run", output: Output) -> None:
             if not is_finite(run, step, totals):
                 bad_updates += 1
                 continue
-            optimizer.step()  # even without active rows: AdamW then moves by its momentum
+            optimizer.step()  # even without active rows: AdamW still moves by momentum
             if len(active_rows) > 0:
                 update_metrics.append(totals)
         optimizer.zero_grad()  # sampling needs the memory
-        ranks.sum(new_logprobs, first_logprobs)  # rows of other processes are 0
+        ranks.sum(new_logprobs, first_logprobs)  # other processes' rows are 0
         log.lap("update")
 
         # 6. Report: metrics, evaluation, checkpoint.
@@ -322,10 +322,10 @@ def train(run: "Run", output: Output) -> None:
 
 
 def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
-    """Sample and verify the groups of a step. Dynamic sampling drops groups of equal rewards and
-    draws further prompts, at most MAX_REFILLS times.
+    """Sample and verify the groups of a step. Dynamic sampling drops groups whose rewards are all
+    equal and draws more prompts, at most MAX_REFILLS times.
 
-    Returns the batch, and metrics of all groups that were drawn."""
+    Returns the batch, and metrics over every group drawn, dropped ones included."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
     all_rollouts, verdicts = [], []
     for refill in range(1 + MAX_REFILLS):
@@ -352,7 +352,7 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
         rollout.lengths.cpu(), config.max_new_tokens, config.overlong_cache
     )
     rewards = rewards.float().to(config.device)
-    # no verdict, no gradient: any number in its place could become what the policy aims for
+    # no verdict, no gradient: the policy could learn to aim for whatever number we made up
     mask = rollout.completion_mask & ~rewards.isnan()[:, None] & (len(kept) > 0)
     if config.overlong_filter:
         mask = mask & ~rollout.truncated[:, None]
@@ -362,12 +362,12 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
 def sample_and_verify(
     run: "Run", model, problems: list[dict], group_size: int, temperature: float, seed: str
 ) -> tuple[Rollout, list[verifiers.Verdict]]:
-    """Sample group_size completions of each problem and verify them. Equal seeds give equal
-    samples. Processes share the work, and each gets all results."""
+    """Sample group_size completions for each problem and verify them. The same seed gives the same
+    samples. Processes split the work, and each one gets all the results."""
     config, ranks = run.config, run.ranks
     number = random.Random(f"{config.seed} {seed}").getrandbits(60)
     generator = torch.Generator().manual_seed(number)
-    # for all prompts, before they are shared: independent of the number of processes
+    # drawn for all prompts before splitting them, so the number of processes does not matter
     uniforms = torch.rand(len(problems), group_size, config.max_new_tokens, generator=generator)
     prompts = [problem[data.IDS] for problem in ranks.share(problems)]
     options = {"temperature": temperature, "cache_gb": config.cache_gb, **run.endings}
@@ -394,10 +394,10 @@ def sample_and_verify(
 
 
 def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
-    """Return (groups,) whether rewards are all equal, shaping terms aside, and (groups, G) the
-    correctness in [0, 1], or None if no verifier tells right from wrong. NaN: no verdict."""
+    """Which groups have equal rewards, ignoring shaping (groups,), and the correctness in [0, 1]
+    (groups, G): NaN without a verdict, None if no verifier tells right from wrong."""
     rewarded, correct = reward.without_shaping(verdicts)
-    # float32, as the advantages: a difference that vanishes there teaches nothing
+    # float32 like the advantages: a difference too small for it teaches nothing
     rewarded = torch.tensor(rewarded, dtype=torch.float32).view(-1, group_size)
     if correct is not None:
         correct = torch.tensor(correct, dtype=torch.float64).view(-1, group_size)
@@ -407,8 +407,8 @@ def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
 def plan_updates(
     run: "Run", rollout: Rollout, active: Tensor, step: int
 ) -> list[tuple[Tensor, Tensor, list[MicroBatch]]]:
-    """Divide the groups, in random order, into updates. Returns for each update its rows, the
-    active ones among them, and the micro-batches of this process's share of those."""
+    """Shuffle the groups and split them into updates. Returns, for each update, its rows, the
+    active ones among them, and the micro-batches for this process's share of the active ones."""
     config = run.config
     groups = torch.arange(len(active)).view(-1, config.group_size)
     order = random.Random(f"{config.seed} {step}").sample(range(len(groups)), len(groups))
@@ -429,7 +429,7 @@ def logprobs_of(
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (n, T) of a micro-batch under a model."""
     config, routing = run.config, run.models.routing
-    watches = routing and model is run.models.policy  # records the experts of pi_old, or replays
+    watches = routing and model is run.models.policy  # records or replays the experts of pi_old
     with run.autocast(), routing.over(part) if watches else contextlib.nullcontext():
         return completion_logprobs(
             model, part.rollout, config.temperature, part.trees, entropy=entropy
@@ -444,9 +444,9 @@ def critic_values(run: "Run", part: MicroBatch) -> Tensor:
 
 @torch.no_grad()
 def score(run: "Run", rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor | None]:
-    """Return old_logprobs, ref_logprobs, teacher_logprobs and values, each (N, T): 0 outside the
-    micro-batches, None where there is no such model. pi_old is the policy itself rather than the
-    copy that samples, unless --old-logprobs is sampler."""
+    """Return old_logprobs, ref_logprobs, teacher_logprobs and values, each (N, T) and 0 outside
+    the micro-batches, or None if there is no such model. pi_old is the policy itself, not the copy
+    that samples, unless --old-logprobs is sampler."""
     models = run.models
     zeros = torch.zeros_like(rollout.sampler_logprobs)
     scorers = (models.policy, models.ref_policy, models.teacher, models.critic)
@@ -470,8 +470,8 @@ def score(run: "Run", rollout: Rollout, parts: list[MicroBatch]) -> list[Tensor 
 
 
 def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
-    """Whether loss, mean ratio and gradient norms are finite; if not, the update is skipped. More
-    than MAX_BAD_UPDATES in a row end the run."""
+    """Whether the loss, mean ratio and gradient norms are finite. If not, the update is skipped;
+    more than MAX_BAD_UPDATES in a row end the run."""
     decisive = [name for name in totals if name in DECISIVE or name.endswith("grad_norm")]
     wrong = ", ".join(name for name in decisive if not math.isfinite(totals[name]))
     progress = run.progress
@@ -480,7 +480,7 @@ def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
         many = f"step {step}: {progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
         need(progress.bad_in_a_row <= MAX_BAD_UPDATES, many)
         run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
-    elif "loss" in totals:  # an update without active rows says nothing
+    elif "loss" in totals:  # without active rows there is nothing to judge by
         progress.bad_in_a_row = 0
     return not wrong
 
@@ -489,8 +489,10 @@ def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
 
 
 def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
-    """Return held-out metrics and a few answers: greedy accuracy and pass@k, or the mean greedy
-    reward if no verifier tells right from wrong. Completions without a verdict are left out."""
+    """Evaluate on the held-out prompts: greedy accuracy and pass@k, or the mean greedy reward if
+    no verifier tells right from wrong. Completions without a verdict are left out.
+
+    Returns the metrics and a few answers."""
     policy, model, held_out = run.models.policy, run.models.sampling_model, run.held_out
     if run.config.stale_steps > 1:  # the copy must stay stale
         model = policy
@@ -524,8 +526,8 @@ def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
 
 
 def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stopping: bool) -> dict:
-    """Evaluate, warn, print the line of the step, write rows and checkpoint. A tracker or page that
-    fails does not end the run. Returns the row of metrics.jsonl."""
+    """Evaluate, warn, print the step's line, write its rows and save a checkpoint. If a tracker or
+    report.html fails, the run goes on. Returns the row of metrics.jsonl."""
     config, step, folder = run.config, row["step"], output.folder
     last, answers = step == config.steps, []
     row["memory_gb"] = run.ranks.peak_memory(config.device)
@@ -565,11 +567,11 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
 
 
 class Run:
-    """Everything that outlives a step. Wrong input is detected before any weights load."""
+    """Everything that outlives a step. Bad input is caught before any weights are loaded."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
-        self.ranks = ranks  # this process among those of torchrun
+        self.ranks = ranks  # this process among those torchrun started
         bfloat16 = {"dtype": torch.bfloat16, "enabled": config.dtype == "bfloat16"}
         self.autocast = functools.partial(torch.autocast, config.device, **bfloat16)
         if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
@@ -577,7 +579,7 @@ class Run:
         torch.manual_seed(config.seed)  # for a fork's random weights: equal in all processes
 
         # 1. reward, data and sampler
-        self.algorithm = bind(config)  # a row of ALGOS, with the numbers of the flags
+        self.algorithm = bind(config)  # a row of ALGOS, its numbers set by the flags
         self.reward = verifiers.parse_reward(config.reward, config.device)
         self.reward.reads_steps = "token_rewards" in self.algorithm.reads
         read = data.read_data if config.data else problems_of
@@ -616,14 +618,14 @@ class Run:
         eos_ids = self.endings["eos_ids"]
         self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]
-        longer = [*ids, ids[-1]]  # another length, so that errors of padding show
+        longer = [*ids, ids[-1]]  # of another length, to expose padding bugs
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         if config.device == "cuda" and config.dtype == "bfloat16":
             # else the float32 head takes most of the time. After the check, which would refuse it:
             # TF32 moves log s by 5e-5, where a bfloat16 body moves it by 2.5e-3 (docs/metrics.md)
             torch.set_float32_matmul_precision("high")
         self.models = Models(config, self.algorithm, policy)
-        if config.sampler:  # stale weights give no error
+        if config.sampler:  # stale weights would raise no error
             copied = self.models.sampling_model
             check_weights(config, sampler, copied, [ids, longer], self.endings)
         if self.models.teacher:
@@ -651,14 +653,14 @@ def main(arguments: list[str] | None = None) -> int:
             return report.main(arguments[1:])
         config = parse_flags(arguments)
         with joined_ranks(config.device) as ranks:
-            if config.model in BUILT_IN:  # more threads only wait for each other at this size
+            if config.model in BUILT_IN:  # at this size more threads only get in the way
                 torch.set_num_threads(min(2, torch.get_num_threads()))
             run = Run(config, ranks)
             progress, answers = run.progress, []
             if not progress.before:  # a resumed run has it in its checkpoint
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
             say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
-            # a run that has failed by now has written nothing
+            # nothing is written until here, so an early failure leaves no run folder
             train(run, open_output(config, ranks, progress, answers))
         return 0
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The console of a run: its lines, the line of a step, seconds of phases, warnings."""
+"""Console output of a run: the line of each step, the timing of its phases, and warnings."""
 
 import collections
 import contextlib
@@ -12,7 +12,7 @@ import torch
 from support.data import printable
 from support.errors import reason
 
-# metric -> its format in the line of a step, which fits on a narrow terminal. metrics.jsonl has all
+# metrics shown in the line of a step, which fits a narrow terminal. metrics.jsonl has them all
 STEP = {
     "reward": "reward {:.2f}",
     "solved": "solved {:.0%}",
@@ -45,7 +45,7 @@ def step_line(row: dict, steps: int, seconds_left: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return 90 s, 2 min, 120 min, 3 h."""
+    """Format a duration: 90 s, 2 min, 120 min, 3 h."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(evaluation: dict) -> str:
-    """Return an evaluation as text: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
+    """Format an evaluation: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
     if "eval_reward" in evaluation:  # no verifier told right from wrong
         return f"mean reward {evaluation['eval_reward']:.2f}"
     shares = evaluation.items()
@@ -61,7 +61,7 @@ def percent(evaluation: dict) -> str:
 
 
 class Log:
-    """Measures the seconds of a step's phases, and prints each warning once a run."""
+    """Times the phases of a step, and prints each warning once per run."""
 
     def __init__(self, device: str, seconds_before: float):
         self.device = torch.get_device_module(device)
@@ -69,17 +69,17 @@ class Log:
         self.warned = set()  # kinds
         self.last_said = None
         self.last_lap = time.perf_counter()
-        self.run_start = self.last_lap - seconds_before  # earlier starts of the run count
+        self.run_start = self.last_lap - seconds_before  # includes time before a resume
 
     def lap(self, phase: str) -> None:
-        """Add the seconds since the last lap, or the start of the step, to those of the phase."""
+        """Charge the time since the last lap, or since the start of the step, to this phase."""
         self.device.synchronize()
         now = time.perf_counter()
         self.seconds[f"seconds_{phase}"] += now - self.last_lap
         self.last_lap = now
 
     def elapsed(self) -> float:
-        """Return the seconds of the run."""
+        """Seconds since the run started, earlier starts included."""
         return time.perf_counter() - self.run_start
 
     def start_step(self) -> None:
@@ -87,25 +87,25 @@ class Log:
         self.step_start = self.last_lap = time.perf_counter()
 
     def end_step(self, tokens: int) -> dict[str, float]:
-        """Return the seconds of the phases and of the step, and its completion tokens a second."""
+        """Seconds per phase and for the whole step, and completion tokens per second."""
         seconds = time.perf_counter() - self.step_start
         return {**self.seconds, "seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
     def say_if_new(self, text: str) -> None:
-        """Print a line unless it equals the last one that came this way."""
+        """Print a line unless it repeats the last one passed to this method."""
         if text != self.last_said:
             self.last_said = text
             say(text)
 
     def warn(self, kind: str, message: str) -> None:
-        """Print a warning of this kind once a run."""
+        """Print a warning, once per run for each kind."""
         if kind not in self.warned:
             self.warned.add(kind)
             say(f"warning: {printable(message)}")
 
     @contextlib.contextmanager
     def trying(self, name: str) -> Iterator[None]:
-        """Let an error inside the block cost a warning, never the run."""
+        """Turn an error inside the block into a warning, so that it never ends the run."""
         try:
             yield
         except Exception as error:

@@ -1,5 +1,5 @@
-"""Problems of a run and their remedies, in sentences: warnings of a step, for the console, and the
-health of a run, for its page and its last lines."""
+"""What looks wrong in a run and what to do about it, in plain sentences: warnings about a step for
+the console, and the health of a run for report.html and the last lines of output."""
 
 import math
 from statistics import fmean, variance
@@ -8,14 +8,14 @@ from support.pretrain import BUILT_IN
 
 MANY_TRUNCATED = MANY_FAULTS = 1 / 3  # of the completions
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
-RECENT = 10  # the sentences about a run are about so many steps
+RECENT = 10  # steps that the sentences about a run look back on
 
 
 # ---- a step -------------------------------------------------------------------------------------
 
 
 def fault_warnings(verdicts: list) -> dict[str, str]:
-    """kind -> sentence about completions without a verdict."""
+    """Warnings about completions without a verdict, by kind."""
     faults = [verdict.fault for verdict in verdicts if verdict.fault]
     sentences = {}
     if faults:
@@ -27,7 +27,7 @@ def fault_warnings(verdicts: list) -> dict[str, str]:
 
 
 def warnings_of(run, row: dict) -> dict[str, str]:
-    """kind -> sentence about a step. The console shows each kind once."""
+    """Warnings about a step, by kind. The console shows each kind once per run."""
     config, sentences = run.config, {}
     if row["truncated"] > MANY_TRUNCATED:
         sentences["truncated"] = TRUNCATED.format(row["truncated"])
@@ -42,7 +42,7 @@ def warnings_of(run, row: dict) -> dict[str, str]:
             use = "leaves it out"
         told = f"--reward {name} gave a value outside [0, 1]: `solved` {use}"
         sentences[f"shaping {name}"] = told
-    # rounding alone makes 1e-10 in float32, and at most 1e-2 in bfloat16
+    # rounding alone gives 1e-10 in float32, and at most 1e-2 in bfloat16
     most = 1e-3 if config.dtype == "float32" else 2e-2
     if config.stale_steps == 1 and row.get("sampler_kl", 0.0) > most:
         found = f"the sampler draws from another distribution, sampler_kl {row['sampler_kl']:.2g}"
@@ -63,11 +63,11 @@ def warnings_of(run, row: dict) -> dict[str, str]:
 
 
 def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
-    """Problems of the last steps, and their remedies. before: the evaluation before step 1."""
+    """Problems in the last steps, with remedies. before is the evaluation before step 1."""
     if not rows:
         return ["no step is done yet"]
     recent = rows[-RECENT:]
-    names = {name for row in recent for name in row}  # a step of dead groups has fewer
+    names = {name for row in recent for name in row}  # a step of dead groups has fewer metrics
     now = {name: fmean(row[name] for row in recent if name in row) for name in names}
     found = []
     dead, right = now["dead"], now.get("dead_right", 0.0)
@@ -99,7 +99,7 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
 
 
 def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
-    """Held-out numbers that fell below their best, by more than twice their standard error."""
+    """Held-out metrics that are below their best by more than two standard errors."""
     found = []
     evaluations = [before, *rows]
     for name in dict.fromkeys(name for row in evaluations for name in row):
@@ -116,8 +116,8 @@ def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
 
 
 def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
-    """Say that the reward fell, or that it never rose."""
-    rewards = [row["reward"] for row in rows if "reward" in row]  # none: no verdict in a step
+    """Whether the reward fell, or never rose."""
+    rewards = [row["reward"] for row in rows if "reward" in row]  # absent if a step has no verdicts
     if not rewards:
         return []
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]

@@ -1,7 +1,7 @@
-"""Numbers of an objective: keyword-only parameters in gspo.py, and the flags that have their names.
+"""The numbers of an objective: keyword-only parameters in gspo.py, with flags of the same name.
 
-`def gspo_loss(..., *, clip_low=3e-4)` is the one home of a default. --clip-low is None unless it is
-given, `fill_numbers` replaces None by the default, and `bind` passes the value to the loss."""
+`def gspo_loss(..., *, clip_low=3e-4)` is the only place where the default is written. --clip-low
+is None unless given, `fill_numbers` fills it in, and `bind` passes the value to the loss."""
 
 import dataclasses
 import functools
@@ -13,20 +13,20 @@ from support.errors import UserError, dashed
 
 
 def functions_of(algorithm: gspo.Algorithm) -> dict[str, Callable]:
-    """The functions of a row of ALGOS, by the names of its fields."""
+    """The functions in a row of ALGOS, by field name."""
     names = ("loss", "advantages", "value_loss")
     return {name: getattr(algorithm, name) for name in names if getattr(algorithm, name)}
 
 
 def keywords_of(function: Callable) -> dict:
-    """Keyword-only parameters and their defaults, without `per`, which a partial may have set."""
+    """Keyword-only parameters and their defaults, except `per`, which a partial may have set."""
     parameters = inspect.signature(function).parameters.values()
     keywords = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
     return {each.name: each.default for each in keywords if each.name != "per"}
 
 
 def numbers_of(algorithm: gspo.Algorithm) -> dict:
-    """The numbers of an algorithm and their defaults: keyword-only parameters with a default."""
+    """The numbers of an algorithm: its keyword-only parameters that have a default."""
     numbers = {}
     for function in functions_of(algorithm).values():
         for name, default in keywords_of(function).items():
@@ -37,7 +37,7 @@ def numbers_of(algorithm: gspo.Algorithm) -> dict:
 
 
 def defaults_of_numbers() -> dict[str, str]:
-    """For the help of each number: which algorithms have it, with which default."""
+    """Help text for each number: which algorithms use it, and with which default."""
     found = {}  # name -> default -> algorithms
     for algo, algorithm in gspo.ALGOS.items():
         for name, default in numbers_of(algorithm).items():
@@ -50,8 +50,8 @@ def defaults_of_numbers() -> dict[str, str]:
 
 
 def fill_numbers(config) -> None:
-    """Replace each number that is None by the algorithm's default. Raises UserError for a number of
-    another algorithm."""
+    """Replace each number that is None with the algorithm's default. Raises UserError if a number
+    was given that the algorithm does not use."""
     numbers = numbers_of(gspo.ALGOS[config.algo])
     flags = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_number")}
     missing = ", ".join(numbers.keys() - flags)  # a fork's; it would get the value of another flag

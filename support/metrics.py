@@ -1,4 +1,4 @@
-"""A step as numbers, for metrics.jsonl, and some of its completions, for samples.jsonl."""
+"""Metrics of a step for metrics.jsonl, and a few of its completions for samples.jsonl."""
 
 import math
 import statistics
@@ -13,24 +13,24 @@ SHOWN_GROUPS = 4  # of a step in samples.jsonl
 
 
 def number(value: float) -> float | None:
-    """A number for JSON, which has no NaN."""
+    """A number that JSON can hold: None for NaN."""
     return None if math.isnan(value) else float(value)
 
 
 def mean(values) -> float:
-    """The mean of numbers without the NaN, which stand for no verdict. NaN if there are none."""
+    """Mean, ignoring NaN (no verdict). NaN if nothing is left."""
     return float(torch.as_tensor(values, dtype=torch.float64).nanmean())
 
 
 def best_of_group(correct: Tensor) -> Tensor:
-    """(groups, G) -> (groups,) the highest value of a group, NaN if it has only NaN."""
+    """(groups, G) -> (groups,) the highest value of each group, or NaN if all of it is NaN."""
     best = correct.nan_to_num(-1.0).amax(1)
     return torch.where(best < 0, torch.nan, best)
 
 
 def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
-    """Metrics of all groups that a step sampled. dead (groups,) have equal rewards, correct
-    (groups, G) is in [0, 1], None if the reward does not tell right from wrong."""
+    """Metrics over every group that a step sampled. dead (groups,) marks those with equal rewards;
+    correct (groups, G) is in [0, 1], or None if the reward does not tell right from wrong."""
     row = {"dead": dead.float().mean(), "prompts_drawn": len(dead)}
     row["verifier_faults"] = sum(bool(verdict.fault) for verdict in verdicts)
     if correct is not None:
@@ -44,12 +44,12 @@ def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
 
 
 def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates: list) -> dict:
-    """Metrics of a step: of its completions, advantages and updates.
+    """Metrics of a step's completions, advantages and updates.
 
-    tensors has the inputs of the losses by name, and advantages, returns, new_logprobs (of each
-    row's latest forward pass) and first_logprobs (of the first update with active rows, which are
-    first_rows). active (N,) marks rows that got forward passes. updates has the metrics of each
-    update. A mean over nothing is left out."""
+    tensors maps names to the inputs of the losses, plus advantages, returns, new_logprobs (from
+    each row's latest forward pass) and first_logprobs (from the first update with active rows,
+    which are first_rows). active (N,) marks the rows that got forward passes. updates holds the
+    metrics of each update. A mean over nothing is left out."""
     rollout, mask = batch.rollout, batch.mask
     row = rollout_metrics(batch, run.reward.terms)
     if run.turns:
@@ -58,14 +58,14 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
     magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
     if len(magnitude) > 0:
         row["advantage_abs"] = magnitude.mean()
-    if returns is not None and mask.any():  # a critic's: 1 if perfect, 0 for a constant
+    if returns is not None and mask.any():  # of the critic: 1 if perfect, 0 if constant
         left = (returns - tensors["values"])[mask].var(correction=0)
         row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
-    for name in dict.fromkeys(name for metrics in updates for name in metrics):  # in their order
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):  # in order
         row[name] = statistics.fmean(each[name] for each in updates if name in each)
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     row |= drift("policy", log_ratios[active], mask[active])
-    # the policy has not moved yet: the gap is the sampler's rounding, or its fault
+    # the policy has not moved yet, so any gap is rounding in the sampler, or a bug in it
     sampler_gap = tensors["first_logprobs"] - rollout.sampler_logprobs
     row |= drift("sampler", sampler_gap[first_rows], mask[first_rows])
     if tensors["teacher_logprobs"] is not None and mask.any():
@@ -76,7 +76,7 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
 
 
 def rollout_metrics(batch, terms) -> dict:
-    """Means over the completions that a step trains on, rewards over those with a verdict."""
+    """Means over the step's training completions; for rewards, over those with a verdict."""
     lengths = batch.rollout.completion_mask.sum(1).float()
     judged = batch.rewards[~batch.rewards.isnan()]
     row = {}
@@ -95,8 +95,8 @@ def rollout_metrics(batch, terms) -> dict:
 
 
 def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far two policies are apart, from differences of log-probs (n, T): a KL in nats over the
-    tokens (k3), the spread of the tokens' log-ratios, and that of log s."""
+    """How far apart two policies are, from their difference in log-probs (n, T): the KL per token
+    in nats (k3), and the standard deviations of the token log-ratios and of log s."""
     tokens = log_ratio[mask]
     if len(tokens) == 0:
         return {}
@@ -108,15 +108,15 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def readable(verdict, step: int) -> dict:
-    """A completion as a row of samples.jsonl or evaluations.jsonl. Without a verdict its reward is
-    null."""
+    """A completion as a row of samples.jsonl or evaluations.jsonl. The reward is null if there is
+    no verdict."""
     asked = {"prompt": text_of(verdict.row["prompt"]), "answer": verdict.row["answer"]}
     reward = number(verdict.reward)
     return {"step": step, **asked, "completion": verdict.completion, "reward": reward}
 
 
 def readable_answers(verdicts: list, correct: Tensor | None, step: int) -> list[dict]:
-    """The rows of evaluations.jsonl. correct (N, 1) is in [0, 1], None if nothing tells."""
+    """The rows of evaluations.jsonl. correct (N, 1) is in [0, 1], or None if it is unknown."""
     rows = [readable(verdict, step) for verdict in verdicts]
     for i, row in enumerate(rows):
         row["correct"] = None if correct is None else number(correct[i, 0])
@@ -124,14 +124,14 @@ def readable_answers(verdicts: list, correct: Tensor | None, step: int) -> list[
 
 
 def readable_samples(run, batch, tensors: dict, last_rows: Tensor) -> list[dict]:
-    """The rows of samples.jsonl: one completion of each of the first groups, then, token by token,
-    the completions of one group among last_rows, the active rows of the last update."""
+    """The rows of samples.jsonl: one completion from each of the first groups, then one group
+    token by token, taken from last_rows (the active rows of the last update)."""
     size, step = run.config.group_size, run.progress.step
     shown = [readable(verdict, step) for verdict in batch.verdicts[::size][:SHOWN_GROUPS]]
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     advantages = tensors["advantages"].view(len(log_ratios), -1).expand_as(log_ratios)
     for row in last_rows[last_rows // size == last_rows[:1] // size].tolist():
-        own = batch.rollout.completion_mask[row]  # without tokens of a tool
+        own = batch.rollout.completion_mask[row]  # excludes tool tokens
         ids = batch.rollout.completions[row, own].tolist()
         shown.append(readable(batch.verdicts[row], step))
         shown[-1]["group"] = row // size

@@ -1,4 +1,4 @@
-"""Models and tokenizers: load them, copy them, and find their parts."""
+"""Load models and tokenizers, copy them, and find their parts."""
 
 import contextlib
 import copy
@@ -21,8 +21,8 @@ from support.tasks import TASKS
 
 
 def find_model(config, ranks) -> tuple:
-    """Return the policy's folder or hub name, its tokenizer and its config, before any weights
-    load. The first process makes a built-in policy."""
+    """Return the policy's folder or hub name, its tokenizer and its config, before loading any
+    weights. A built-in policy is pretrained by the first process if necessary."""
     source = config.model
     if source in BUILT_IN and ranks.first:
         source = str(built_in_policy(TASKS[config.task], source))
@@ -42,14 +42,14 @@ def find_model(config, ranks) -> tuple:
 
 
 def load(kind: type, source: str, flag: str = "--model", **options):
-    """Load a tokenizer, config or model by a class of transformers: no pickle, no folder's code."""
+    """Load a transformers tokenizer, config or model, without pickle or remote code."""
     expected = "expected a causal language model: its folder (of a run: a checkpoint) or hub name"
     with expecting(f"{flag} {source}: {expected}"):
         return kind.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def inspect_model(source: str, flag: str = "--model"):
-    """Return a model's tokenizer and its config, before its weights load."""
+    """Return a model's tokenizer and config without loading its weights."""
     config = load(AutoConfig, source, flag)
     tokenizer = load(AutoTokenizer, source, flag)
     quantized = getattr(config, "quantization_config", None)
@@ -60,26 +60,26 @@ def inspect_model(source: str, flag: str = "--model"):
 
 
 def context_of(config) -> int:
-    """Return the number of tokens, prompt and completion, that the model reads, at most 2^20. With
-    rope_type longrope all frequencies change beyond the original context, so it ends there. Doge's
-    layers keep a fixed number of keys, padding included."""
+    """Context length in tokens, prompt and completion together, capped at 2^20. With longrope all
+    frequencies change beyond the original context, so we stop there. Doge's layers keep a fixed
+    number of keys, padding included."""
     text = config.get_text_config()
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "keep_window_size")]
     ropes = getattr(text, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):  # one, or one for each kind of layer
+    for rope in (ropes, *ropes.values()):  # either one, or one per kind of layer
         if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
             limits.append(rope["original_max_position_embeddings"])
     return min(limit for limit in (*limits, 2**20) if limit and limit > 0)
 
 
 def has_experts(config) -> bool:
-    """Tell whether the config has a field for experts. That of a dense model may, too."""
+    """Whether the config has a field for experts. Some dense models have one, too."""
     return re.search('expert[^"]*":', config.to_json_string()) is not None
 
 
 def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: str = "--model"):
-    """Load a model in evaluation mode: no pass has dropout. UserError where weights are missing or
-    have other shapes, because transformers would continue with random ones."""
+    """Load a model in eval mode, so dropout is always off. Raises UserError if weights are missing
+    or have the wrong shape, where transformers would continue with random ones."""
     configure_torch()
     options = {"dtype": torch.float32, "use_safetensors": True, "output_loading_info": True}
     options["ignore_mismatched_sizes"] = True  # the report lists them
@@ -96,24 +96,24 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
 
 
 def default_dtype(device: str) -> str:
-    """Return the default of --dtype. Older GPUs emulate bfloat16, without fused attention."""
-    on_gpu = device == "cuda" and torch.cuda.is_available()  # if there is none, it is refused later
+    """The default of --dtype. Older GPUs only emulate bfloat16, without fused attention."""
+    on_gpu = device == "cuda" and torch.cuda.is_available()  # a missing GPU is refused later
     native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if native else "float32"
 
 
 def configure_torch() -> None:
-    """Switch cuDNN's attention off, and let experts obey autocast, for all models of this process.
+    """Disable cuDNN attention and make experts respect autocast, for every model in this process.
 
-    torch prefers cuDNN's attention on recent GPUs. It has given NaN gradients with a mask (pytorch
-    issue 196678) and wrong results (193893), and it plans each new shape for tens of ms."""
+    torch prefers cuDNN attention on recent GPUs, but it has produced NaN gradients with a mask
+    (pytorch issue 196678) and wrong results (193893), and takes tens of ms to plan each shape."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     ALL_EXPERTS_FUNCTIONS.register("grouped_mm", grouped_in_autocast)
 
 
 def grouped_in_autocast(experts, hidden, chosen, weights):
-    """Run transformers' grouped product of experts in autocast's dtype, like any other linear map.
-    Autocast does not know it: it would run in float32, for which no GPU has a fast kernel."""
+    """Run transformers' grouped matmul of experts in autocast's dtype, like any linear layer.
+    Autocast does not cover it, and no GPU has a fast kernel for it in float32."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -124,8 +124,8 @@ def grouped_in_autocast(experts, hidden, chosen, weights):
 
 
 def end_and_pad_ids(model, tokenizer) -> dict:
-    """Return eos_ids, those of the tokenizer, the generation config and the chat template, and
-    pad_id."""
+    """Return pad_id and eos_ids, which combine the end tokens of the tokenizer, the generation
+    config and the chat template."""
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     eos_ids = {*ends, tokenizer.eos_token_id} - {None}
@@ -138,7 +138,7 @@ def end_and_pad_ids(model, tokenizer) -> dict:
         closing = [token for token in special_tokens(tokenizer) if token in after]
         closing.sort(key=after.index)
         closing_ids = tokenizer.convert_tokens_to_ids(closing)
-        if closing and eos_ids.isdisjoint(closing_ids):  # of a base model, which knows no turns
+        if closing and eos_ids.isdisjoint(closing_ids):  # a base model knows nothing of turns
             eos_ids.add(closing_ids[0])
             what = f"{closing[0]} closes a turn of the chat template, and is no end token"
             say(f"warning: --model: {what} of the model: completions end there, too")
@@ -162,8 +162,8 @@ def frozen_copy(model, dtype: torch.dtype):
 
 
 def refresh(copied, model) -> None:
-    """Write the model's weights into a frozen copy, one at a time: the `weight` of an adapter is
-    its merged one, made when it is read."""
+    """Write the model's weights into a frozen copy, one at a time, because an adapter merges its
+    `weight` every time it is read."""
     for place, layer in copied.named_modules():
         source = model.get_submodule(place)  # the weight of a LoraLinear is computed: W + scale B A
         for name, weight in layer.named_parameters(recurse=False):
@@ -171,13 +171,13 @@ def refresh(copied, model) -> None:
 
 
 def free_memory(device: str) -> None:
-    """Give unused memory back to a GPU. Kept, it is in pieces that are too small for a KV cache."""
+    """Return cached memory to the GPU; its fragments are too small for a KV cache."""
     if device != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def critic_of(policy) -> nn.Module:
-    """Return a copy of the policy with a value head (weights, then bias) that is 0 at first."""
+    """Copy the policy and add a value head (weights, then bias), initialised to 0."""
     critic = copy.deepcopy(policy)
     width = policy.config.get_text_config().hidden_size
     critic.value = nn.Parameter(torch.zeros(width + 1, device=policy.device))
@@ -185,12 +185,12 @@ def critic_of(policy) -> nn.Module:
 
 
 class Models:
-    """The policy and the models beside it. Those that nothing needs are None."""
+    """The policy and the models around it. Models that the run does not need are None."""
 
     def __init__(self, config, algorithm, policy):
-        self.policy = self.sampling_model = policy  # in float32 the policy samples itself
+        self.policy = self.sampling_model = policy  # in float32 the policy itself samples
         self.ref_policy = self.teacher = self.critic = None
-        self.routing = None  # of a mixture: extras.experts.Experts
+        self.routing = None  # for a mixture of experts: extras.experts.Experts
         dtype = getattr(torch, config.dtype)
         several_updates = (
             config.completions_per_update < config.prompts_per_step * config.group_size
@@ -198,14 +198,14 @@ class Models:
         if dtype == torch.bfloat16 and several_updates and (config.clip_low or 1) < 5e-3:
             found = f"bfloat16's rounding can exceed --clip-low {config.clip_low:g}"
             say(f"warning: {found}: use --dtype float32 if --lr is near 1e-6, see docs/rounding.md")
-        # 1. copies, before there are adapters
+        # 1. copies, before any adapters are added
         if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
             self.sampling_model = frozen_copy(policy, dtype)
         if config.kl_coef:
             self.ref_policy = frozen_copy(policy, dtype)
         if config.teacher:
             self.teacher = load_model(config.teacher, config.device, dtype, "--teacher")
-        rerun_context = contextlib.nullcontext  # of layers recomputed in the backward pass
+        rerun_context = contextlib.nullcontext  # for layers recomputed in the backward pass
         if has_experts(policy.config) and config.old_logprobs == "trainer":
             from support.extras.experts import Experts, routing_now
 
@@ -216,18 +216,18 @@ class Models:
             from support.extras.lora import add_adapters
 
             add_adapters(policy, config, dtype)
-        # 3. checkpointing of layers, adapters included
+        # 3. gradient checkpointing, which includes the adapters
         if config.gradient_checkpointing:
             from support.extras.gradient_checkpointing import checkpoint_layers
 
             checkpoint_layers(policy, rerun_context)
-        # 4. a critic: a copy that has both
+        # 4. the critic, a copy with both
         if algorithm.value_loss:
             self.critic = critic_of(policy)
 
 
 def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
-    """Return AdamW with a parameter group for the policy, and one for a critic."""
+    """AdamW with one parameter group for the policy and another for the critic, if any."""
     trained = [(models.policy, config.lr, "grad_norm")]
     if models.critic:
         trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
@@ -240,7 +240,7 @@ def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
 
 
 def lr_factor(config, step: int) -> float:
-    """The factor of the learning rate: linear warmup times --lr-schedule."""
+    """Learning-rate multiplier: linear warmup times --lr-schedule."""
     warm_up = min(1.0, step / max(config.warmup_steps, 1))
     left = 1 - (step - 1) / config.steps
     cosine = (1 - math.cos(math.pi * left)) / 2
@@ -251,22 +251,22 @@ def lr_factor(config, step: int) -> float:
 
 
 def has_plain_kv_cache(model) -> bool:
-    """Tell whether the layers remember keys and values alone, which can be masked. A state space or
-    linear attention would read padding as if it were text."""
+    """Whether the layers cache only keys and values, which can be masked. State-space and linear
+    attention layers would read padding as if it were text."""
     layers = {type(layer) for layer in DynamicCache(config=model.config).layers}
     return layers <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 def body_of(model):
-    """Return the part that turns ids into hidden states: the innermost with the embedding."""
+    """The submodule that turns ids into hidden states: the innermost one with the embedding."""
     embedding = model.get_input_embeddings()
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     return [part for part in parts if embedding in part.modules()][-1]
 
 
 def logits_of(model, hidden: Tensor) -> Tensor:
-    """Apply the model's head: (M, H) -> (M, V), in float32 under autocast, too. In bf16 rounding
-    would be larger than GSPO's band. `check_scorer` refuses a head that does more than this."""
+    """Apply the model's head, (M, H) -> (M, V), in float32 even under autocast: bf16 rounding
+    would exceed GSPO's band. `check_scorer` refuses models whose head does more than this."""
     head = model.get_output_embeddings()
     config = model.config.get_text_config()
     hidden = hidden.float()
