@@ -117,7 +117,7 @@ def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
 
 def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     """Whether the reward fell, or never rose."""
-    rewards = [row["reward"] for row in rows if "reward" in row]  # absent if a step has no verdicts
+    rewards = [row["reward"] for row in rows if "reward" in row]  # absent without verdicts
     if not rewards:
         return []
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
