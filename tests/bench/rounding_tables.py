@@ -105,7 +105,7 @@ def runs_table(runs: list[dict]) -> str:
     head += ["log s std before any update", "stopped, update 1", "stopped, 2 to 4"]
     lines = [[*head, "changed, update 1", "changed, 2 to 4"]]
     for run in runs:
-        run["row"] += f" at {run['lr']:g}" if "lr" in run else ""
+        run["row"] += f" at {run['lr']:g}, {run['weights']}" if "lr" in run else ""
     for key in dict.fromkeys((run["row"], run["dtype"], run["old"]) for run in runs):
         some = [run for run in runs if (run["row"], run["dtype"], run["old"]) == key]
         exact = [run for run in runs if run["row"] == key[0] and run["dtype"] == "float32"]
