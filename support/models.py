@@ -197,7 +197,7 @@ class Models:
         )
         if dtype == torch.bfloat16 and several_updates and (config.clip_low or 1) < 5e-3:
             found = f"bfloat16's rounding can exceed --clip-low {config.clip_low:g}"
-            say(f"warning: {found}: use --dtype float32 if --lr is near 1e-6, see docs/rounding.md")
+            say(f"warning: {found}: below --lr 1e-4 use --dtype float32, see docs/rounding.md")
         # 1. copies, before any adapters are added
         if dtype != torch.float32 or config.stale_steps > 1 or config.lora_rank:
             self.sampling_model = frozen_copy(policy, dtype)
