@@ -167,6 +167,12 @@ class Verdict(NamedTuple):
     with_steps: dict[str, float]  # verifier -> its weighted value, plus its weighted steps
     fault: str  # why a verifier failed, or ""
 
+    @staticmethod
+    def abstention(completion: str, row: dict, terms, fault: str) -> "Verdict":
+        """No verdict on a completion. terms are the names of the verifiers."""
+        nothing = dict.fromkeys(terms, math.nan)
+        return Verdict(completion, row, math.nan, nothing, [], nothing, fault)
+
 
 class Term(NamedTuple):
     """One verifier of a reward."""
@@ -207,8 +213,7 @@ class Reward:
                 *before, (_, value) = call(function, completion, row)
             except (Exception, SystemExit) as error:  # a user's function may do anything
                 fault = f"{name}: {raised(error)} on {completion!r:.80}"
-                nothing = dict.fromkeys(self.terms, math.nan)
-                return Verdict(completion, row, math.nan, nothing, [], nothing, fault)
+                return Verdict.abstention(completion, row, self.terms, fault)
             if name not in self.shaping and not 0 <= value <= 1:
                 self.out_of_range.add(name)  # not shaping: `solved` would change its meaning
             terms[name] = value

@@ -192,10 +192,10 @@ class Models:
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # for a mixture of experts: extras.experts.Experts
         dtype = getattr(torch, config.dtype)
-        several_updates = (
-            config.completions_per_update < config.prompts_per_step * config.group_size
-        )
-        if dtype == torch.bfloat16 and several_updates and (config.clip_low or 1) < 5e-3:
+        completions = config.prompts_per_step * config.group_size
+        several_updates = config.completions_per_update < completions
+        narrow = config.clip_low is not None and config.clip_low < 5e-3
+        if dtype == torch.bfloat16 and several_updates and narrow:
             found = f"bfloat16's rounding can exceed --clip-low {config.clip_low:g}"
             say(f"warning: {found}: below --lr 1e-4 use --dtype float32, see docs/rounding.md")
         # 1. copies, before any adapters are added

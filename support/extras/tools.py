@@ -6,7 +6,6 @@
 The tool's reply is appended, and the policy continues. The reply's tokens are no actions of the
 policy: `completion_mask` excludes them."""
 
-import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -147,9 +146,8 @@ class Turns:
         faults = [fault for faults in ranks.gather(self.faults) for fault in faults]
         for i, verdict in enumerate(verdicts):
             if faults[i]:
-                nothing = dict.fromkeys(verdict.terms, math.nan)
-                empty = {"terms": nothing, "steps": [], "with_steps": nothing}
-                verdicts[i] = verdict._replace(reward=math.nan, fault=faults[i], **empty)
+                completion, row, terms = verdict.completion, verdict.row, verdict.terms
+                verdicts[i] = verdict.abstention(completion, row, terms, faults[i])
         return verdicts
 
     def measure(self, rollout: Rollout) -> dict[str, Tensor]:
