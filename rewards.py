@@ -3,9 +3,8 @@
     python rewards.py FILE --reward math      # try a verifier on completions of known worth
 
 A verifier maps (completion, gold answer) to a number in [0, 1]. Completions are adversarial input:
-a verifier never evaluates them, returns a value for any string, and bounds its running time. Gold
-answers that it cannot use are refused before training starts. It needs support/errors.py and
-support/user_code.py."""
+never evaluate them, return a value for any string, and bound the running time. Gold answers that a
+verifier can't use are refused before training. It needs support/errors.py and user_code.py."""
 
 import argparse
 import concurrent.futures
@@ -175,8 +174,6 @@ class Verdict(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One verifier of a reward."""
-
     weight: float
     function: Callable
 
@@ -258,12 +255,8 @@ class Reward:
         never returns a reward. One that leaves [0, 1] does not judge the answer: it is shaping."""
         row = rows[0] | {"tokens": 1}  # train.py adds the number of tokens
         answers = [str(other["answer"]) for other in rows[:4]]
-        texts = [
-            "",
-            "1",
-            *answers,
-            *(f"<answer>{text}</answer> \\boxed{{{text}}}" for text in answers),
-        ]
+        marked = [f"<answer>{text}</answer> \\boxed{{{text}}}" for text in answers]
+        texts = ["", "1", *answers, *marked]
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 continue
@@ -321,17 +314,14 @@ def main() -> None:
         reward.check(rows)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
-
     verdicts = reward.verify([row["completion"] for row in rows], rows)
     rewards = [verdict.reward for verdict in verdicts if not verdict.fault]
     mean = sum(rewards) / max(len(rewards), 1)
     print(f"reward {mean:.4f} of {len(rewards)}; rows below 1 or without a verdict:")
     for number, verdict in enumerate(verdicts, 1):
         if not verdict.reward >= 1:  # NaN, too
-            answer = verdict.row["answer"]
-            print(
-                f"row {number}: {answer!r:.80} from {verdict.completion[-160:]!r} {verdict.fault}"
-            )
+            answer, text = verdict.row["answer"], verdict.completion[-160:]
+            print(f"row {number}: {answer!r:.80} from {text!r} {verdict.fault}")
 
 
 if __name__ == "__main__":

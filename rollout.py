@@ -16,10 +16,7 @@ import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}: pip install -r requirements.txt")
+import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor

@@ -25,12 +25,9 @@ import random
 import sys
 import typing
 
-try:
-    import torch
-    import transformers
-    from torch import Tensor
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}: pip install -r requirements.txt")
+import torch
+import transformers
+from torch import Tensor
 
 import gspo
 import rewards as verifiers
@@ -70,11 +67,9 @@ from support.stop_texts import StopTexts
 from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
 
-SHOWN_PROMPTS = 4  # of an evaluation in evaluations.jsonl
 MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
 DECISIVE = ("loss", "ratio_mean")  # an update is skipped if these or a norm are not finite
 MAX_BAD_UPDATES = 5  # skipped in a row; one more ends the run
-OLD_LOGPROBS = ("trainer", "sampler")
 SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("tensorboard", "wandb", "trackio")
 DTYPES = ("float32", "bfloat16")
@@ -107,7 +102,7 @@ class Config:
     stop: list[str] | None = flag(None, "text that ends a completion; may be repeated")
     temperature: float = flag(1.0, "sampling temperature, also used for scoring", above=0)
     cache_gb: float | None = flag(None, "memory for KV caches, default: most of the rest", above=0)
-    old_logprobs: str = flag("trainer", "where old_logprobs are from", choices=OLD_LOGPROBS)
+    old_logprobs: str = flag("trainer", "who computes old_logprobs", choices=("trainer", "sampler"))
     stale_steps: int = flag(1, "steps between weight updates of the sampler; see --tis-cap", low=1)
     tis_cap: float | None = flag(None, "cap of the weights pi_old / pi_sampler", above=0)
 
@@ -339,8 +334,7 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
         if not config.dynamic_sampling or int((~dead).sum()) >= count:
             break
     row = {"step": step} | measure.group_metrics(dead, correct, verdicts)
-    for kind, sentence in health.fault_warnings(verdicts).items():
-        run.log.warn(kind, sentence)
+    run.log.warn(health.fault_warnings(verdicts))
 
     groups = torch.arange(len(verdicts)).view(-1, size)
     kept = groups[~dead][:count] if config.dynamic_sampling else groups
@@ -404,9 +398,7 @@ def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
     return gspo.all_equal(rewarded), correct
 
 
-def plan_updates(
-    run: "Run", rollout: Rollout, active: Tensor, step: int
-) -> list[tuple[Tensor, Tensor, list[MicroBatch]]]:
+def plan_updates(run: "Run", rollout: Rollout, active: Tensor, step: int) -> list[tuple]:
     """Shuffle the groups and split them into updates. Returns, for each update, its rows, the
     active ones among them, and the micro-batches for this process's share of the active ones."""
     config = run.config
@@ -424,9 +416,7 @@ def plan_updates(
 # ---- forward passes ------------------------------------------------------------------------------
 
 
-def logprobs_of(
-    run: "Run", model, part: MicroBatch, entropy: str = "none"
-) -> tuple[Tensor, Tensor]:
+def logprobs_of(run: "Run", model, part: MicroBatch, entropy="none") -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (n, T) of a micro-batch under a model."""
     config, routing = run.config, run.models.routing
     watches = routing and model is run.models.policy  # records or replays the experts of pi_old
@@ -479,7 +469,7 @@ def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
         progress.bad_in_a_row += 1
         many = f"step {step}: {progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
         need(progress.bad_in_a_row <= MAX_BAD_UPDATES, many)
-        run.log.warn("bad", f"step {step}: an update is skipped, not finite: {wrong}")
+        run.log.warn({"bad": f"step {step}: an update is skipped, not finite: {wrong}"})
     elif "loss" in totals:  # without active rows there is nothing to judge by
         progress.bad_in_a_row = 0
     return not wrong
@@ -505,7 +495,7 @@ def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
     if len(faults) == len(greedy) and run.progress.step == 0:
         raise UserError(f"--reward: it failed on every completion: {faults[0]}")
     _, correct = judge_groups(run.reward, greedy, 1)
-    answers = measure.readable_answers(greedy[:SHOWN_PROMPTS], correct, run.progress.step)
+    answers = measure.readable_answers(greedy, correct, run.progress.step)
     asked, said = printable(answers[0]["prompt"][-200:]), printable(answers[0]["completion"][-200:])
     run.log.say_if_new(f"held out: '{asked}' -> '{said}' has reward {answers[0]['reward']}")
     metrics = {"eval_abstained": len(faults) / len(greedy)} if faults else {}
@@ -538,12 +528,10 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         if routing := run.models.routing:
             score_again = functools.partial(logprobs_of, run, run.models.policy)
             row |= routing.measure_flips(score_again, run.ranks)
-    lost = [name for name, value in row.items() if not math.isfinite(value)]  # JSON has no NaN
-    if lost:
-        run.log.warn("lost", f"step {step}: not finite, left out of its row: {', '.join(lost)}")
-    row = {name: float(value) for name, value in row.items() if name not in lost} | {"step": step}
-    for kind, sentence in health.warnings_of(run, row).items():
-        run.log.warn(kind, sentence)
+    # JSON has no NaN
+    row = {name: float(value) for name, value in row.items() if math.isfinite(value)}
+    row["step"] = step
+    run.log.warn(health.warnings_of(run, row))
 
     if run.ranks.first:
         say(console.step_line(row, config.steps, (config.steps - step) * row["seconds_step"]))
@@ -621,8 +609,8 @@ class Run:
         longer = [*ids, ids[-1]]  # of another length, to expose padding bugs
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         if config.device == "cuda" and config.dtype == "bfloat16":
-            # else the float32 head takes most of the time. After the check, which would refuse it:
-            # TF32 moves log s by 5e-5, where a bfloat16 body moves it by 2.5e-3 (docs/metrics.md)
+            # TF32 for the float32 head, which would take most of the time. It moves log s by 5e-5,
+            # a bfloat16 body by 2.5e-3. Only after the check of the scorer, which would refuse it
             torch.set_float32_matmul_precision("high")
         self.models = Models(config, self.algorithm, policy)
         if config.sampler:  # stale weights would raise no error

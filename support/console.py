@@ -97,11 +97,12 @@ class Log:
             self.last_said = text
             say(text)
 
-    def warn(self, kind: str, message: str) -> None:
-        """Print a warning, once per run for each kind."""
-        if kind not in self.warned:
-            self.warned.add(kind)
-            say(f"warning: {printable(message)}")
+    def warn(self, sentences: dict[str, str]) -> None:
+        """Print warnings by kind, each kind once per run."""
+        for kind, sentence in sentences.items():
+            if kind not in self.warned:
+                self.warned.add(kind)
+                say(f"warning: {printable(sentence)}")
 
     @contextlib.contextmanager
     def trying(self, name: str) -> Iterator[None]:
@@ -109,4 +110,4 @@ class Log:
         try:
             yield
         except Exception as error:
-            self.warn(name, f"{name} was not written: {reason(error)}")
+            self.warn({name: f"{name} was not written: {reason(error)}"})

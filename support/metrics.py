@@ -9,7 +9,7 @@ from torch import Tensor
 from gspo import completion_mean
 from support.data import text_of
 
-SHOWN_GROUPS = 4  # of a step in samples.jsonl
+SHOWN = 4  # groups of a step in samples.jsonl, prompts of an evaluation in evaluations.jsonl
 
 
 def number(value: float) -> float | None:
@@ -117,7 +117,7 @@ def readable(verdict, step: int) -> dict:
 
 def readable_answers(verdicts: list, correct: Tensor | None, step: int) -> list[dict]:
     """The rows of evaluations.jsonl. correct (N, 1) is in [0, 1], or None if it is unknown."""
-    rows = [readable(verdict, step) for verdict in verdicts]
+    rows = [readable(verdict, step) for verdict in verdicts[:SHOWN]]
     for i, row in enumerate(rows):
         row["correct"] = None if correct is None else number(correct[i, 0])
     return rows
@@ -127,7 +127,7 @@ def readable_samples(run, batch, tensors: dict, last_rows: Tensor) -> list[dict]
     """The rows of samples.jsonl: one completion from each of the first groups, then one group
     token by token, taken from last_rows (the active rows of the last update)."""
     size, step = run.config.group_size, run.progress.step
-    shown = [readable(verdict, step) for verdict in batch.verdicts[::size][:SHOWN_GROUPS]]
+    shown = [readable(verdict, step) for verdict in batch.verdicts[::size][:SHOWN]]
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     advantages = tensors["advantages"].view(len(log_ratios), -1).expand_as(log_ratios)
     for row in last_rows[last_rows // size == last_rows[:1] // size].tolist():

@@ -714,8 +714,6 @@ def test_a_row_that_contradicts_itself_is_refused():
     for wrong in (
         dict(kl_in="reward"),
         dict(reads=("token_rewards", "values")),
-        dict(reads=("rewards", "value")),
-        dict(loss_reads=("sampler_logprob",)),
         dict(per="tokens"),
         dict(per="token"),  # grpo_loss is a mean over completions
         dict(value_loss=gspo.value_loss),

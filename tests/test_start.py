@@ -214,14 +214,6 @@ def test_threads_spin_briefly_before_torch_loads(given, found, tmp_path):
     assert ended == (1, "", f"{found}\n")
 
 
-@pytest.mark.parametrize("script", ["train.py", "rollout.py"])
-def test_python_without_torch_is_one_sentence(script):
-    program = f"import runpy, sys\nsys.modules['torch'] = None\nrunpy.run_path({script!r})\n"
-    status, out, errors = python("-c", program)
-    assert (status, out) == (1, "")
-    assert re.fullmatch("error: .*torch.*: pip install -r requirements.txt\n", errors)
-
-
 @pytest.mark.parametrize("cuda, said", [("13.0", 1), (None, 0)])
 def test_a_torch_for_cuda_that_finds_no_gpu_says_so(cuda, said, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", cuda)
