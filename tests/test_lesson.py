@@ -31,6 +31,8 @@ LESSON = PAGE.read_text(encoding="utf-8")
 # a comment that GitHub hides, and the block below it
 DIFF = re.compile(r"<!-- diff (\w+) (\w+) -->\n```diff\n.*?```\n", re.DOTALL)
 SOURCE = re.compile(r"<!-- source (\w+) -->\n```python\n.*?```\n", re.DOTALL)
+BODY = re.compile(r"<!-- body (\w+) -->\n```python\n.*?```\n", re.DOTALL)
+README = ROOT / "README.md"
 
 
 def lines_of(name: str) -> list[str]:
@@ -60,15 +62,24 @@ def quoted(name: str) -> str:
     return f"<!-- source {name} -->\n```python\n{source}```\n"
 
 
+def body(name: str) -> str:
+    """The comment and the block of a function without its docstring."""
+    return f"<!-- body {name} -->\n```python\n" + "\n".join(lines_of(name)) + "\n```\n"
+
+
 def with_code(text: str) -> str:
     text = SOURCE.sub(lambda found: quoted(found[1]), text)
+    text = BODY.sub(lambda found: body(found[1]), text)
     return DIFF.sub(lambda found: shown(found[1], found[2]), text)
 
 
 def test_code_of_the_lesson_is_that_of_gspo():
     assert len(DIFF.findall(LESSON)) == LESSON.count("```diff") > 3
     assert SOURCE.findall(LESSON) == ["reinforce_loss"]
-    assert with_code(LESSON) == LESSON, "a loss has changed: python tests/test_lesson.py"
+    assert BODY.findall(README.read_text()) == ["gspo_loss"]
+    for page in (PAGE, README):
+        text = page.read_text()
+        assert with_code(text) == text, "a loss has changed: python tests/test_lesson.py"
 
 
 def test_program_prints_the_numbers_of_the_page(capsys):
@@ -184,4 +195,5 @@ def test_formulas_are_safe_from_markdown(page):
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_code(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (PAGE, README):
+        page.write_text(with_code(page.read_text(encoding="utf-8")), encoding="utf-8")
