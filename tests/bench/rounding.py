@@ -280,7 +280,8 @@ def rounded_copy(source: str, folder: str) -> str:
 
 def runs(given) -> None:
     """Rows of tiny.jsonl or real.jsonl, all cells of a seed before the next seed."""
-    out, flags, cells = FOLDER / f"{given.part}.jsonl", TINY, CELLS[given.part]
+    out, flags = FOLDER / f"{given.part}.jsonl", TINY
+    cells = [cell for cell in CELLS[given.part] if cell[0] in given.rows]
     key = {}
     with tempfile.TemporaryDirectory() as folder:
         if given.part == "real":
@@ -301,6 +302,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a pretrained model")
     parser.add_argument("--data", type=Path, help="folder of train.jsonl and test.jsonl")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
     given = parser.parse_args()
     torch.set_num_threads(1)
     use_rounded_linear()
