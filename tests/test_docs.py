@@ -171,7 +171,7 @@ def example(page: str, part: str) -> str:
 
 def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
     scope = {}
-    exec(example("README.md", "gspo_loss("), scope)
+    exec(example("README.md", "loss.backward()"), scope)
     # A = ±0.7071 in both groups, s = 1, 4 completions of 6 tokens: dloss/dlogpi = -A / 24
     expected = torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None].expand(4, 6) * 0.5**0.5 / 24
     torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
