@@ -64,16 +64,21 @@ def same(given: str, gold: str) -> bool:
     """Compare two answers as lists of values, in any order, or else as text."""
     try:
         values, others = values_of(given), values_of(gold)
-        if len(values) != len(others):
-            return False
-        return contains_all(values, others) and contains_all(others, values)
+        return len(values) == len(others) and pair_up(values, others)
     except Exception:  # words, 1/0, open brackets, 9^9^9, 10^400 beside a float
         given, gold = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (given, gold))
         return given == gold != "" or given.isalpha() and given.lower() == gold.lower()
 
 
-def contains_all(values: list, others: list) -> bool:
-    return all(any(alike(value, other) for value in values) for other in others)
+def pair_up(values: list, others: list) -> bool:
+    """Return whether each value has a counterpart of its own among as many others."""
+    left = list(others)
+    for value in values:
+        counterpart = next((other for other in left if alike(value, other)), None)
+        if counterpart is None:
+            return False
+        left.remove(counterpart)
+    return True
 
 
 def alike(value, other) -> bool:
