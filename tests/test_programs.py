@@ -9,20 +9,16 @@ import pytest
 
 import rewards
 from support.errors import UserError
-from test_rewards import ADD, RIGHT, VERIFY, cells, fenced
+from test_rewards import ADD, RIGHT, cells, fenced
 
 sandbox = pytest.importorskip("support.extras.sandbox")
 
 
-def rewarded(programs, answer) -> list[str]:
-    """Those of the programs that `code` rewards, as many at a time as there are cores."""
-    return those_rewarded([fenced(source) for source in programs], answer, programs)
-
-
-def those_rewarded(completions, answer, names=None) -> list[str]:
+def those_rewarded(completions, answer) -> list[str]:
+    """Those of the completions that `code` rewards, as many at a time as there are cores."""
     rows = [{"prompt": "", "answer": answer}] * len(completions)
-    scores = rewards.parse_reward("code").verify(completions, rows)
-    return [name for name, score in zip(names or completions, scores) if score.reward == 1]
+    verdicts = rewards.parse_reward("code").verify(completions, rows)
+    return [verdict.completion for verdict in verdicts if verdict.reward == 1]
 
 
 # ---- which program runs
@@ -31,7 +27,6 @@ TEXTS = {"stdin": [["1 2\n", "3\n"], ["20 22", "42"]]}  # as ADD, for programs t
 WRONG = RIGHT.replace("a + b", "0")
 SOLUTION = "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b"
 EXAMPLE = fenced("result = add(1, 2)\nprint(result)  # 3")
-BROKEN_HELPER = fenced("def helper(a, b):\n    return 0\n1 / 0")
 CHOSEN = [
     # the last one
     f"<think>{fenced(WRONG)}</think>{fenced(WRONG)}{fenced(RIGHT)}",
@@ -40,35 +35,27 @@ CHOSEN = [
     '```py title="add.py"\n' + RIGHT + "\n```",
     "````python\n" + RIGHT + '\ntext = """\n```\n"""\n````',
     "```python\n" + RIGHT + '\ntext = """\n```text\n"""\n```',
-    "~~~python\n" + RIGHT + "\n~~~",
-    "As ```add``` is short, between ``` and the like:\n" + fenced(RIGHT),
+    "As ```add``` is short, between ``` and the like:\n~~~python\n" + RIGHT + "\n~~~",
     # no output, no other language, nothing without a tag beside one with it
     "```\nprint('noise')\n```\n```\n" + RIGHT + "\n```\n```\n42\n```",
     fenced(RIGHT) + "Output:\n```text\ndef add(a, b): ...\n```\n",
     fenced(RIGHT) + "```\ndef add(a, b):\n    return 0\n```\n",
     # the one that defines the function, behind which an example may stand
-    fenced(WRONG) + "Better:\n" + fenced(RIGHT) + EXAMPLE,
     fenced(RIGHT) + EXAMPLE + fenced("assert add(1, 1) == 2") + "```\n3\n```",
-    "```\n" + RIGHT + "\n```\n```\nresult = add(1, 2)\n```",
     fenced(RIGHT) + fenced("from solution import addition\nadded = addition(1, 2)"),
-    fenced(RIGHT) + fenced("from solution import add\nassert add(1, 2) == 4"),
     fenced("add: object = lambda a, b: a + b") + EXAMPLE,
     fenced("def helper(a): return a\n" + SOLUTION) + fenced("print(Solution().add(1, 2))"),
-    BROKEN_HELPER + fenced(RIGHT),  # earlier blocks do not run
+    fenced("def helper(a, b):\n    return 0\n1 / 0") + fenced(RIGHT),  # earlier blocks do not run
 ]
 NOT_CHOSEN = [
-    *("", "no program", "```", "``````", "```python\n```", "```text\nx\n```", RIGHT),
+    *("", "no program", "```", "```python\n```", "```text\nx\n```", RIGHT),
     fenced(RIGHT) + fenced(WRONG),
-    f"<think>{fenced(RIGHT)}</think>",
     f"<think>{fenced(RIGHT)}",
     fenced(RIGHT) + "```python\n",  # not closed
-    fenced(RIGHT).replace("`", ""),
     "```python\n" + RIGHT + "```",
     fenced(RIGHT.replace("add", "added")),
     fenced(SOLUTION.replace("a + b", "a - b")),
-    fenced(SOLUTION.replace("add", "plus")),
     # programs that are wrong
-    fenced("def add(a, b):\n    return 3"),
     fenced("def add(a, b):\n    return str(a + b)"),
     fenced("def add(a):\n    return a"),
     fenced("def add(a, b)\n    return a + b"),
@@ -87,10 +74,9 @@ def test_code_runs_the_block_that_reads_its_input():
     wrong = [reads + reads.replace("a + b", other) for other in ("0", "a + b, a")]
     right = reads + fenced("print('for example', 3)")
     assert those_rewarded([right, *wrong], TEXTS) == [right]
-    nothing = ["", "no program", "```python\n```", "```text\nx\n```"]
-    assert those_rewarded(nothing, {"stdin": [["", ""]]}) == []
+    assert those_rewarded(["", "no program"], {"stdin": [["", ""]]}) == []
     # given both, it calls the function
-    assert rewarded([RIGHT], ADD | {"stdin": [["1", "1"]]}) == [RIGHT]
+    assert those_rewarded([fenced(RIGHT)], ADD | {"stdin": [["1", "1"]]}) == [fenced(RIGHT)]
 
 
 SAME = """
@@ -103,24 +89,24 @@ OTHER = """
 """
 
 
-@pytest.mark.parametrize("cell", [*cells(SAME), *cells(OTHER)])
-def test_code_compares_type_strictly(cell):
-    result, expected = cell.split(" => ")
-    answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
-    right = VERIFY["code"](fenced(f"def f():\n    return {result}"), answer)
-    assert right == (cell in cells(SAME))
+def test_code_compares_type_strictly():
+    programs, rows = [], []
+    for cell in cells(SAME + OTHER):
+        result, expected = cell.split(" => ")
+        answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
+        programs.append(fenced(f"def f():\n    return {result}"))
+        rows.append({"prompt": "", "answer": answer})
+    verdicts = rewards.parse_reward("code").verify(programs, rows)
+    right = len(cells(SAME))
+    assert [verdict.reward for verdict in verdicts] == [1] * right + [0] * (len(rows) - right)
 
 
 MALFORMED = """
     null | "" | [] | {} | {"fn": "add"} | {"fn": "add", "cases": []} | {"stdin": []}
     {"cases": [[[1, 2], 3]]} | {"fn": "add", "cases": [[1]]} | {"fn": "add", "cases": 3}
-    {"stdin": [["1"]]} | {"stdin": [["1", "1"], ["2", "2", "2"]]}
-    {"stdin": [["1", 1]]} | {"stdin": [[1, "1"]]}
-    {"fn": "add", "cases": [[1, 1]]} | {"fn": "add", "cases": [["ab", 1]]}
-    {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]}
-    {"fn": "add", "cases": [[[1], [Infinity]]]}
-    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]}
-    {"fn": "", "cases": [[[1, 2], 3]]} | {"fn": 3, "cases": [[[1, 2], 3]]}
+    {"stdin": [["1"]]} | {"stdin": [["1", 1]]} | {"fn": "add", "cases": [["ab", 1]]}
+    {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]} | {"fn": "", "cases": [[[1, 2], 3]]}
+    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]} | {"fn": 3, "cases": [[[1, 2], 3]]}
 """
 
 
@@ -163,18 +149,20 @@ SUMS = [  # programs that read two numbers
 @pytest.mark.parametrize("programs, answer", [(CALLED, ADD), (SUMS, TEXTS)])
 def test_code_rewards_a_right_program(programs, answer):
     """Whatever it does besides."""
-    assert rewarded(programs, answer) == programs
+    completions = [fenced(source) for source in programs]
+    assert those_rewarded(completions, answer) == completions
 
 
 @pytest.mark.slow
 def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     """Which is not charged for the start of the interpreter."""
-    program = "import time\ntime.sleep({})\nprint(input())"
+    quick = fenced("print(input())")
+    slow = fenced("import time\ntime.sleep(0.4)\nprint(input())")
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.3)
-    assert rewarded([program.format(0)], {"stdin": [["1", "1"]] * 20})  # whose starts take longer
+    assert those_rewarded([quick], {"stdin": [["1", "1"]] * 20})  # whose starts take longer
     monkeypatch.setattr(sandbox, "CODE_SECONDS", 1.5)
-    assert rewarded([program.format(0.4)], {"stdin": [["1", "1"]]})
-    assert not rewarded([program.format(0.4)], {"stdin": [["1", "1"]] * 20})
+    assert those_rewarded([slow], {"stdin": [["1", "1"]]})
+    assert not those_rewarded([slow], {"stdin": [["1", "1"]] * 20})
 
 
 def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
@@ -188,8 +176,6 @@ def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
 # programs that fail, and print nothing before
 CRASHES = cells("""
     import os; os._exit(7) | raise SystemExit('no') | 1 / 0 | import os; os.abort() | x = (
-    x = 'a' * (1 << 40)
-    import _thread, os, time; _thread.start_new_thread(os._exit, (1,)); time.sleep(9)
 """)
 
 
@@ -204,14 +190,16 @@ CRASHES = cells("""
 def test_code_never_rewards_a_crash(form, answer):
     """Whatever is expected, even if it is nothing or was printed before the crash. The same program
     without a crash is rewarded."""
-    programs = [form.format(each) for each in [*CRASHES, "pass"]]
-    assert rewarded(programs, answer) == programs[-1:]
+    programs = [fenced(form.format(each)) for each in [*CRASHES, "pass"]]
+    assert those_rewarded(programs, answer) == programs[-1:]
 
 
-@pytest.mark.parametrize("before, expected", [("", ""), ("print(3, flush=True)\n", "3")])
-def test_code_never_rewards_a_program_whose_time_is_over(before, expected, monkeypatch):
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.7)
-    assert not rewarded([f"{before}import time\ntime.sleep(30)"], {"stdin": [["", expected]]})
+def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
+    """Whether nothing is expected, or what it printed before."""
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.3)
+    for before, expected in (("", ""), ("print(3, flush=True)", "3")):
+        program = fenced(f"import time\n{before}\ntime.sleep(30)")
+        assert not those_rewarded([program], {"stdin": [["", expected]]})
 
 
 ATTACKS = [  # each would be rewarded if the verifier trusted the child
@@ -234,7 +222,7 @@ ATTACKS = [  # each would be rewarded if the verifier trusted the child
 def test_code_does_not_reward_attacks(off, monkeypatch):
     """With one layer switched off, too: verdicts rest on none of them."""
     monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))
-    assert rewarded(ATTACKS, ADD) == []
+    assert those_rewarded([fenced(source) for source in ATTACKS], ADD) == []
 
 
 @pytest.mark.parametrize("processes, at_once", [("2", 2), ("8", 1), (None, 4)])
@@ -245,7 +233,7 @@ def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypat
     def run_program(*arguments, **settings):
         running.append(1)
         counts.append(len(running))
-        time.sleep(0.03)
+        time.sleep(0.02)
         running.pop()
         return {}, "[3, 42]"
 
@@ -254,4 +242,4 @@ def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypat
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if processes:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert len(rewarded([RIGHT] * 9, ADD)) == 9 and max(counts) == at_once
+    assert len(those_rewarded([fenced(RIGHT)] * 9, ADD)) == 9 and max(counts) == at_once

@@ -211,7 +211,7 @@ def test_countdown_computes_in_fractions_and_does_not_join_digits():
 # Repeated, each of these costs time somewhere: marks, brackets, what a regular expression repeats
 MARKS = (
     "\0|1|\\boxed{|\\boxed 1|.1|<answer>|<think>|</answer>|<answer></answer>|#|####\n|7+5=2;|```a"
-    "|```python\nx = 1\n```\n| |\n|the |the cat, |(x|, x|**= 0. |{}|\\|\ud800|é∑漢|e\u0301|٣|B) "
+    "|```python\nx = 1\n```\n| |\n|the |the cat, |(x|, x|**= 0. |. |{}|\\|\ud800|é∑漢|e\u0301|٣|B) "
 )
 # roots, powers, long lists, products of long numbers, letters at every place
 SLOW = (
@@ -229,7 +229,7 @@ def hostile():
     """Long, deep and random texts of these pieces, and the longest that are read as an answer."""
     rng = random.Random(0)
     pieces = PIECES + ["".join(rng.choices(PIECES, k=2)) for _ in range(20)]
-    texts = [piece * 25 for piece in PIECES]  # an exponential time comes to an end
+    texts = [boxed(piece * 25 + "!") for piece in PIECES]  # an exponential time comes to an end
     texts += [repeated(piece, 20_000) for piece in PIECES]
     texts += [boxed(repeated(piece, 9_900)) for piece in pieces]
     texts += [boxed("1" * 400_000), boxed("(" * 490 + "1" + ")" * 490), boxed("9**9**9**9")]

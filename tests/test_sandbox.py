@@ -1,5 +1,6 @@
 """What an untrusted program can reach, with all layers of the sandbox and without one of them."""
 
+import ast
 import concurrent.futures
 import contextlib
 import ctypes
@@ -39,12 +40,19 @@ def output_of(program):
 
 
 def those_done(programs):
-    """Those of the programs that do not fail, as many at a time as there are cores."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [each for each, out in zip(programs, pool.map(output_of, programs)) if out]
+    """Those of the programs that do not fail, one after the other in one process."""
+    source = f"""
+done = []
+for program in {programs}:
+    with contextlib.suppress(Exception):
+        exec(program)
+        done.append(program)
+print(done)
+"""
+    return ast.literal_eval(output_of(source).splitlines()[-2])
 
 
-@pytest.mark.parametrize("version, error", [(1, 0), (2, 0), (3, 0), (9, 0), (9, -1)])
+@pytest.mark.parametrize("version, error", [(2, 0), (3, 0), (9, -1)])
 def test_sandbox_opens_only_folders_of_python(version, error, tmp_path, monkeypatch):
     """Not a user's on the path. Landlock counts from version 3 on, which forbids truncation. In a
     kernel where every call succeeds, or all but that which restricts."""
@@ -107,11 +115,16 @@ RARE = {  # not for every user, or not on every kernel, even without a sandbox
         check(libc.ptrace(0x4206, PID, 0, 0))""",
     (FILES, CALLS): "check(libc.mount(b'tmpfs', b'FOLDER', b'tmpfs', 0, None))",
 }
-if os.uname().machine == "x86_64":  # the machine's queues, and calls by two other tables
-    RARE[CALLS,] += """
-        check(libc.syscall(206, 9, buffer(8))) | check(libc.syscall(0x40000000 + 39))
-        page = mmap.mmap(-1, 4096, prot=7)⏎page.write(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3')⏎\
-start = ctypes.addressof(ctypes.c_char.from_buffer(page))⏎ctypes.CFUNCTYPE(ctypes.c_int)(start)()"""
+OF_32_BITS = r"""
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(b'\xb8\x14\0\0\0\xcd\x80\xc3')
+start = ctypes.addressof(ctypes.c_char.from_buffer(page))
+ctypes.CFUNCTYPE(ctypes.c_int)(start)()
+"""
+IS_X86 = os.uname().machine == "x86_64"
+if IS_X86:  # the machine's queues, and a call by another table
+    RARE[CALLS,] += " | check(libc.syscall(206, 9, buffer(8)))"
+    RARE[CALLS,] += " | check(libc.syscall(0x40000000 + 39))"
 
 
 @pytest.fixture
@@ -143,11 +156,11 @@ def outside(tmp_path):
         yield words
 
 
-def named(table, words):
-    """The programs of a table, with the names of the things outside."""
+def named(text, words):
+    """Programs with the names of the things outside."""
     for word, value in words.items():
-        table = table.replace(word, str(value))
-    return cells(table)
+        text = text.replace(word, str(value))
+    return text
 
 
 def state(folder):
@@ -166,7 +179,9 @@ def test_sandbox_has_no_effect_outside(off, monkeypatch, outside):
     before = state(outside["FOLDER"])
     for guards, table in [*EFFECTS.items(), *RARE.items()]:
         if there & set(guards):
-            assert those_done(named(table, outside)) == []
+            assert those_done(cells(named(table, outside))) == []
+    if CALLS in there and IS_X86:
+        assert output_of(OF_32_BITS) is None  # it is killed
     assert state(outside["FOLDER"]) == before
 
 
@@ -174,7 +189,8 @@ def test_sandbox_has_no_effect_outside(off, monkeypatch, outside):
 def test_sandbox_effects_happen_without_layers(program, monkeypatch, outside):
     """Otherwise the test above would show nothing."""
     monkeypatch.setattr(sandbox, "LAYERS", ())
-    assert len(those_done(named(program, outside))) == 1
+    program = named(program, outside)
+    assert those_done([program]) == [program]
 
 
 @pytest.fixture
@@ -237,8 +253,9 @@ LASTING = cells("""
 
 
 def test_sandbox_leaves_nothing_running(mark, monkeypatch):
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", 1)
-    assert those_done(LASTING) == []
+    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.5)
+    with concurrent.futures.ThreadPoolExecutor(len(LASTING)) as pool:
+        assert not any(pool.map(output_of, LASTING))
     assert are_running(mark, count=0)
 
 
