@@ -78,56 +78,48 @@ def run_loop(model, steps=2, lr="1e-3", chat=None) -> SimpleNamespace:
     return SimpleNamespace(**scope, gradients=noted)
 
 
-@pytest.fixture(scope="module")
-def loop(policy):
-    return run_loop(policy)
+@torch.no_grad()
+def logprobs_of(loop):
+    return loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
 
 
-def test_loop_takes_four_updates_a_step(loop):
-    assert len(loop.gradients) == 4 * loop.STEPS
-    first = loop.gradients[::4]  # the clip may stop all four completions of a later update
-    assert all(any(gradient.any() for gradient in update) for update in first)
-
-
-def test_loop_masks_to_the_first_end_token_and_scores_each_row_as_if_alone(loop):
+def test_loop_masks_to_the_first_end_token_and_scores_each_row_as_if_alone(policy):
     """Against loops over tokens: every completion without padding, by one softmax a token. Some
-    completions end early, some never, and some rows are padded on the left."""
-    with torch.no_grad():
-        found = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
-        lengths = []
-        for tokens, seen, mask, logprobs in zip(loop.tokens, loop.seen, loop.mask, found):
-            completion = tokens[-loop.width :].tolist()
-            length = completion.index(1) + 1 if 1 in completion else loop.width
-            assert mask.tolist() == [place < length for place in range(loop.width)]
-            row = tokens[seen.bool()]
-            logits = loop.policy(row[None]).logits[0] / 0.7
-            for t in range(length):
-                place = len(row) - length + t
-                expected = logits[place - 1].log_softmax(-1)[row[place]]
-                torch.testing.assert_close(logprobs[t], expected, atol=1e-5, rtol=1e-5)
-            lengths.append(length)
+    completions end early, some never, and some rows are padded on the left. A step has four
+    updates, of which the clip may stop all completions but those of the first."""
+    loop = run_loop(policy)
+    found, lengths = logprobs_of(loop), []
+    for tokens, seen, mask, logprobs in zip(loop.tokens, loop.seen, loop.mask, found):
+        completion = tokens[-loop.width :].tolist()
+        length = completion.index(1) + 1 if 1 in completion else loop.width
+        assert mask.tolist() == [place < length for place in range(loop.width)]
+        row = tokens[seen.bool()]
+        with torch.no_grad():
+            expected = (loop.policy(row[None]).logits[0] / 0.7).log_softmax(-1)
+        for t in range(length):
+            place = len(row) - length + t
+            token = expected[place - 1, row[place]]
+            torch.testing.assert_close(logprobs[t], token, atol=1e-5, rtol=1e-5)
+        lengths.append(length)
     assert min(lengths) < max(lengths) and not loop.seen[:, 0].all()
 
-
-def test_loop_old_logprobs_are_those_before_the_updates(policy):
-    """After a step that moves nothing they are still the policy's, after another they are not."""
-    for lr, moved in (("0.0", False), ("1e-3", True)):
-        loop = run_loop(policy, steps=1, lr=lr)
-        with torch.no_grad():
-            now = loop.completion_logprobs(loop.policy, loop.tokens, loop.seen, loop.width)
-        change = (now - loop.old_logprobs)[loop.mask].abs().max()
-        assert (change > 1e-3) == moved, change
+    assert len(loop.gradients) == 4 * loop.STEPS
+    first = loop.gradients[::4]
+    assert all(any(gradient.any() for gradient in update) for update in first)
+    assert (found - loop.old_logprobs)[loop.mask].abs().max() > 1e-3  # those before the updates
 
 
 def test_loop_uses_the_chat_template_and_rewards_the_last_number(policy):
+    """And its old log-probs are the policy's, which a learning rate of 0 does not move."""
     template = "{% for message in messages %}#{{ message['content'] }}{% endfor %}=="
-    loop = run_loop(policy, steps=1, chat=template)
+    loop = run_loop(policy, steps=1, lr="0.0", chat=template)
     assert all(text.startswith("#") and text.endswith("===") for text in loop.prompts)
+    assert (logprobs_of(loop) - loop.old_logprobs)[loop.mask].abs().max() < 1e-3
     scope = {"re": re}
     exec(re.search(r"def reward.*?\n\n", LOOP, re.DOTALL)[0], scope)
-    row = {"answer": "56"}
-    texts = ("7 * 8 = 56.", "56", "-56", "56 or 57", "I do not know", "7*8=56 and no number after")
-    assert [scope["reward"](text, row) for text in texts] == [1, 1, 0, 0, 0, 1]
+    texts = {"7 * 8 = 56.": 1, "-56": 0, "56 or 57": 0, "I do not know": 0, "56 and no other": 1}
+    found = {text: scope["reward"](text, {"answer": "56"}) for text in texts}
+    assert found == texts
 
 
 @pytest.mark.slow
