@@ -31,19 +31,15 @@ from tools import BASE, byte_tokenizer, character_tokenizer, copied, good, metri
     [
         ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected JSONL, an object a line"),
         ('{"a":' * 100_000, "line 1: expected JSONL"),
-        ("3", "line 1: expected JSONL"),
         ("\n\n", "empty"),
         ('{"prompt": "a", "solution": "1"}', "line 1: .*answer.*found prompt, solution"),
         ('{"prompt": "a", "answer": null}', "line 1: .*field answer: found null, expected"),
-        ('{"prompt": "a", "answer": NaN}', "line 1: .*field answer: expected finite numbers"),
         ('{"prompt": "a", "answer": {"b": [1, -Infinity]}}', "line 1: .*finite numbers"),
         ('{"prompt": "a", "answer": "1", "tokens": 9}', "line 1: .*field tokens: rename it"),
         ('{"prompt": 12, "answer": "1"}', "line 1: .*field prompt: found 12, expected text"),
         ('{"prompt": " ", "answer": "1"}', "line 1: .*no text"),
         ('{"prompt": "a\\ud800", "answer": "1"}', "line 1: .*surrogates"),
         ('{"prompt": [], "answer": "1"}', "line 1: .*expected messages"),
-        ('{"prompt": ["a"], "answer": "1"}', "line 1: .*role"),
-        ('{"prompt": [{"role": "user", "content": ["a"]}], "answer": "1"}', "with texts"),
         ('{"prompt": [{"role": "u", "content": [{"image": "b"}]}], "answer": "1"}', "with texts"),
         ('{"prompt": [{"role": "u", "content": "\\ud800"}], "answer": "1"}', "surrogates"),
         ('{"prompt": [{"role": "assistant", "content": "b"}], "answer": "1"}', "its last message"),
@@ -61,34 +57,27 @@ def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
 
 
 def test_read_rows_keeps_all_fields_in_order(tmp_path):
-    """`question`, as in GSM8K, is the prompt if there is no other. Empty lines are skipped."""
+    """`question`, as in GSM8K, is the prompt if there is no other. Parts of a message are joined.
+    Empty lines are skipped."""
     path, answers = tmp_path / "rows.jsonl", []
-    rows = [{"question": "q", "answer": "1", "level": 3}]
-    rows += [{"question": "q", "prompt": "p", "answer": 2}, {"prompt": "ü", "answer": "x"}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    rows = [{"question": "q", "answer": "1", "level": 3}, {"prompt": "ü", "answer": "x"}]
+    rows += [{"question": "q", "prompt": [{"role": "user", "content": parts}], "answer": 2}]
     first, *others = (json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_text(f"\ufeff{first}\n\n" + "\r\n".join(others))
-    assert read_rows(str(path), "--data", answers.append) == [rows[0] | {"prompt": "q"}, *rows[1:]]
-    assert answers == ["1", 2, "x"]
+    rows[0]["prompt"], rows[2]["prompt"] = "q", [{"role": "user", "content": "ab"}]
+    assert read_rows(str(path), "--data", answers.append) == rows
+    assert answers == ["1", "x", 2]
     with pytest.raises(UserError, match="--data nowhere.jsonl: expected a file"):
         read_rows("nowhere.jsonl", "--data", print)
 
 
-@pytest.mark.parametrize(
-    "written, read", [("1e20", 10**20), ("1e23", 10**23), ("-5.0", -5), ("0.5", 0.5), ("7", 7)]
-)
-def test_whole_numbers_are_read_as_integers(written, read, tmp_path):
+def test_whole_numbers_are_read_as_integers(tmp_path):
     """As a text, the float 1e20 would be 1e+20, and a right answer would earn 0."""
     path = tmp_path / "rows.jsonl"
-    path.write_text(f'{{"prompt": "a", "answer": [{written}]}}')
+    path.write_text('{"prompt": "a", "answer": [1e20, 1e23, -5.0, 0.5, 7]}')
     [row] = read_rows(str(path), "--data", str)
-    assert row["answer"] == [read] and type(row["answer"][0]) is type(read)
-
-
-def test_content_parts_are_joined(tmp_path):
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    given = [{"prompt": [{"role": "user", "content": parts}], "answer": "1"}]
-    [row] = read_rows(str(write_rows(tmp_path / "rows.jsonl", given)), "--data", str)
-    assert row["prompt"] == [{"role": "user", "content": "ab"}]
+    assert str(row["answer"]) == f"[{10**20}, {10**23}, -5, 0.5, 7]"
 
 
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
@@ -162,9 +151,7 @@ def conversation(number: int) -> list[dict]:
     "template, flags, expected",
     [
         (None, {"vocabulary": 14}, "7+5"),  # `+` is token 13
-        (None, {"prompt_template": "{prompt}*1="}, "7+5*1="),
         (TEMPLATE, {}, ";7+5="),
-        (TEMPLATE, {"system": "12"}, "#12;7+5="),
         (TEMPLATE, {"system": ""}, "#;7+5="),  # against the template's own
         (TEMPLATE, {"prompt_template": "1+{prompt}*2"}, ";1+7+5*2="),
         (TEMPLATE, {"system": "3", "chat_template_args": '{"mark": "**"}'}, "#3;7+5**="),
@@ -186,7 +173,6 @@ def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
     [
         ("7+5", None, {"system": ""}, "--system.* no chat template"),
         ("7+5", None, {"chat_template_args": '{"a": 1}'}, "--chat-template-args.* no chat"),
-        ("7+5", None, {"chat_template_args": "[]"}, "--chat-template-args .*JSON object"),
         ("7+5", None, {"chat_template_args": "{a: 1}"}, "--chat-template-args .*JSON object"),
         (conversation(5), None, {}, "list of messages.* no chat template"),
         (conversation(5), TEMPLATE, {"system": "3"}, "--system.* system message of its own"),
@@ -242,7 +228,6 @@ def special_form(template=None, adds="$A", wrap="{prompt}"):
         (CHAT, "<s> $A </s>", "b", ""),  # the template alone writes special tokens
         (CHAT + "</s>", "$A", "b", "</s> ends the prompt .*add_eos_token"),
         (None, "<s> $A", "<s>b", "<s> is in .* adds it"),
-        (None, "<s> $A", "b<|end|>", ""),
         (None, "$A </s>", "b", "</s> ends the prompt .*add_eos_token"),
     ],
 )
@@ -275,20 +260,19 @@ def test_a_completion_keeps_its_tags_and_loses_what_ends_it():
 
 @pytest.mark.usefixtures("place")
 def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
-    """Fields question and answer, a solution that ends in #### 42. The reward is `math`. Rows are
-    shuffled, and a tenth of the prompts is held out."""
+    """Fields question and answer, a solution that ends in #### 42. The reward is `math`. The first
+    epoch has all rows that are not held out."""
     solution = "It is {0} and one more: <<{0}+1={1}>>{1}.\n#### {1}"
     rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(30)]
     write_rows("gsm8k.jsonl", rows)
-    flags = "--data gsm8k.jsonl --prompts-per-step 9 --group-size 2 --completions-per-update 18"
-    good(tmp_path, f"--model models/tiny {flags} --steps 3")
+    flags = "--data gsm8k.jsonl --prompts-per-step 30 --group-size 2 --steps 1"
+    good(tmp_path, f"--model models/tiny {flags}")
     assert seen.run.config.reward == "math"
-    assert all(each.fault == "" for step in seen.steps for each in step.batch.verdicts)
-    held_out = [row["prompt"] for row in seen.run.held_out]
-    trained = [each.row["prompt"] for step in seen.steps for each in step.batch.verdicts[::2]]
-    assert len(set(trained[: 30 - len(held_out)])) == 30 - len(held_out)  # the first epoch
-    assert {*trained, *held_out} == {row["question"] for row in rows}
-    assert trained != sorted(trained, key=lambda text: int(text[:-3]))
+    verdicts = seen.steps[0].batch.verdicts
+    assert all(verdict.fault == "" for verdict in verdicts)
+    held_out = {row["prompt"] for row in seen.run.held_out}
+    trained = {verdict.row["prompt"] for verdict in verdicts}
+    assert not trained & held_out and trained | held_out == {row["question"] for row in rows}
 
 
 @pytest.fixture(scope="module")
