@@ -4,21 +4,19 @@
 
 Every tensor is in the CPU's memory and is computed there. Only its place is pretended: a storage
 has a place, and with it a tensor's device, as Python sees it. An operation on tensors of both
-places raises. Not pretended: speed, rounding, streams, memory, CUDA graphs."""
+places raises. Not pretended: speed, rounding, streams, memory, CUDA graphs, recomputation in
+the backward pass."""
 
-import contextlib
 import runpy
 import sys
 import types
 from pathlib import Path
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import modeling_utils
 
 MIXED = "Expected all tensors to be on the same device, but found at least two, cuda:0 and cpu"
 
@@ -156,8 +154,6 @@ def install() -> None:
         (torch, "get_autocast_dtype"),
     ):
         setattr(owner, name, on_the_cpu(getattr(owner, name)))
-    seen = seen_again(torch.utils.checkpoint.checkpoint)
-    torch.utils.checkpoint.checkpoint = modeling_utils.checkpoint = seen
     Functions().__enter__()
     Operations().__enter__()
 
@@ -167,20 +163,6 @@ def on_the_cpu(function):
         return function(*["cpu" if each == "cuda" else each for each in args], **kwargs)
 
     return call
-
-
-def seen_again(checkpoint):
-    """Let the second forward pass of a checkpoint, in the backward pass, see the device, too: a
-    mode is off within the functions that it handles, and backward() is one of them."""
-
-    def checkpoint_and_see(function, *args, **kwargs):
-        def run(*inputs, **options):
-            with contextlib.nullcontext() if _get_current_function_mode() else Functions():
-                return function(*inputs, **options)
-
-        return checkpoint(run, *args, **kwargs)
-
-    return checkpoint_and_see
 
 
 if __name__ == "__main__":
