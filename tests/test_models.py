@@ -87,7 +87,7 @@ def test_no_float32_copy_is_ever_made():
     float32 before they cast the next, and a refresh merges one at a time."""
     from support.extras.lora import add_adapters
 
-    config = transformers.Qwen3Config(**SHAPES["tiny"] | {"num_hidden_layers": 12})
+    config = transformers.Qwen3Config(**SHAPES["tiny"] | {"num_hidden_layers": 8})
     lora = SimpleNamespace(seed=0, lora_rank=1, lora_alpha=2.0)
     with Counting() as counting:
         policy = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -111,30 +111,17 @@ def test_a_teacher_is_loaded_in_its_final_dtype(models):
     assert not teacher.training
 
 
-ROUTERS = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "mixtral",
-    "olmoe",
-    "granitemoe",
-    "phimoe",
-    "gpt_oss",
-    "jetmoe",
-]
-
-
-@pytest.mark.parametrize("kind", ROUTERS)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_mixtures_saved_with_output_router_logits_can_be_sampled_and_scored(kind, tmp_path):
     """TRL's SFT writes it into every mixture. forward() would then fail on a mask of a cache."""
     build(kind, output_router_logits=True).save_pretrained(tmp_path)
     check_scorer(load_model(str(tmp_path), "cpu"), [[5, 6, 7], [5, 6, 7, 8]], 0)
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "gptq"])
-def test_quantized_weights_are_refused_before_they_load(method, models, tmp_path):
+def test_quantized_weights_are_refused_before_they_load(models, tmp_path):
     config = json.loads((models / "tiny/config.json").read_text())
-    config |= {"quantization_config": {"quant_method": method, "bits": 4, "load_in_4bit": True}}
-    source = str(copied(models / "tiny", tmp_path / method, config__json=config))
+    config |= {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    source = str(copied(models / "tiny", tmp_path / "quantized", config__json=config))
     with pytest.raises(UserError, match=f"--model {source}: its weights are quantized"):
         inspect_model(source)
 

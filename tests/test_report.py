@@ -161,7 +161,7 @@ def test_small_changes_look_small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (7, 123.4), (1.89e-5, 3.79e-5)]
+    "values", [(0, 0), (-3, -3), (1e299, -1e299), (1, 1 + 1e-15), (1.89e-5, 3.79e-5)]
 )
 def test_any_two_values_have_a_place(tmp_path, values):
     rows = [step_row(i, reward=value, grad_norm=value) for i, value in enumerate(values, 1)]

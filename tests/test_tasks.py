@@ -16,32 +16,27 @@ from tools import refused
 VERIFY = rewards.VERIFIERS
 
 
-@pytest.mark.parametrize(
-    "completion, expected",
-    [
+def test_arithmetic_steps_reward_each_operation():
+    """(end in characters, reward), the outcome last: 7+5*3 from left to right modulo 10 is 6."""
+    for completion, expected in (
         ("7+5=2;2*3=6#6", [(6, 1), (12, 1), (13, 1)]),
         ("7+5=3;3*3=9#9", [(6, 0), (12, 1), (13, 0)]),  # an error costs its step, and the outcome
-        ("7+5=2;2*3=5#6", [(6, 1), (12, 0), (13, 1)]),
         ("7+5=2;3*3=9#9", [(6, 1), (12, 0), (13, 0)]),  # does not take up the last result
         ("7+5=2;2+3=5#5", [(6, 1), (12, 0), (13, 0)]),  # not the prompt's operation
         ("7+5=2;2*3=6;6+0=6#6", [(6, 1), (12, 1), (19, 1)]),  # more operations earn nothing
         ("7+5=2;2*3", [(6, 1), (10, 0), (9, 0)]),
-        ("#6", [(1, 0), (2, 1)]),
         ("", [(1, 0), (0, 0)]),
         ("7+5=٢;٢*3=6#6", [(6, 0), (12, 0), (13, 1)]),
-        (";*3=0#6", [(1, 0), (6, 0), (7, 1)]),
-    ],
-)
-def test_arithmetic_steps_reward_each_operation(completion, expected):
-    """(end in characters, reward), the outcome last: 7+5*3 from left to right modulo 10 is 6."""
-    assert VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=") == expected
+    ):
+        found = VERIFY["arithmetic_steps"](completion, "6", prompt="7+5*3=")
+        assert found == expected, completion
 
 
 def test_arithmetic_rewards_what_stands_behind_the_last_mark():
     """To the letter. The answer may be a number."""
-    for right in ("7+5=2;2*3=6#6", "#6", "#5#6"):
+    for right in ("7+5=2;2*3=6#6", "#5#6"):
         assert VERIFY["arithmetic"](right, "6") == VERIFY["arithmetic"](right, 6) == 1.0
-    for wrong in ("6", "#6 ", "# 6", "#", "", "#66", "#6#", "#６", "6#5"):
+    for wrong in ("6", "#6 ", "#", "", "#66", "#6#", "#６", "6#5"):
         assert VERIFY["arithmetic"](wrong, "6") == 0.0
 
 
@@ -55,7 +50,7 @@ def test_task_demonstrations_are_well_formed_and_often_wrong(name):
     reward = rewards.parse_reward(task.verifier)
     rng = random.Random(0)
     correct = 0
-    for problem in take(task, 1000):
+    for problem in take(task, 500):
         demonstration = task.demonstration(problem, rng)
         assert set(problem["prompt"] + demonstration) <= set(task.alphabet)
         assert len(demonstration) < task.max_new_tokens
@@ -63,22 +58,21 @@ def test_task_demonstrations_are_well_formed_and_often_wrong(name):
         [score] = reward.verify([demonstration], [problem])
         assert not score.fault
         correct += score.reward
-    assert 0.05 < correct / 1000 < 0.6
+    assert 0.05 < correct / 500 < 0.6
 
 
 @pytest.mark.parametrize("name", list(TASKS))
 def test_task_problems_are_deterministic_and_held_out_ones_apart(name):
     task = TASKS[name]
-    assert take(task, 200, seed=3) == take(task, 200, seed=3) != take(task, 200, seed=4)
-    train = {problem["prompt"] for seed in range(4) for problem in take(task, 200, seed)}
-    held_out = {problem["prompt"] for seed in range(4) for problem in take(task, 200, seed, True)}
+    assert take(task, 50, seed=3) == take(task, 50, seed=3) != take(task, 50, seed=4)
+    train = {problem["prompt"] for seed in range(3) for problem in take(task, 200, seed)}
+    held_out = {problem["prompt"] for problem in take(task, 100, held_out=True)}
     assert not train & held_out and len(held_out) > 50
 
 
 CHAINS = [
     (TASKS["arithmetic"], tasks.ARITHMETIC_OPERATIONS, "0123456789"),
     (TASKS["chains"], (12, 15), "3678"),
-    (tasks.chains((48, 62)), (48, 62), "3678"),
 ]
 
 
@@ -89,7 +83,7 @@ def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
     """Each step takes up the last result and has the prompt's operation. With its semicolon it has
     6 tokens: the last has none, `#6` and the end have 3."""
     rng, counts, wrong = random.Random(0), set(), {True: [], False: []}
-    for row in take(task, 300):
+    for row in take(task, 150):
         demonstration, value = task.demonstration(row, rng), int(row["prompt"][0])
         written, asked = demonstration[0], re.findall("[+*][0-9]", row["prompt"])
         steps = demonstration.partition("#")[0].split(";")
@@ -107,10 +101,14 @@ def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
     assert 0.5 < sum(wrong[True]) / len(wrong[True]) < 0.6  # 0.6, less those that are right so
 
 
-def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
-    monkeypatch.setattr(pretrain, "WARM_STEPS", 2)
+def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path, capsys):
+    """And tells its steps and the time left."""
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
+    monkeypatch.setattr(pretrain, "SECONDS_A_LINE", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
+    lines = re.findall("pretraining: step (.*)", capsys.readouterr().out)
+    assert len(lines) == 2 and re.fullmatch(r"1/3, \d+ s left", lines[0])
     assert list((tmp_path / "gspo").iterdir()) == [folder]
     for path in (folder, *folder.iterdir()):  # other users of a shared cache read it
         assert path.stat().st_mode & 0o044 == 0o044
@@ -118,25 +116,25 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path):
     assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     assert (folder / "model.safetensors").stat() == weights
 
-    made = [folder]
-    for operations in ((6, 7), (12, 15)):  # a length of its own, a policy of its own
-        chains = tasks.chains(operations)._replace(warm_steps=2)
-        made.append(pretrain.built_in_policy(chains, "tiny"))
-    config = json.loads((made[-1] / "config.json").read_text())
+    longer = tasks.chains((6, 7))._replace(warm_steps=2)  # a length of its own
+    of_chains = pretrain.built_in_policy(longer, "tiny")
+    config = json.loads((of_chains / "config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 1000
-    monkeypatch.setattr(pretrain, "WARM_LR", 1e-3)  # another recipe, another policy
-    made.append(pretrain.built_in_policy(TASKS["arithmetic"], "tiny"))
-    assert len(set(made)) == 4
+    monkeypatch.setattr(pretrain, "WARM_LR", 1e-3)  # another recipe
+    another = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
+    assert len({folder, of_chains, another}) == 3
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_broken_policy_is_named_by_the_folder_to_delete(file, place, tmp_path, monkeypatch):
+def test_a_broken_policy_is_named_by_the_folder_to_delete(place, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
-    (folder / file).write_bytes((folder / file).read_bytes()[:99])
-    sentence = refused(tmp_path, "--algo gspo")
-    assert f"built-in policy is broken, delete its folder {folder}: " in sentence
-    assert "--model" not in sentence
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        whole = (folder / file).read_bytes()
+        (folder / file).write_bytes(whole[:99])
+        sentence = refused(tmp_path, "--algo gspo")
+        assert f"built-in policy is broken, delete its folder {folder}: " in sentence
+        assert "--model" not in sentence
+        (folder / file).write_bytes(whole)
 
 
 @pytest.mark.parametrize("home", ["/dev/null", None])
@@ -151,15 +149,6 @@ def test_a_user_without_a_home_gets_a_temporary_cache(home, tmp_path, monkeypatc
         monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     folder = pretrain.cache_folder()
     assert folder.parent == tmp_path and f"{folder} ($XDG" in capsys.readouterr().out
-
-
-def test_pretraining_tells_its_steps_and_the_time_left(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
-    monkeypatch.setattr(pretrain, "SECONDS_A_LINE", 0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
-    lines = re.findall("pretraining: step (.*)", capsys.readouterr().out)
-    assert len(lines) == 2 and re.fullmatch(r"1/3, \d+ s left", lines[0])
 
 
 def test_countdown_problems_can_be_solved():
