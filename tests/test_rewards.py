@@ -19,7 +19,7 @@ import torch
 
 import rewards
 from support import mathematics
-from support.errors import UserError, need
+from support.errors import UserError
 
 pytest.importorskip("support.extras.programs")  # it registers a verifier
 
@@ -491,23 +491,6 @@ def test_check_refuses_functions_that_cannot_work(source, own):
     message = str(error.value)
     assert message.startswith("--reward f: ") and "\n" not in message and len(message) < 400
     assert all(word in message for word in CHECKED[source]), message
-
-
-def test_need_refuses_a_gold_answer_before_training_and_abstains_in_a_run(monkeypatch):
-    monkeypatch.setattr(rewards, "VERIFIERS", dict(rewards.VERIFIERS))
-
-    @rewards.verifier
-    def shorter(completion, answer):
-        need(answer > 0, "a length is positive")
-        return len(completion) < answer
-
-    reward = rewards.parse_reward("shorter + 0.5*exact")
-    right, none = reward.verify(["abc", "abc"], [{"answer": 4}, {"answer": -1}])
-    assert right.terms == {"shorter": 1.0, "exact": 0.0}
-    assert none.fault == "shorter: a length is positive on 'abc'"
-    reward.check_answer(1)
-    with pytest.raises(UserError, match="shorter.*a length is positive"):
-        reward.check_answer(-1)
 
 
 def test_a_reward_has_a_lenient_twin_where_it_has_our_math(own):

@@ -46,7 +46,7 @@ def test_a_sampler_that_does_not_follow_the_weights_is_refused(name, place, tmp_
 def test_one_that_follows_them_trains_as_ours(dtype, place, tmp_path):
     """The weights were negated twice for the check, and are the same bits."""
     place.joinpath("my.py").write_text(SAMPLER)
-    flags = f"{BASE} --dtype {dtype}"
+    flags = f"{BASE} --dtype {dtype} --steps 1"
     ours, theirs = (
         timeless(good(tmp_path / kind, f"{flags} {more}").folder)
         for kind, more in (("ours", ""), ("theirs", "--sampler my.py:follows"))
@@ -75,7 +75,7 @@ def test_vllm_that_is_not_installed_is_named_with_its_pip_line(monkeypatch, tmp_
 
 def test_the_sampler_is_measured_where_the_first_update_has_no_active_row(prompts, seen, tmp_path):
     """Of 3 updates, of a group each, those of dead groups have none."""
-    flags = "--model models/tiny --data rows.jsonl --reward pay.py:by_prompt --steps 8"
+    flags = "--model models/tiny --data rows.jsonl --reward pay.py:by_prompt --steps 6"
     flags += " --prompts-per-step 3 --completions-per-update 4 --eval-data rows.jsonl"
     rows = metrics(good(tmp_path, flags).folder)
     active = [[len(update.active_rows) > 0 for update in step.updates] for step in seen.steps]
