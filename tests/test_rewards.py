@@ -215,8 +215,8 @@ MARKS = (
 )
 # roots, powers, long lists, products of long numbers, letters at every place
 SLOW = (
-    r"\sqrt{|9^|9^{99}*|x_1+|(x+1)^{9}*|1,|x,|x*|\frac{1}{|(|{|[|2^{-|1 1/|(x,x)=|\text{ cm}|x/"
-    r"| and |1,000,| 5 cm|f(x)=|x=|±1|e^|i^|-|%|^{}|¦{|.5"
+    r"\sqrt{|9^|9^{99}*|9^{9999999}*|x_1+|(x+1)^{9}*|1,|x,|x*|\frac{1}{|(|{|[|2^{-|1 1/|(x,x)=|\text{ cm}"
+    r"|x/| and |1,000,| 5 cm|f(x)=|x=|±1|e^|i^|-|%|^{}|¦{|.5"
 )
 PIECES = [*MARKS.split("|"), *SLOW.split("|")]
 
@@ -229,7 +229,7 @@ def hostile():
     """Long, deep and random texts of these pieces, and the longest that are read as an answer."""
     rng = random.Random(0)
     pieces = PIECES + ["".join(rng.choices(PIECES, k=2)) for _ in range(20)]
-    texts = [boxed(piece * 25 + "!") for piece in PIECES]  # an exponential time comes to an end
+    texts = [boxed(piece * 25 + "!") for piece in PIECES]  # short: an exponential time may end
     texts += [repeated(piece, 20_000) for piece in PIECES]
     texts += [boxed(repeated(piece, 9_900)) for piece in pieces]
     texts += [boxed("1" * 400_000), boxed("(" * 490 + "1" + ")" * 490), boxed("9**9**9**9")]
