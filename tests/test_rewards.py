@@ -215,8 +215,8 @@ MARKS = (
 )
 # roots, powers, long lists, products of long numbers, letters at every place
 SLOW = (
-    r"\sqrt{|9^|9^{99}*|9^{9999999}*|x_1+|(x+1)^{9}*|1,|x,|x*|\frac{1}{|(|{|[|2^{-|1 1/|(x,x)=|\text{ cm}"
-    r"|x/| and |1,000,| 5 cm|f(x)=|x=|±1|e^|i^|-|%|^{}|¦{|.5"
+    r"\sqrt{|9^|9^{99}*|9^{9999999}*|x_1+|(x+1)^{9}*|1,|x,|x*|\frac{1}{|(|{|[|2^{-|1 1/|(x,x)="
+    r"|\text{ cm}|x/| and |1,000,| 5 cm|f(x)=|x=|±1|e^|i^|-|%|^{}|¦{|.5"
 )
 PIECES = [*MARKS.split("|"), *SLOW.split("|")]
 
