@@ -214,6 +214,16 @@ def test_losses_have_the_values_of_trinitys_tests():
 # ---- TRL -----------------------------------------------------------------------------------------
 
 ADVANTAGES = torch.tensor([1.0, -1.0, 0.5, 2.0])  # of four completions
+OF_SEQUENCES = {"importance_sampling_level": "sequence"}
+IN_TRL = {  # the table of copying.md: our loss -> TRL's settings
+    "gspo_loss": {"loss_type": "grpo", **OF_SEQUENCES, "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "luspo_loss": {"loss_type": "luspo", **OF_SEQUENCES, "epsilon": 2e-3, "epsilon_high": 2.5e-3},
+    "grpo_loss": {"loss_type": "grpo", "epsilon": 0.2},
+    "dr_grpo_loss": {"loss_type": "dr_grpo", "epsilon": 0.2},
+    "dapo_loss": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5},
+    "sapo_loss": {"loss_type": "sapo"},
+}
 
 
 def trl_trainer(kind, model, folder, **settings):
@@ -221,28 +231,21 @@ def trl_trainer(kind, model, folder, **settings):
     import datasets
     import trl
 
-    defaults = {
-        "importance_sampling_level": "sequence",
-        "loss_type": "grpo",  # the mean over completions
-        "epsilon": 3e-4,  # gspo_loss's
-        "epsilon_high": 4e-4,
-        "beta": 0.0,
+    sizes = {
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "steps_per_generation": 4,
         "num_generations": 4,
         "max_completion_length": 12,
-        "use_cpu": True,
-        "bf16": False,
-        "model_init_kwargs": {"dtype": "float32"},
-        "output_dir": str(folder),
-        "report_to": "none",
     }
+    plain = {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}}
     return kind(
         model=str(model),
         reward_funcs=lambda completions, **_: [len(text) % 3 / 2 for text in completions],
         train_dataset=datasets.Dataset.from_list([{"prompt": f"{i}+{i}="} for i in range(8)]),
-        args=trl.GRPOConfig(**defaults | settings),
+        args=trl.GRPOConfig(
+            beta=0.0, output_dir=str(folder), report_to="none", **sizes, **plain, **settings
+        ),
     )
 
 
@@ -258,7 +261,7 @@ def weight_gradients(model, losses) -> list[torch.Tensor]:
 
 
 @needs("trl")
-@pytest.mark.parametrize("extra", ["nothing", "old", "tools", "token weights", "weights"])
+@pytest.mark.parametrize("extra", ["nothing", "tools and token weights", "weights"])
 def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
     """In the last of three micro-batches, with the optional inputs of TRL: log-probs before the
     updates, a mask without the tokens of tools, weights against the mismatch of vLLM."""
@@ -266,7 +269,7 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
 
     scope = {}
     exec(BLOCKS["our_trainer.py"], scope)
-    trainer = trl_trainer(scope["OurGSPO"], models / "tiny", tmp_path)
+    trainer = trl_trainer(scope["OurGSPO"], models / "tiny", tmp_path, **IN_TRL["gspo_loss"])
     trainer.current_gradient_accumulation_steps = 3
     model = trainer.model.train()
     generator = torch.Generator().manual_seed(0)
@@ -276,17 +279,16 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
         change = torch.tensor([-1e-2, -1e-2, 1e-2, 0.0])[:, None]
         change = change + 1e-4 * torch.randn(4, 6, generator=generator)
         inputs["old_per_token_logps"] = logprobs_now(trainer, inputs).detach() + change
-    if extra == "tools":
-        inputs["tool_mask"] = torch.tensor([1, 1, 0, 0, 1, 1]).expand(4, 6)
-    if "weights" in extra:
         trainer.use_vllm = True  # whose weights are in the inputs
-        width = 6 if extra == "token weights" else 1
+        width = 1 if extra == "weights" else 6
         inputs["importance_sampling_ratio"] = torch.rand(4, width, generator=generator)
+    if "tools" in extra:
+        inputs["tool_mask"] = torch.tensor([1, 1, 0, 0, 1, 1]).expand(4, 6)
 
-    kinds = (trl.GRPOTrainer, type(trainer))
-    theirs, ours = weight_gradients(
-        model, (kind._compute_loss(trainer, model, inputs) for kind in kinds)
-    )
+    losses = [
+        kind._compute_loss(trainer, model, inputs) for kind in (trl.GRPOTrainer, type(trainer))
+    ]
+    theirs, ours = weight_gradients(model, losses)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-3)
     clipped = trainer._metrics["train"]["clip_ratio/region_mean"][-1]
     assert clipped == pytest.approx(0.0 if extra == "nothing" else 1 / 4)
@@ -336,18 +338,6 @@ def logprobs_now(trainer, inputs) -> torch.Tensor:
     tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     return trainer._get_per_token_logps_and_entropies(trainer.model, tokens, seen, 6)[0]
-
-
-OF_SEQUENCES = {"importance_sampling_level": "sequence"}
-IN_TRL = {  # the table of copying.md: our loss -> TRL's settings
-    "gspo_loss": {"loss_type": "grpo", **OF_SEQUENCES, "epsilon": 3e-4, "epsilon_high": 4e-4},
-    "luspo_loss": {"loss_type": "luspo", **OF_SEQUENCES, "epsilon": 2e-3, "epsilon_high": 2.5e-3},
-    "grpo_loss": {"loss_type": "grpo", "epsilon": 0.2},
-    "dr_grpo_loss": {"loss_type": "dr_grpo", "epsilon": 0.2},
-    "dapo_loss": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
-    "cispo_loss": {"loss_type": "cispo", "epsilon_high": 5},
-    "sapo_loss": {"loss_type": "sapo"},
-}
 
 
 @needs("trl")
