@@ -3,7 +3,7 @@
     python tests/bench/rounding.py moves --model FOLDER --seeds 0 1   # log s within a step
     python tests/bench/rounding.py real --model FOLDER --data FOLDER  # short runs of the same model
     python tests/bench/rounding.py tiny                               # runs of the built-in policy
-    python tests/bench/rounding.py tables
+    python tests/bench/rounding.py vllm --model FOLDER --data FOLDER --seeds 0 --old sampler
 
 Finished rows are appended to docs/runs/rounding/, so a command can be stopped and given again. The
 plan is docs/runs/rounding/PLAN.md."""
@@ -182,6 +182,7 @@ THREE = (CASES[0], CASES[2], CASES[3])
 EVERY_ROW = [(row, *case) for row in ROWS for case in THREE]
 # a float32 sampler differs from the trainer by 4e-8 a token: one row shows that it changes nothing
 CELLS = {"tiny": [*EVERY_ROW, ("gspo", *CASES[1])], "real": EVERY_ROW}
+CELLS["vllm"] = [("gspo", *CASES[2]), ("gspo", *CASES[3])]  # one a process, which has one engine
 TINY = "--steps 15 --eval-every 0 --eval-prompts 256"
 REAL = "--steps 12 --eval-every 0 --eval-prompts 96 --prompts-per-step 8 --max-new-tokens 12 "
 REAL += "--lr 1e-5 --warmup-steps 0 --reward math_lenient"
@@ -279,14 +280,15 @@ def rounded_copy(source: str, folder: str) -> str:
 
 
 def runs(given) -> None:
-    """Rows of tiny.jsonl or real.jsonl, all cells of a seed before the next seed."""
+    """Rows of tiny.jsonl, real.jsonl or vllm.jsonl, all cells of a seed before the next seed."""
     out, flags = FOLDER / f"{given.part}.jsonl", TINY
-    cells = [cell for cell in CELLS[given.part] if cell[0] in given.rows]
+    cells = [one for one in CELLS[given.part] if one[0] in given.rows and one[2] in given.old]
     key = {}
     with tempfile.TemporaryDirectory() as folder:
-        if given.part == "real":
+        if given.part != "tiny":
             key = {"lr": 1e-5, "weights": "rounded", "steps": 12}
             flags = f"{REAL} --model {rounded_copy(given.model, folder)} "
+            flags += "--sampler vllm " if given.part == "vllm" else ""
             flags += f"--data {given.data}/train.jsonl --eval-data {given.data}/test.jsonl"
         for seed, (row, dtype, old) in itertools.product(given.seeds, cells):
             one = key | {"seed": seed, "row": row, "dtype": dtype, "old": old}
@@ -298,14 +300,16 @@ def runs(given) -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("part", choices=("moves", "real", "tiny", "tables"))
+    parser.add_argument("part", choices=("moves", "real", "tiny", "vllm"))
     parser.add_argument("--model", help="folder of a pretrained model")
     parser.add_argument("--data", type=Path, help="folder of train.jsonl and test.jsonl")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
+    parser.add_argument("--old", nargs="+", default=["trainer", "sampler"], help="--old-logprobs")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    use_rounded_linear()
+    if given.part != "vllm":
+        use_rounded_linear()
     moves(given) if given.part == "moves" else runs(given)
 
 
