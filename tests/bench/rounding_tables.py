@@ -104,8 +104,6 @@ def runs_table(runs: list[dict]) -> str:
     head = ["row", "dtype", "old_logprobs", "runs", "held out, %", "minus float32's, points"]
     head += ["log s std before any update", "stopped, update 1", "stopped, 2 to 4"]
     lines = [[*head, "changed, update 1", "changed, 2 to 4"]]
-    for run in runs:
-        run["row"] += f" at {run['lr']:g}, {run['weights']}" if "lr" in run else ""
     for key in dict.fromkeys((run["row"], run["dtype"], run["old"]) for run in runs):
         some = [run for run in runs if (run["row"], run["dtype"], run["old"]) == key]
         exact = [run for run in runs if run["row"] == key[0] and run["dtype"] == "float32"]
@@ -124,8 +122,13 @@ def runs_table(runs: list[dict]) -> str:
 def main() -> None:
     moves = common.read_rows(FOLDER / "moves.jsonl")
     parts = [moves_tables(moves, dtype) for dtype in ("bfloat16", "float16", "tf32")]
-    for part in ("tiny", "real"):
-        parts.append(f"**{part}**\n\n{runs_table(common.read_rows(FOLDER / f'{part}.jsonl'))}")
+    runs = {part: common.read_rows(FOLDER / f"{part}.jsonl") for part in ("tiny", "real", "vllm")}
+    runs["first round of real"] = [run for run in runs["real"] if "steps" not in run]
+    runs["real"] = [run for run in runs["real"] if "steps" in run]
+    for run in runs["first round of real"]:
+        run["row"] += f" at {run['lr']:g}, {run['weights']}"
+    for part, rows in runs.items():
+        parts.append(f"**{part}**\n\n{runs_table(rows)}")
     text = "\n\n".join(parts)
     common.put("docs/rounding.md", "tables", text)
     print(text)
