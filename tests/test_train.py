@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -323,10 +324,8 @@ def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
 
 
 OTHER = """
-import pay
-
 def far(completion, answer):
-    return 2 + 2 * pay.even(completion, answer)
+    return 2 + 2 * completion[:1].isdigit()
 
 def short(completion, answer):
     return -len(completion) / 50
@@ -334,32 +333,25 @@ def short(completion, answer):
 def right(completion, answer, prompt):
     return float(prompt[0] == "1" or completion[:1] in ("0", "2", "4"))
 """
-OTHERS = "--model models/tiny --data rows.jsonl --eval-data rows.jsonl --steps 1 --reward other.py:"
 
 
-@pytest.fixture
-def other_rewards(place):
-    """far is 2 to 4. short is never positive. right is 0 or 1, and always 1 on 1+..."""
-    (place / "other.py").write_text(OTHER)
-    write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
-
-
-def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
-    """2 to 4: nothing is refilled, no group is dead, and nothing is called solved. A warning says
-    why."""
-    result = good(tmp_path, f"{OTHERS}far --algo dapo --max-new-tokens 60")
+def test_a_reward_outside_0_to_1_is_never_called_solved(tmp_path):
+    """2 or 4. A warning says why there is no `solved`."""
+    Path("other.py").write_text(OTHER)
+    result = good(tmp_path, f"{BASE} --steps 1 --reward other.py:far --algo dapo")
     [row] = metrics(result.folder)
-    assert row["prompts_drawn"] == 4 and row["dead"] == 0
-    assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
-    assert row["eval_reward"] > 2
+    assert row["grad_norm"] > 0 and row["eval_reward"] >= 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
     assert "warning: --reward far gave a value outside [0, 1]: `solved` leaves it out" in result.out
 
 
-def test_what_shapes_a_reward_is_not_counted_as_right(other_rewards, seen, tmp_path):
+def test_what_shapes_a_reward_is_not_counted_as_right(seen, tmp_path):
     """Groups of "1+" are all right, whatever their lengths cost: solved and dead. Their rewards
     still differ, so that they move the policy."""
-    [row] = metrics(good(tmp_path, f"{OTHERS}right+0.2*other.py:short --prompts-per-step 8").folder)
+    Path("other.py").write_text(OTHER)
+    write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
+    flags = f"{BASE} --steps 1 --data rows.jsonl --eval-data rows.jsonl --prompts-per-step 8"
+    [row] = metrics(good(tmp_path, f"{flags} --reward other.py:right+0.2*other.py:short").folder)
     [step] = seen.steps
     correct = [each.terms["right"] for each in step.batch.verdicts]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
