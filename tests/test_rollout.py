@@ -353,28 +353,6 @@ def test_trees_are_used_if_they_save_more_than_their_mask_costs():
         assert all((part.trees is not None) == wants_trees for part in parts), sizes
 
 
-@pytest.mark.parametrize("kind, types", [("qwen3", 1), ("gemma3_text", 2)])
-def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(kind, types, monkeypatch):
-    """One tensor for all layers of a type, a multiple of 8 wide. (For rows, transformers masks what
-    is outside a sliding window.)"""
-    model, out = tiny(kind), rollout_of(CASES["duplicate prompts"])
-    calls = watched(monkeypatch, F, "scaled_dot_product_attention")
-
-    def masks(trees, autocast=False):
-        calls.clear()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            R.completion_logprobs(model, out, 1.0, trees)
-        return [options["attn_mask"] for _, options, _ in calls]
-
-    assert masks(None).count(None) == {1: 2, 2: 1}[types]  # of two layers
-    for dtype in (torch.float32, torch.bfloat16):
-        found = masks(trees_of(out, 30), autocast=dtype == torch.bfloat16)
-        assert {mask.dtype for mask in found} == {dtype}
-        assert all(mask.shape[-1] % 8 == 0 for mask in found)
-        assert all((mask == 0).any(-1).all() for mask in found)  # padding, too: else NaN
-        assert len({mask.data_ptr() for mask in found}) == types
-
-
 def test_long_prompts_are_read_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(R, "PROMPT_TOKENS", 20)
     parts = R.batches(tiny(), [[5] * 10] * 5, random_numbers(5, 3, 4), cache_gb=1.0)
