@@ -353,6 +353,13 @@ def test_trees_are_used_if_they_save_more_than_their_mask_costs():
         assert all((part.trees is not None) == wants_trees for part in parts), sizes
 
 
+def test_the_mask_of_trees_has_the_dtype_of_autocast():
+    """Else every layer would convert it, and keep its copy."""
+    trees = trees_of(rollout_of(CASES["duplicate prompts"]), 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert R.masks_of(tiny(), trees).dtype == torch.bfloat16
+
+
 def test_long_prompts_are_read_a_few_at_a_time(monkeypatch):
     monkeypatch.setattr(R, "PROMPT_TOKENS", 20)
     parts = R.batches(tiny(), [[5] * 10] * 5, random_numbers(5, 3, 4), cache_gb=1.0)
