@@ -353,11 +353,12 @@ def test_trees_are_used_if_they_save_more_than_their_mask_costs():
         assert all((part.trees is not None) == wants_trees for part in parts), sizes
 
 
-def test_the_mask_of_trees_has_the_dtype_of_autocast():
-    """Else every layer would convert it, and keep its copy."""
+def test_the_mask_of_trees_has_the_dtype_of_autocast_and_no_row_without_a_node():
+    """Else every layer would convert it, and keep its copy, and a softmax over nothing is NaN."""
     trees = trees_of(rollout_of(CASES["duplicate prompts"]), 30)
     with torch.autocast("cpu", torch.bfloat16):
-        assert R.masks_of(tiny(), trees).dtype == torch.bfloat16
+        mask = R.masks_of(tiny(), trees)
+    assert mask.dtype == torch.bfloat16 and (mask == 0).any(-1).all()
 
 
 def test_long_prompts_are_read_a_few_at_a_time(monkeypatch):
