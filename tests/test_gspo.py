@@ -342,14 +342,13 @@ def test_micro_batches_add_up_to_the_batch(case):
 @every_case
 def test_share_without_tokens_has_loss_and_gradient_zero(case):
     """A process may get no completion at all, or only empty ones: loss 0, gradient 0, metrics 0."""
-    for advantages in ("row", "token"):
-        batch = make_batch(0, case.spread, advantages)
-        masked = batch | {"mask": torch.zeros_like(batch["mask"])}
-        rowless = {key: tensor[:0] for key, tensor in batch.items()}
-        for share, denom in ((masked, None), (masked, 7), (rowless, None), (rowless, 7)):
-            loss, gradient, metrics = evaluate(case, share, denom=denom)
-            assert loss == 0 and not gradient.any()  # NaN would be "any", too
-            assert all(metric == 0 for metric in metrics.values())
+    batch = make_batch(0, case.spread)
+    masked = batch | {"mask": torch.zeros_like(batch["mask"])}
+    rowless = {key: tensor[:0] for key, tensor in batch.items()}
+    for share in (masked, rowless):
+        loss, gradient, metrics = evaluate(case, share)
+        assert loss == 0 and not gradient.any()  # NaN would be "any", too
+        assert all(metric == 0 for metric in metrics.values())
 
 
 def test_far_log_ratio_keeps_its_gradient():
@@ -408,17 +407,6 @@ def test_losses_run_when_pasted_with_the_helpers_that_the_file_names():
         assert_same(pasted, evaluate(case, batch), rtol=0, atol=0)
 
 
-def test_gspo_token_equals_gspo_for_constant_advantages():
-    """Eq. 13 and 17: s_t = sg[s] pi/sg[pi] has the value s and the gradient s grad log pi.
-    Without the stop-gradient around s_i the gradient would be twice as large."""
-    for numbers, spread in (({}, 1e-3), (NARROW, 0.5)):
-        batch = make_batch(0, spread)
-        expected = evaluate(Case("gspo", "completion", None, numbers), batch)
-        batch["advantages"] = batch["advantages"][:, None].expand(-1, WIDTH)
-        assert_same(evaluate(Case("gspo_token", "completion", None, numbers), batch), expected)
-        assert_same(evaluate(Case("gspo", "completion", None, numbers), batch), expected)
-
-
 # ---- KL: exact expectations over a vocabulary of five --------------------------------------------
 
 LOGITS = torch.tensor([1.2, -0.3, 0.4, -1.5, 0.1], dtype=torch.float64)
@@ -431,41 +419,23 @@ OF_REVERSE_KL = [p * (x - KL_OF_BOTH) for p, x in zip(CHANCES, LOG_RATIOS)]  # b
 OF_FORWARD_KL = [p - log_ref.exp().item() for p, log_ref in zip(CHANCES, REF)]
 
 
-def expected(penalty):
-    """(sum over v of pi(v) penalty(v), its gradient by the logits with the weights pi(v) fixed):
-    each token v is a completion of length one, sampled from pi."""
-    logits = LOGITS.clone().requires_grad_()
-    total = 0.0 * logits.sum()
-    for chance, new, ref in zip(CHANCES, logits.log_softmax(0), REF):
-        total = total + chance * penalty(new.view(1, 1), ref.view(1, 1))
-    return total.item(), torch.autograd.grad(total, logits)[0].tolist()
-
-
 def test_kl_estimators_have_their_means_and_gradients():
-    """k1: the KL, without gradient, as E_pi[grad log pi] = 0. k2: the gradient of the reverse KL,
-    not its value. k3: E_pi[ref/pi - log(ref/pi) - 1] = KL, with the forward KL's gradient.
-    unbiased: r k3 with r = pi/sg[pi] has the slope k3 + 1 - e^x = -x of k2 and the value of k3."""
+    """Sums over the vocabulary of pi(v) times the penalty of v, with the weights pi(v) fixed.
+
+    k1: the KL, without gradient, as E_pi[grad log pi] = 0. k2: the gradient of the reverse KL, not
+    its value. k3: E_pi[ref/pi - log(ref/pi) - 1] = KL, with the forward KL's gradient. unbiased:
+    r k3 with r = pi/sg[pi] has the slope k3 + 1 - e^x = -x of k2 and the value of k3."""
     gradients = {"k1": [0.0] * 5, "k2": OF_REVERSE_KL, "k3": OF_FORWARD_KL}
     for name, gradient in (gradients | {"unbiased": OF_REVERSE_KL}).items():
-
-        def penalty(new, ref, name=name):
-            value, _ = gspo.kl_penalty(new, ref, ONE, estimator=name)
+        logits = LOGITS.clone().requires_grad_()
+        mean = 0.0 * logits.sum()
+        for chance, new, ref in zip(CHANCES, logits.log_softmax(0), REF):
+            value, _ = gspo.kl_penalty(new.view(1, 1), ref.view(1, 1), ONE, estimator=name)
             assert value.requires_grad == (name != "k1")  # it would be noise
-            return value
-
-        mean, found = expected(penalty)
+            mean = mean + chance * value
+        found = torch.autograd.grad(mean, logits)[0].tolist()
         assert found == pytest.approx(gradient, rel=1e-10)
-        assert name == "k2" or mean == pytest.approx(KL_OF_BOTH, rel=1e-12)
-
-
-def test_distillation_has_the_gradient_of_the_reverse_kl_to_the_teacher():
-    """E_pi[-(log teacher - log pi) grad log pi] = grad KL(pi || teacher)."""
-
-    def penalty(new, teacher):
-        advantages = gspo.teacher_advantages(torch.zeros(1).double(), 1, teacher, new, ONE)
-        return gspo.importance_loss(new, new, advantages, ONE)[0]
-
-    assert expected(penalty)[1] == pytest.approx(OF_REVERSE_KL, rel=1e-10)
+        assert name == "k2" or mean.item() == pytest.approx(KL_OF_BOTH, rel=1e-12)
 
 
 # ---- advantages of rewards -----------------------------------------------------------------------
@@ -512,12 +482,8 @@ def test_group_advantages_match_scalar_loop(name):
             rewards[[0, 5, 9, 17, 20, 21, 22, 23]] = math.nan
         wanted = torch.tensor(group_loop(rewards.tolist(), size, name), dtype=torch.float64)
         assert_same(GROUP_FUNCTIONS[name](rewards, size), wanted)
-
-
-def test_rewards_may_be_whole_or_bool():
-    expected = gspo.group_advantages(torch.tensor([1.0, 0.0]), 2).tolist()
-    for rewards in (torch.tensor([1, 0]), torch.tensor([True, False])):
-        assert gspo.group_advantages(rewards, 2).tolist() == expected
+    wins = torch.tensor([True, False, False, True])
+    assert torch.equal(GROUP_FUNCTIONS[name](wins, 2), GROUP_FUNCTIONS[name](wins.float(), 2))
 
 
 @every_group_function
@@ -556,18 +522,15 @@ def whitened_rows(rows):
     return [[(x - fmean(every)) / (stdev(every) + 1e-6) for x in row] for row in rows]
 
 
-@pytest.mark.parametrize(
-    "numbers", [{}, dict(gamma=0.9, gae_lambda=0.8), dict(gamma=0.95, gae_lambda=0.0)]
-)
-@pytest.mark.parametrize("truncated", [False, True])
-def test_token_advantages_match_scalar_loop(numbers, truncated):
+@pytest.mark.parametrize("numbers", [{}, dict(gamma=0.9, gae_lambda=0.8)])
+def test_token_advantages_match_scalar_loop(numbers):
     """Over a completion's own tokens. Tokens of a tool between them are skipped, not discounted,
-    and the padding may hold anything."""
+    and the padding may hold anything. Without numbers nothing is truncated."""
     batch = make_batch(1, 0.5) | {"rewards": make_batch(2, 0.5)["values"]}
     dirty, mask = with_garbage(batch, torch.long), batch["mask"]
     given = dirty["rewards"], dirty["values"], dirty["mask"]
-    last = [i / 4 - 1 if truncated else 0.0 for i in range(len(mask))]
-    bootstrap = torch.tensor(last).double() if truncated else None
+    last = [i / 4 - 1 if numbers else 0.0 for i in range(len(mask))]
+    bootstrap = torch.tensor(last).double() if numbers else None
     gamma, gae_lambda = numbers.get("gamma", 1.0), numbers.get("gae_lambda", 0.95)
     wanted, targets, to_go = [], [], []
     for row, after in zip(rows_of(batch), last):
@@ -705,8 +668,6 @@ def test_algorithms_are_those_of_the_papers():
         if of_rewards:
             values = row.advantages(torch.tensor([1.0, 0.0, 0.0, 4.0]), 2).tolist()
             assert values == pytest.approx(OUTCOMES.get(name, [Z, -Z, -Z, Z]), abs=1e-5), name
-        default = inspect.signature(row.loss).parameters.get("per")
-        assert row.per == (default.default if default else "completion"), name
 
 
 def test_a_row_that_contradicts_itself_is_refused():
@@ -736,15 +697,6 @@ def test_every_number_has_a_flag_and_every_flag_of_a_number_an_algorithm(monkeyp
     monkeypatch.setitem(gspo.ALGOS, "gspo", gspo.Algorithm(forks_loss, "completion"))
     with pytest.raises(AssertionError, match="temperature has no flag"):
         train.parse_flags(["--algo", "gspo"])
-
-
-# ---- completions without a verdict
-
-
-def test_a_reward_of_nan_has_advantage_0_and_leaves_its_group_alone():
-    """-3, -1, no verdict, -2: mean -2 and std 1 of the three others."""
-    rewards = torch.tensor([-3.0, -1.0, math.nan, -2.0])
-    assert gspo.group_advantages(rewards, 4).tolist() == pytest.approx([-1, 1, 0, 0], abs=1e-5)
 
 
 def test_step_advantages_leave_out_a_completion_without_a_verdict():

@@ -37,43 +37,41 @@ def test_health_names_what_is_wrong_and_that_alone():
     assert health([unjudged], FLAGS) == []
 
 
-def test_steps_of_dead_groups_do_not_lower_the_mean_of_the_others():
-    """They have no entropy: the mean of one step with 0.05 and nine without is 0.05."""
-    rows = [step_row(step) for step in range(1, 11)]
-    for row in rows[1:]:
-        del row["entropy"]
-    rows[0]["entropy"] = 0.05
-    assert not any("exploration" in sentence for sentence in health(rows, FLAGS))
-
-
 def run_of(rewards, **more) -> list[dict]:
     return [step_row(step, reward=reward, **more) for step, reward in enumerate(rewards, 1)]
 
 
-def test_health_sees_a_collapse_and_no_slow_beginning():
-    rows = run_of([0.1] * 10 + [0.8] * 20 + [0.3] * 10)
-    [sentence] = health(rows, FLAGS)
-    assert "fell from 0.80 to 0.30" in sentence
-    assert health(rows[:30], FLAGS) == []
+NOISE = [0.1, -0.1] * 5  # ten steps: a standard error of 0.045 for the difference of two means
+FLAT = [0.3 + each for each in NOISE] * 2
+RUNS = [  # rewards, more of each row, a word of the only sentence
+    ([0.1] * 10 + [0.8] * 20 + [0.3] * 10, {}, "fell from 0.80 to 0.30"),
+    ([0.1] * 10 + [0.8] * 20, {}, ""),
+    (FLAT, {}, "0.30 in the first 10 steps, 0.30 in the last 10"),
+    (FLAT, {}, "--lr 1e-06 is the usual cause"),
+    (FLAT[:10] + [each + 0.08 for each in FLAT[10:]], {}, "--lr 1e-06"),  # a rise by less than two
+    (FLAT[:10] + [each + 0.1 for each in FLAT[10:]], {}, ""),
+    (FLAT[:9], {}, ""),  # few steps say nothing
+    (FLAT, {"solved": 0.95}, ""),  # what is solved cannot rise
+    ([0.7] * 20, {"reward_std": 0.0, "dead": 1.0, "dead_right": 0.0}, "the same reward"),
+    ([0.1, 0.5] * 10, {"verifier_faults": 100}, "verifiers fail"),
+]
+
+
+def test_health_of_a_run_names_what_is_wrong():
+    for rewards, more, word in RUNS:
+        found = health(run_of(rewards, **more), FLAGS | {"lr": 1e-6})
+        assert (word in " ".join(found)) if word else found == [], (word, found)
     below_0 = run_of(
         [-1.05, -1.01] * 5 + [-1.02] * 10 + [-1.04] * 10
     )  # half of a tiny rise is lost
     assert not any("fell" in sentence for sentence in health(below_0, FLAGS))
-
-
-def test_a_reward_that_does_not_rise_names_the_learning_rate():
-    """A rise by less than two standard errors is none: noise of 0.1 a step, ten steps, 0.045 twice.
-    Few steps say nothing, and a task that is solved cannot rise."""
-    noise = [0.1, -0.1] * 5
-    flat = [0.3 + each for each in noise] * 2
-    [sentence] = health(run_of(flat), FLAGS | {"lr": 1e-6})
-    assert "0.30 in the first 10 steps, 0.30 in the last 10" in sentence
-    assert "--lr 1e-06 is the usual cause" in sentence
-    for rise, sentences in ((0.08, 1), (0.1, 0)):
-        rows = run_of(flat[:10] + [each + rise for each in flat[10:]])
-        assert len(health(rows, FLAGS)) == sentences
-    assert health(run_of(flat[:9]), FLAGS) == []
-    assert health(run_of(flat, solved=0.95), FLAGS) == []
+    few = run_of([0.1, 0.5] * 10, verifier_faults=10)
+    assert not any("verifiers fail" in sentence for sentence in health(few, FLAGS))
+    dead = run_of([0.5] * 10)  # a group without entropy does not lower the mean of the others
+    for row in dead[1:]:
+        del row["entropy"]
+    dead[0]["entropy"] = 0.05
+    assert not any("exploration" in sentence for sentence in health(dead, FLAGS))
 
 
 def test_health_sees_held_out_numbers_that_fall():
@@ -87,15 +85,6 @@ def test_health_sees_held_out_numbers_that_fall():
     rows[19] |= {"eval_solved": 0.3, "eval_pass@8": 0.9}
     [sentence] = health(rows, FLAGS, before)
     assert "solved fell from 60% to 30%" in sentence
-
-
-def test_health_sees_rewards_that_teach_nothing():
-    same = run_of([0.7] * 20, reward_std=0.0, dead=1.0, dead_right=0.0)
-    assert any("the same reward" in sentence for sentence in health(same, FLAGS))
-    failed = run_of([0.1, 0.5] * 10, verifier_faults=100)
-    assert any("verifiers fail" in sentence for sentence in health(failed, FLAGS))
-    few = run_of([0.1, 0.5] * 10, verifier_faults=10)
-    assert not any("verifiers fail" in sentence for sentence in health(few, FLAGS))
 
 
 def test_the_console_warns_of_verifiers_that_fail():

@@ -8,7 +8,7 @@ from tools import BASE, digests, good, metrics, newest, same_run, timeless, writ
 pytestmark = pytest.mark.usefixtures("place")
 
 
-@pytest.mark.parametrize("flags", ["--stale-steps 2", "--dtype bfloat16", "--lora-rank 2"])
+@pytest.mark.parametrize("flags", ["--stale-steps 2", "--dtype bfloat16"])
 def test_evaluating_changes_nothing_in_training(flags, tmp_path):
     """An evaluation may refresh a sampler that is a copy, but not one that must stay stale."""
     often = good(tmp_path / "often", f"{BASE} --steps 3 --eval-every 1 {flags}").folder

@@ -121,11 +121,10 @@ SAME = {
     # groups that do not divide evenly, refills, rows that leave the loss, and dead ones
     "dapo with refills": (
         "--algo dapo --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt "
-        "--overlong-filter --max-new-tokens 30 --prompts-per-step 5 --completions-per-update 5"
+        "--overlong-filter --max-new-tokens 20 --prompts-per-step 5 --completions-per-update 5"
     ),
-    "gspo": "--algo gspo --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt",
     "ppo": "--algo ppo --critic-lr 1e-3 --kl-coef 0.1 --reward pay.py:steps",
-    "grpo with a KL": "--algo grpo --kl-coef 0.1 --ref-every 2 --stale-steps 2 --tis-cap 2",
+    "grpo with a KL": "--algo grpo --kl-coef 0.1 --ref-every 1 --stale-steps 2 --tis-cap 2",
     "experts": "--model models/moe --algo grpo --kl-coef 0 --routing-replay --eval-every 1",
     "lora": "--lora-rank 4 --epochs 2",
     "opd": "--algo opd --teacher models/moe",
@@ -133,29 +132,28 @@ SAME = {
     "one row": "--prompts-per-step 2 --eval-prompts 3 --completions-per-update 1",
 }
 FAST = [("dapo with refills", 2), ("ppo", 2), ("one row", 2)]
-REST = [(case, size) for case in SAME for size in (2, 4) if (case, size) not in FAST]
-REST.remove(("one row", 4))  # of two groups
+REST = [("grpo with a KL", 4), ("experts", 2), ("lora", 2), ("opd", 2)]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
 
 
 @pytest.mark.parametrize("case, size", FAST + SLOW)
 def test_several_processes_train_as_one(case, size, tmp_path):
-    flags = f"{BASE} --steps 3 --lr 1e-4 --eval-samples 2 {SAME[case]}"
+    flags = f"{BASE} --lr 1e-4 --eval-samples 2 {SAME[case]}"
     alone = good(tmp_path / "one", flags).folder
     alike(together(size, tmp_path / "several", flags), alone)
     rows = metrics(alone)
-    assert len(rows) == 3 and sum(row["advantage_abs"] for row in rows) > 0
+    assert len(rows) == 2 and sum(row["advantage_abs"] for row in rows) > 0
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     """1, then 2, then 1: the run of one process, up to rounding."""
-    flags = f"{BASE} --algo ppo --lr 1e-4 --eval-every 2"  # where a part ends, too
+    flags = f"{BASE} --algo ppo --lr 1e-4 --eval-every 1"  # where a part ends, too
     more = "--resume --name run --steps"
-    whole = good(tmp_path / "whole", f"{flags} --steps 6").folder
-    good(tmp_path / "parts", f"{flags} --steps 2")
-    together(2, tmp_path / "parts", f"{more} 4", small=False)
-    parts = good(tmp_path / "parts", f"{more} 6", small=False).folder
+    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
+    good(tmp_path / "parts", f"{flags} --steps 1")
+    together(2, tmp_path / "parts", f"{more} 2", small=False)
+    parts = good(tmp_path / "parts", f"{more} 3", small=False).folder
     alike(parts, whole)
 
 
@@ -189,11 +187,10 @@ def test_two_processes_talk(tmp_path):
 # ---- decisions and ends
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_signal_to_one_stops_all_with_a_checkpoint(rank, tmp_path):
+def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path):
     """And two processes that go on do as if they had not been stopped, to the bit."""
     flags = f"{BASE} --steps 3"
-    stopped = Together(2, tmp_path / "stopped", flags, signal.SIGTERM, rank)
+    stopped = Together(2, tmp_path / "stopped", flags, signal.SIGTERM, troubled=1)
     assert stopped.statuses == [130, 130], stopped.texts
     assert newest(stopped.folder).name == "step-2"
     assert "--resume --name run" in stopped.one_sentence()
@@ -202,8 +199,7 @@ def test_a_signal_to_one_stops_all_with_a_checkpoint(rank, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", [signal.SIGKILL, ValueError("a bug")])
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("trouble, rank", [(signal.SIGKILL, 0), (ValueError("a bug"), 2)])
 def test_where_one_dies_the_others_end(trouble, rank, tmp_path):
     died = Together(3, tmp_path / "died", f"{BASE} --steps 99", trouble, rank)
     if trouble == signal.SIGKILL:
@@ -213,10 +209,9 @@ def test_where_one_dies_the_others_end(trouble, rank, tmp_path):
     assert all(status > 0 for status in died.statuses)  # and were not killed by this test
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_an_error_of_one_ends_all_with_its_one_sentence(rank, tmp_path):
+def test_an_error_of_one_ends_all_with_its_one_sentence(tmp_path):
     error = UserError("the water is cold")
-    failed = Together(2, tmp_path / "runs", f"{BASE} --steps 99", error, rank)
+    failed = Together(2, tmp_path / "runs", f"{BASE} --steps 99", error, troubled=1)
     assert failed.statuses == [2, 2], failed.texts
     assert failed.one_sentence() == "error: the water is cold"
 

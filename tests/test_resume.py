@@ -1,7 +1,6 @@
 """Runs that were stopped or killed continue as if nothing had happened."""
 
 import contextlib
-import functools
 import itertools
 import json
 import multiprocessing
@@ -83,12 +82,9 @@ def not_resumed(runs, flags="") -> str:
 
 RESUMED = {  # flags, the step in which the signal comes
     "gspo": ("--eval-every 2 --save-every 2 --data rows.jsonl --stop 2; --stop #", 3),
-    "ppo": ("--algo ppo --kl-coef 0.1 --ref-every 2", 3),
+    "ppo": ("--algo ppo --kl-coef 0.1 --ref-every 2 --stale-steps 3 --dtype bfloat16", 3),
     "dapo": ("--algo dapo --reward pay.py:by_prompt --warmup-steps 4 --epochs 2", 2),
-    "stale-bf16": ("--stale-steps 3 --dtype bfloat16", 2),
-    "moe": ("--model models/moe --algo grpo --routing-replay", 1),
-    "lora": ("--lora-rank 2 --kl-coef 0.1 --reward pay.py:even+-2*pay.py:steps", 2),
-    "lora-ppo": ("--lora-rank 2 --algo ppo --ref-every 2 --kl-coef 0.1 --stale-steps 2", 1),
+    "lora": ("--lora-rank 2 --kl-coef 0.1 --ref-every 2 --stale-steps 2", 1),
 }
 
 
@@ -132,7 +128,7 @@ def test_a_process_of_a_reward_ends_by_a_signal_and_has_no_lock(tmp_path, monkey
         child = FORKED.Process(target=time.sleep, args=(60,))
         child.start()
         os.kill(child.pid, signal.SIGINT)
-        child.join(1)
+        child.join(0.3)
         child.terminate()
         child.join(9)
         other = FORKED.Process(target=run_folder.lock, args=(tmp_path / "run",))
@@ -256,10 +252,8 @@ EMPTY = safetensors.torch.save({}, {"numbers": "{}"})  # without moments
 PROGRESS = f"{NEWEST}/trainer/progress.json"
 DAMAGED = f"run/{NEWEST} is damaged; move it away to resume from "
 UNFIT = [  # what happens to a run's folder, words of the sentence, flags
-    (changed("config.json", lambda text: b"{"), "config.json"),
     (changed("config.json", lambda text: b"[1]"), "config.json"),
     (config(lr="fast"), "--lr fast: expected float"),
-    (config(epochs=2.5), "--epochs 2.5: expected int"),
     (config(epochs=None), "--epochs None: expected int"),
     (config(overlong_filter=1), "--overlong-filter 1: expected bool"),
     (config(stop=[1]), "--stop [1]: expected texts"),
@@ -267,9 +261,7 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (config(lr_schedule="linear"), "--steps: a resumed run keeps its own, 1"),
     (lambda run: shutil.rmtree(run / "checkpoints"), "run/checkpoints has no checkpoint"),
     (no_disk, "run/checkpoints has no checkpoint"),
-    (changed(PROGRESS, lambda text: b""), DAMAGED),
     (changed(PROGRESS, lambda text: text[:40]), DAMAGED),
-    (changed(PROGRESS, lambda text: b"[" + text + b"]"), DAMAGED),
     (changed(PROGRESS, lambda text: text.replace(b'drawn": 4', b'drawn": "4"')), DAMAGED),
     (changed(PROGRESS, lambda text: text.replace(b"before", b"after")), DAMAGED),
     (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: content[:-9]), DAMAGED),
@@ -278,8 +270,7 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (state(lambda moment: moment.flatten()), DAMAGED),
     (unchanged, "step-1 has 1 steps already; pass a larger --steps; for its report", "--steps 1"),
 ]
-FIXED = ("--model models/moe", "--algo grpo", "--lora-rank 2", "--task calculator", "--seed 5")
-for flag in (*FIXED, "--lr-schedule cosine", "--kl-coef 0.1", "--stale-steps 2"):
+for flag in ("--model models/moe", "--lora-rank 2", "--lr-schedule cosine", "--kl-coef 0.1"):
     UNFIT.append((unchanged, f"{flag.split()[0]}: a resumed run keeps its own, ", flag))
 
 
@@ -305,7 +296,7 @@ def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
     write_rows("rows.jsonl", rows)
     write_rows("held-out.jsonl", rows[::2])
     good(tmp_path, f"{BASE} --steps 1 --data rows.jsonl --eval-data held-out.jsonl")
-    changes = ("", "--eval-prompts 4", "--reward pay.py:never", "--eval-data rows.jsonl", "rows")
+    changes = ("", "--reward pay.py:never", "--eval-data rows.jsonl", "rows")
     for steps, change in enumerate(changes, 2):
         if change == "rows":
             write_rows("rows.jsonl", [*rows, rows[0]])
@@ -339,34 +330,29 @@ def test_a_config_of_another_time_is_completed(done, tmp_path):
 
 
 class Counting(torch.optim.SGD):
-    """The state of a parameter is an integer, a float and nothing."""
+    """Beside the momentum, the state of a parameter is an integer, a float, nothing and a row."""
 
     def step(self):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
                 steps, size = state.get("steps", 0) + 1, state.get("size", 1.0) + 1 / 3
-                state |= {"steps": steps, "size": size, "nothing": None}
-                parameter.grad /= steps * size
+                row = state.get("row", 0.0) + parameter.grad.mean(-1)
+                state |= {"steps": steps, "size": size, "nothing": None, "row": row}
+                parameter.grad /= steps * (size + float(row.norm()))
         super().step()
 
 
-OPTIMIZERS = {
-    "sgd with momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "adafactor": torch.optim.Adafactor,  # a row and a column for a matrix
-    "numbers": Counting,
-}
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_another_optimizer_continues_to_the_same_bits(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Counting])
+def test_another_optimizer_continues_to_the_same_bits(optimizer, tmp_path, monkeypatch):
     """Whatever it keeps of a parameter. The policy's weights are in its own files alone."""
     make_optimizer = train.make_optimizer
 
     def another(config, models):
         names = ("params", "lr", "initial_lr", "norm_metric")
         groups = make_optimizer(config, models).param_groups
-        return OPTIMIZERS[kind]([{name: group[name] for name in names} for group in groups], lr=1.0)
+        own = [{name: group[name] for name in names} for group in groups]
+        return optimizer(own, lr=1.0, momentum=0.9)
 
     monkeypatch.setattr(train, "make_optimizer", another)
     folder = good(tmp_path / "one", f"{BASE} --algo ppo --save-every 1").folder
@@ -408,17 +394,16 @@ def saved_steps(folder) -> int:
     return int(found.name[5:]) if found else 0
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kills, tmp_path):
-    """SIGKILL comes at random moments, half of them between two disk accesses of a checkpoint. An
-    early kill is in the start, a later one while an old checkpoint is deleted."""
+    """SIGKILL comes at random moments, half of them between two disk accesses of a checkpoint."""
     rng, log = random.Random(0), tmp_path / "log"
     runs, folder = tmp_path / "killed", tmp_path / "killed/run"
     saved = 0
     for kill in range(kills):
         die_at = None  # but at a moment of the clock
         if kill % 2 == 0:
-            die_at = rng.randrange(5, 110) if kill >= 4 else (2, 60)[kill // 2]
+            die_at = rng.randrange(5, 110) if kill else 40
         resume = saved > 0
         if not resume:  # it died too early, and starts over
             shutil.rmtree(folder, ignore_errors=True)

@@ -18,14 +18,11 @@ from tools import character_tokenizer, watched
 
 transformers.logging.set_verbosity_error()
 
-# sliding windows, a head with a bias, learned positions, a single key head, experts, attention
-# sinks, keys and values of different sizes, no position_ids (trocr), states (mamba)
-KINDS = "qwen3 mistral gemma2 gemma3_text cohere phi gpt2 gpt_bigcode opt qwen3_moe mixtral gpt_oss"
-KINDS = [*KINDS.split(), "deepseek_v3", "trocr", "mamba"]
-OPTIONS = {
-    "gemma2": dict(attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
-    "cohere": dict(logit_scale=0.25),
-}
+# sliding windows, a head with a bias, learned positions, experts, attention sinks, keys and values
+# of different sizes, no position_ids (trocr), states (mamba)
+KINDS = ["qwen3", "mistral", "gemma2", "gemma3_text", "phi", "gpt2", "qwen3_moe", "gpt_oss"]
+KINDS += ["deepseek_v3", "trocr", "mamba"]
+OPTIONS = {"gemma2": dict(attn_logit_softcapping=5.0, final_logit_softcapping=3.0)}
 ROWS_ONLY = {"gemma2", "gpt_oss", "trocr", "mamba"}  # no sdpa, or no position_ids
 WITH_TREES = [kind for kind in KINDS if kind not in ROWS_ONLY]
 LAYOUTS = [(kind, False) for kind in KINDS] + [(kind, True) for kind in WITH_TREES]
@@ -78,7 +75,7 @@ def assert_same_results(found, expected, name=None):
         torch.testing.assert_close(one, other, atol=atol, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "trocr", "mamba"])
 def test_greedy_completions_are_those_of_transformers_generate(kind):
     """Prompts of several lengths, two end tokens, batches smaller than the samples. The recorded
     log-probs are those of temperature 1."""
@@ -127,21 +124,20 @@ def test_scores_are_the_models_own_in_value_and_gradient(kind, wants_trees):
     assert_same_results(results(model, *scored), own)
 
 
-SHORTER = "rows and trees, up to the original context; checkpointed"
 ARCHITECTURES = {
-    "rows and trees; checkpointed": ["gemma3", "ministral3"],  # gemma3 is composite, with windows
-    SHORTER: ["doge", "llama + dynamic", "phi3 + longrope"],
-    # the head multiplies, a body inside the body, no sdpa, states, attention by length
-    "rows; checkpointed": ["falcon_h1", "xglm", "gemma2", "qwen3_next", "llama4_text"],
+    "gemma3": "rows and trees; checkpointed",  # composite, with windows
+    "phi3 + longrope": "rows and trees, up to the original context; checkpointed",
+    "falcon_h1": "rows; checkpointed",  # the head multiplies
+    "xglm": "rows; checkpointed",  # a body inside the body
+    "llama4_text": "rows; checkpointed",  # attention by length
 }
 
 
-@pytest.mark.parametrize("kind", sum(ARCHITECTURES.values(), []))
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kind):
     """To 1e-3, on sequences longer than every window and limit of the tiny model. Gradient
     checkpointing is bit-identical."""
-    verdict, how = examine(kind)
-    assert verdict == "right" and kind in ARCHITECTURES[how]
+    assert examine(kind) == ("right", ARCHITECTURES[kind])
 
 
 REFUSED = {
@@ -171,14 +167,13 @@ def test_a_scorer_that_errs_is_found_and_trees_that_err_are_not_used(monkeypatch
             R.check_scorer(model, PROMPTS[:2], pad_id=0)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_large_vocabulary_is_drawn_from_as_exactly_as_float32_can(temperature):
+def test_a_large_vocabulary_is_drawn_from_as_exactly_as_float32_can():
     """151,936 tokens, like Qwen's: the token that a float64 cumulative sum selects, except within
     1e-6 of a boundary."""
     logits = 3 * torch.randn(1, 151_936, generator=torch.Generator().manual_seed(0))
-    uniforms = random_numbers(100)
-    tokens, logprobs = R.sample_token(logits.expand(100, -1), uniforms, temperature)
-    exact = (logits[0].double() / temperature).softmax(-1)
+    uniforms = random_numbers(20)
+    tokens, logprobs = R.sample_token(logits.expand(20, -1), uniforms, 2.0)
+    exact = (logits[0].double() / 2.0).softmax(-1)
     border = exact.cumsum(-1)
     below = border[tokens] - exact[tokens]
     assert (uniforms < border[tokens] + 1e-6).all() and (uniforms > below - 1e-6).all()
@@ -195,29 +190,28 @@ def test_the_smallest_and_the_largest_uniform_draw_possible_tokens():
     assert token.tolist() == [3, 256, 256] and logprobs.isfinite().all()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_long_sequences_and_logits_that_are_not_finite_are_refused(temperature):
+def test_long_sequences_and_logits_that_are_not_finite_are_refused():
     model = tiny("phi")
-    assert len(sampled(model, max_new_tokens=119, temperature=temperature).tokens)
+    assert len(sampled(model, group_size=1, max_new_tokens=119).tokens)
     with pytest.raises(UserError, match="129 tokens, prompt and completion: this phi reads 128"):
         sampled(model, max_new_tokens=120)
     for value in (math.nan, math.inf):
         model.lm_head.bias.data[7] = value
         with pytest.raises(UserError, match="the logits of this phi are not finite"):
-            sampled(model, temperature=temperature)
+            sampled(model)
 
 
 @pytest.mark.parametrize("kind, cache_gb", [("qwen3", 1e-12), ("gemma2", 3e-5)])
 def test_uniforms_alone_decide(kind, cache_gb):
     """Not the size of a batch (one sample, or a few), nor the other prompts, nor global state."""
-    model, uniforms = tiny(kind), random_numbers(4, 7, 12)
+    model, uniforms = tiny(kind), random_numbers(4, 4, 12)
     state, ends = torch.get_rng_state(), dict(eos_ids=[2], pad_id=2)
     whole = R.generate(model, PROMPTS, uniforms, **ends)
     other = R.generate(model, PROMPTS, uniforms, cache_gb=cache_gb, **ends)
     share = R.generate(model, PROMPTS[2:], uniforms[2:], **ends)
     assert torch.equal(state, torch.get_rng_state())
     assert whole.sequences() == other.sequences()
-    assert whole.sequences()[14:] == share.sequences()
+    assert whole.sequences()[8:] == share.sequences()
     torch.testing.assert_close(whole.sampler_logprobs, other.sampler_logprobs, atol=2e-5, rtol=0)
     assert R.generate(model, PROMPTS, 1 - uniforms, **ends).sequences() != whole.sequences()
 
@@ -283,7 +277,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_trees_have_the_scores_and_gradients_of_rows(kind):
     """One sequence per tree, several, all in one. Every other case has a tool's tokens."""
     model = tiny(kind)
@@ -314,7 +308,7 @@ def random_groups(groups, size, prompt, longest):
 
 
 @pytest.mark.parametrize("shares", [True, False])
-@pytest.mark.parametrize("tokens", [1, 80, 200, 1000])
+@pytest.mark.parametrize("tokens", [1, 80, 1000])
 def test_micro_batches_compute_no_more_tokens_than_they_may(shares, tokens, monkeypatch):
     """Padding included, or one row. Together they have all completions and their log-probs."""
     model, rows = tiny("gemma3_text"), []
@@ -346,7 +340,6 @@ def test_groups_stay_together_and_trees_are_balanced():
 
 GROUPS = {  # groups, completions of each, tokens of a prompt, and of the longest completion
     (4, 8, 100, 20): True,
-    (1, 64, 1500, 100): True,
     (4, 8, 10, 200): False,  # 10 of 200 tokens are shared
     (8, 1, 100, 20): False,  # nothing is
     (1, 8, 200, 4000): False,  # long completions
@@ -354,32 +347,18 @@ GROUPS = {  # groups, completions of each, tokens of a prompt, and of the longes
 }
 
 
-@pytest.mark.parametrize("sizes", GROUPS)
-def test_trees_are_used_if_they_save_more_than_their_mask_costs(sizes):
-    parts = micro_batches(random_groups(*sizes), 10**6, shares=True)
-    assert all((part.trees is not None) == GROUPS[sizes] for part in parts)
+def test_trees_are_used_if_they_save_more_than_their_mask_costs():
+    for sizes, wants_trees in GROUPS.items():
+        parts = micro_batches(random_groups(*sizes), 10**6, shares=True)
+        assert all((part.trees is not None) == wants_trees for part in parts), sizes
 
 
-@pytest.mark.parametrize("kind, types", [("qwen3", 1), ("gemma3_text", 2)])
-def test_attention_gets_no_mask_for_rows_and_one_of_its_dtype_for_trees(kind, types, monkeypatch):
-    """One tensor for all layers of a type, a multiple of 8 wide. (For rows, transformers masks what
-    is outside a sliding window.)"""
-    model, out = tiny(kind), rollout_of(CASES["duplicate prompts"])
-    calls = watched(monkeypatch, F, "scaled_dot_product_attention")
-
-    def masks(trees, autocast=False):
-        calls.clear()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            R.completion_logprobs(model, out, 1.0, trees)
-        return [options["attn_mask"] for _, options, _ in calls]
-
-    assert masks(None).count(None) == {1: 2, 2: 1}[types]  # of two layers
-    for dtype in (torch.float32, torch.bfloat16):
-        found = masks(trees_of(out, 30), autocast=dtype == torch.bfloat16)
-        assert {mask.dtype for mask in found} == {dtype}
-        assert all(mask.shape[-1] % 8 == 0 for mask in found)
-        assert all((mask == 0).any(-1).all() for mask in found)  # padding, too: else NaN
-        assert len({mask.data_ptr() for mask in found}) == types
+def test_the_mask_of_trees_has_the_dtype_of_autocast_and_no_row_without_a_node():
+    """Else every layer would convert it, and keep its copy, and a softmax over nothing is NaN."""
+    trees = trees_of(rollout_of(CASES["duplicate prompts"]), 30)
+    with torch.autocast("cpu", torch.bfloat16):
+        mask = R.masks_of(tiny(), trees)
+    assert mask.dtype == torch.bfloat16 and (mask == 0).any(-1).all()
 
 
 def test_long_prompts_are_read_a_few_at_a_time(monkeypatch):
@@ -420,13 +399,14 @@ def test_results_of_a_users_sampler_are_checked():
             check(samples)
 
 
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt2", "mamba"])
-def test_gradient_checkpointing_changes_nothing(kind):
+@pytest.mark.parametrize(
+    "kind, dropout", [("gemma3_text", "attention_dropout"), ("gpt2", "resid_pdrop")]
+)
+def test_gradient_checkpointing_changes_nothing(kind, dropout):
     """Layers run again in the backward pass, without dropout, in a copy, too."""
     from support.extras.gradient_checkpointing import checkpoint_layers
 
-    dropout = {"gemma3_text": dict(attention_dropout=0.5), "gpt2": dict(resid_pdrop=0.5)}
-    model = tiny(kind, **dropout.get(kind, {}))
+    model = tiny(kind, **{dropout: 0.5})
     out, runs = sampled(model), []
     trees = trees_of(out, 24) if kind == "gemma3_text" else None
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
@@ -477,17 +457,16 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
     assert torch.equal(again, logprobs) and not nothing.any()
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_under_autocast_experts_are_computed_in_bf16(kind, tmp_path, monkeypatch):
+def test_under_autocast_experts_are_computed_in_bf16(tmp_path, monkeypatch):
     """Like every other linear map, in the backward pass, too, and with gradient checkpointing.
     Without autocast nothing changes."""
     from support.extras.gradient_checkpointing import checkpoint_layers
 
-    tiny(kind).save_pretrained(tmp_path)
+    tiny("qwen3_moe").save_pretrained(tmp_path)
     model = R.load_model(str(tmp_path), "cpu")
     out = sampled(model)
     exact, _ = R.completion_logprobs(model, out, 1.0)
-    assert torch.equal(exact, R.completion_logprobs(tiny(kind), out, 1.0)[0])
+    assert torch.equal(exact, R.completion_logprobs(tiny("qwen3_moe"), out, 1.0)[0])
 
     calls, found = watched(monkeypatch, F, "grouped_mm"), []
     for prepare in (lambda model: None, checkpoint_layers):

@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,20 +48,21 @@ def gpt2(models):
 @pytest.mark.parametrize(
     "algorithm, flags",
     [
-        ("gspo", "--gradient-checkpointing --tis-cap 2 --stale-steps 2"),
+        ("gspo", "--gradient-checkpointing --tis-cap 2 --stale-steps 2 --steps 2"),
         ("dapo", "--temperature 0.7"),
         ("ppo", "--kl-coef 0.1 --epochs 2"),
         ("gspo", "--dtype bfloat16 --overlong-filter --max-new-tokens 40"),
         ("gspo", "--lora-rank 2"),
         ("grpo", "--model models/moe --routing-replay"),
-        ("grpo", "--model models/gpt2"),
         ("grpo", "--model models/gpt2 --gradient-checkpointing"),
     ],
 )
 def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
     """The log-probs of pi_old, without gradients, and those of the updates are bit-identical, row
     for row, as long as nothing moves."""
-    good(tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 {flags}")
+    good(
+        tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 --steps 1 {flags}"
+    )
     for step in seen.steps:
         rows = torch.cat([rows_of(update) for update in step.updates])
         old = step.tensors.old_logprobs
@@ -126,15 +128,10 @@ def reference_apart(monkeypatch):
     [
         ("gspo", "completion", z_scores),
         ("gspo-token", "completion", z_scores),
-        ("grpo", "completion", z_scores),
-        ("sapo", "completion", z_scores),
-        ("gmpo", "completion", z_scores),
-        ("cispo", "token", z_scores),
         ("dapo", "token", z_scores),
         ("dr-grpo", "constant", centred),
         ("rloo", "token", lambda values: [4 / 3 * x for x in centred(values)]),
         ("maxrl", "token", lambda values: [x / (sum(values) / 4 or 1) for x in centred(values)]),
-        ("dppo", "token", z_scores),
         ("luspo", "sum", z_scores),
         ("reinforce++", "token", None),  # a KL in the reward: it is in the advantages
     ],
@@ -180,9 +177,7 @@ def test_first_gradient_is_reinforce_by_plain_forwards(
     "flags",
     [
         "--algo dapo --overlong-cache 4",
-        "--algo dr-grpo --gradient-checkpointing",
-        "--algo ppo --kl-coef 0.1",
-        "--algo reinforce++ --entropy-coef 0.1",
+        "--algo ppo --kl-coef 0.1 --entropy-coef 0.1",
         "--algo gspo --overlong-filter --max-new-tokens 24",
     ],
 )
@@ -253,28 +248,16 @@ def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
     assert distance(newest(result.folder), "models/tiny") == 0
 
 
-def test_overlong_filtering_leaves_the_other_rows_alone(seen, tmp_path):
-    """A truncated row is excluded from the loss. The others are scored as before, even where
-    something (here the bonus) needs all of them."""
-    flags = f"{BASE} {ONE_UPDATE} --max-new-tokens 12 --entropy-coef 0.1"
-    good(tmp_path / "without", flags)
-    good(tmp_path / "with", f"{flags} --overlong-filter")
-    before, after = seen.steps
-    own, whole = after.batch.rollout.completion_mask, ~after.batch.rollout.truncated
-    assert 0 < int(whole.sum()) < 16 == len(before.updates[0].active_rows)
-    assert sorted(after.updates[0].active_rows.tolist()) == whole.nonzero()[:, 0].tolist()
-    assert torch.equal(after.batch.mask, own & whole[:, None])
-    of_all, of_whole = (step.tensors.new_logprobs[whole] for step in (before, after))
-    torch.testing.assert_close(of_all, of_whole, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "dapo"])
-def test_updates_that_the_overlong_filter_empties_are_in_no_mean(algorithm, seen, tmp_path):
-    """Nothing moves, so every ratio is 1: an update of truncated completions alone has none."""
-    flags = f"{BASE} --algo {algorithm} --no-dynamic-sampling --overlong-filter --steps 1"
-    flags += " --max-new-tokens 6 --completions-per-update 2 --lr 1e-30"
-    [row] = metrics(good(tmp_path, flags).folder)
+@pytest.mark.parametrize("flags", ["--algo grpo", "--algo ppo", "--algo dapo --entropy-coef 0.1"])
+def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tmp_path):
+    """A truncated row is excluded from the loss, even where a bonus needs every row. Nothing moves,
+    so every ratio is 1: an update of truncated completions alone has none."""
+    flags += " --no-dynamic-sampling --overlong-filter --steps 1 --max-new-tokens 6"
+    flags += " --completions-per-update 2 --lr 1e-30"
+    [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     [(batch, updates, _)] = seen.steps
+    whole = ~batch.rollout.truncated[:, None]
+    assert torch.equal(batch.mask, batch.rollout.completion_mask & whole)
     emptied = [bool(batch.rollout.truncated[update.rows].all()) for update in updates]
     assert 0 < sum(emptied) < len(emptied) and row["truncated"] < 1
     assert row["bad_updates"] == 0
@@ -328,20 +311,21 @@ def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
     """Two steps of warm-up, times the fraction of the four steps that is left as a step begins."""
     cosine = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 2, 3)]
     expected = dict(constant=[0.5, 1, 1, 1], linear=[0.5, 0.75, 0.5, 0.25], cosine=[0.5, *cosine])
+    flags = f"{BASE} --steps 4 --warmup-steps 2 --lr-schedule"
     for schedule, factors in expected.items():
-        flags = f"{BASE} --steps 4 --warmup-steps 2 --lr-schedule {schedule}"
-        rows = metrics(good(tmp_path / schedule, flags).folder)
-        assert [row["lr"] / 1e-3 for row in rows] == pytest.approx(factors)
+        config = train.parse_flags(f"{flags} {schedule}".split())
+        found = [train.lr_factor(config, step) for step in (1, 2, 3, 4)]
+        assert found == pytest.approx(factors)
+    rows = metrics(good(tmp_path, f"{flags} linear").folder)
+    assert [row["lr"] / 1e-3 for row in rows] == pytest.approx(expected["linear"])
 
 
 # ---- rewards that are not 0 or 1
 
 
 OTHER = """
-import pay
-
 def far(completion, answer):
-    return 2 + 2 * pay.even(completion, answer)
+    return 2 + 2 * completion[:1].isdigit()
 
 def short(completion, answer):
     return -len(completion) / 50
@@ -349,33 +333,25 @@ def short(completion, answer):
 def right(completion, answer, prompt):
     return float(prompt[0] == "1" or completion[:1] in ("0", "2", "4"))
 """
-OTHERS = "--model models/tiny --data rows.jsonl --eval-data rows.jsonl --steps 1 --reward other.py:"
 
 
-@pytest.fixture
-def other_rewards(place):
-    """far is 2 to 4. short is never positive. right is 0 or 1, and always 1 on 1+..."""
-    (place / "other.py").write_text(OTHER)
-    write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
-
-
-def test_groups_of_any_reward_are_dead_where_all_are_paid_alike(other_rewards, tmp_path):
-    """2 to 4: nothing is refilled, no group is dead, and nothing is called solved. A warning says
-    why."""
-    result = good(tmp_path, f"{OTHERS}far --algo dapo --max-new-tokens 60")
+def test_a_reward_outside_0_to_1_is_never_called_solved(tmp_path):
+    """2 or 4. A warning says why there is no `solved`."""
+    Path("other.py").write_text(OTHER)
+    result = good(tmp_path, f"{BASE} --steps 1 --reward other.py:far --algo dapo")
     [row] = metrics(result.folder)
-    assert row["prompts_drawn"] == 4 and row["dead"] == 0
-    assert row["advantage_abs"] > 0.5 and row["grad_norm"] > 0
-    assert row["eval_reward"] > 2
+    assert row["grad_norm"] > 0 and row["eval_reward"] >= 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
     assert "warning: --reward far gave a value outside [0, 1]: `solved` leaves it out" in result.out
 
 
-@pytest.mark.parametrize("reward", ["right+0.2*other.py:short", "right+-1*pay.py:even"])
-def test_what_shapes_a_reward_is_not_counted_as_right(reward, other_rewards, seen, tmp_path):
+def test_what_shapes_a_reward_is_not_counted_as_right(seen, tmp_path):
     """Groups of "1+" are all right, whatever their lengths cost: solved and dead. Their rewards
     still differ, so that they move the policy."""
-    [row] = metrics(good(tmp_path, f"{OTHERS}{reward} --prompts-per-step 8").folder)
+    Path("other.py").write_text(OTHER)
+    write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
+    flags = f"{BASE} --steps 1 --data rows.jsonl --eval-data rows.jsonl --prompts-per-step 8"
+    [row] = metrics(good(tmp_path, f"{flags} --reward other.py:right+0.2*other.py:short").folder)
     [step] = seen.steps
     correct = [each.terms["right"] for each in step.batch.verdicts]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
@@ -412,11 +388,10 @@ def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tm
     assert values.all() and rows[1]["explained_variance"] == pytest.approx(expected, abs=1e-4) != 0
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "reinforce++"])
-def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path):
+def test_kl_in_the_reward_is_k1_per_token(monkeypatch, seen, tmp_path):
     """r_t = -0.2 (log pi_old - log pi_ref), and the verifier's reward on top at the last token."""
-    calls = spied(monkeypatch, algorithm, "advantages")
-    good(tmp_path, f"{BASE} --algo {algorithm} --kl-coef 0.2")
+    calls = spied(monkeypatch, "reinforce++", "advantages")
+    good(tmp_path, f"{BASE} --algo reinforce++ --kl-coef 0.2")
     token_rewards = calls[1][1]["token_rewards"]
     batch, _, tensors = seen.steps[1]
     kl, nonzero = tensors.old_logprobs - tensors.ref_logprobs, 0
@@ -429,21 +404,6 @@ def test_kl_in_the_reward_is_k1_per_token(algorithm, monkeypatch, seen, tmp_path
 
 
 # ---- a fork's own rows of ALGOS
-
-
-def test_rows_of_advantage_0_are_trained_on_where_the_loss_needs_them(seen, monkeypatch, tmp_path):
-    """A term for every token, such as a bonus, would miss them without a word."""
-
-    def with_bonus(logprobs, old_logprobs, advantages, mask, denom=None):
-        loss, metrics = gspo.gspo_loss(logprobs, old_logprobs, advantages, mask, denom)
-        return loss - 0.1 * gspo.masked_mean(logprobs, mask, "completion", denom), metrics
-
-    for loss, computed in ((gspo.gspo_loss, 0), (with_bonus, 4)):
-        row = gspo.Algorithm(loss, "completion", skip_dead_groups=computed == 0)
-        monkeypatch.setitem(gspo.ALGOS, "gspo", row)
-        good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never --name {loss.__name__}")
-        sizes = [len(update.active_rows) for update in seen.steps[-1].updates]
-        assert sizes == [computed] * 4, loss
 
 
 def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
@@ -532,11 +492,10 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
     assert min(phases) > 0 and sum(phases) < 1.1 * row["seconds_step"]
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
-    """A step of one group, which is one update. The ratios s of its first pass are exactly 1. Those
-    of its second have the KL and the spread that metrics.jsonl has."""
-    flags = f"{BASE} --steps 1 --prompts-per-step 1 --completions-per-update 4 --epochs {epochs}"
+def test_token_rows_of_samples_fit_the_metrics(tmp_path):
+    """A step of one group, which is one update. The ratios of its second pass have the KL and the
+    spread that metrics.jsonl has."""
+    flags = f"{BASE} --steps 1 --prompts-per-step 1 --completions-per-update 4 --epochs 2"
     flags += " --max-new-tokens 12 --lr 1e-2"
     folder = good(tmp_path, flags).folder
     [row] = metrics(folder)
@@ -556,19 +515,14 @@ def test_token_rows_of_samples_fit_the_metrics(epochs, tmp_path):
     assert row["policy_kl"] == pytest.approx(kl, rel=1e-3)
     assert row["policy_token_std"] == pytest.approx(statistics.pstdev(tokens), rel=1e-3)
     assert row["policy_sequence_std"] == pytest.approx(statistics.pstdev(means), rel=1e-3)
-    if epochs == 1:
-        assert [math.exp(mean) for mean in means] == [1.0] * 4
-    else:
-        assert kl > 1e-5 and len({len(each["tokens"]) for each in shown}) > 1  # with padding
+    assert kl > 1e-5 and len({len(each["tokens"]) for each in shown}) > 1  # with padding
 
 
 @pytest.mark.parametrize(
     "flags",
     [
         "--algo ppo --overlong-filter --max-new-tokens 1",
-        "--algo reinforce",
         "--algo reinforce++ --reward pay.py:always",
-        "--algo ppo --prompts-per-step 1 --group-size 2 --completions-per-update 1",
         "--prompts-per-step 1 --group-size 2 --max-new-tokens 1 --completions-per-update 1",
     ],
 )
@@ -616,9 +570,7 @@ def test_the_lenient_twin_judges_the_same_completions(tmp_path):
 # ---- faults
 
 
-@pytest.mark.parametrize(
-    "poison, where", [(math.nan, "loss"), (math.inf, "loss"), (math.inf, "grad_norm")]
-)
+@pytest.mark.parametrize("poison, where", [(math.nan, "loss"), (math.inf, "grad_norm")])
 def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_path):
     """Update 2 of 4 in step 1: weights stay finite, three updates are done, the row says one."""
 
@@ -668,8 +620,6 @@ def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
     spied(monkeypatch, "rloo", "loss", spoil)
     folder = good(tmp_path, f"{BASE} --algo rloo --entropy-coef 0.01").folder
     assert [row["bad_updates"] for row in metrics(folder)] == [3, 3]
-    sentence = refused(tmp_path, "--resume --name run", small=False)  # it is complete
-    assert f"for its report: python train.py --report {folder}" in sentence
     sentence = refused(tmp_path, "--resume --steps 4 --name run", small=False)
     assert "step 3: 6 updates in a row" in sentence
     weights = load_file(newest(folder) / "model.safetensors")
@@ -689,12 +639,11 @@ def test_values_that_are_not_finite_cost_a_step_and_no_more(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_gspo_solves_the_built_in_task_with_each_of_three_seeds(tmp_path, monkeypatch):
+def test_gspo_solves_the_built_in_task(tmp_path, monkeypatch):
     """The README's first command and result, less a margin: 50 steps from 26.5% to 98% or more."""
     monkeypatch.undo()  # the whole warm start
-    for seed in range(3):
-        folder = good(tmp_path / str(seed), f"--algo gspo --seed {seed} --name run", small=False)
-        assert metrics(folder.folder)[-1]["eval_solved"] > 0.95
+    run = good(tmp_path, "--algo gspo --name run", small=False)
+    assert metrics(run.folder)[-1]["eval_solved"] > 0.95
 
 
 # ---- on-policy distillation
