@@ -106,11 +106,12 @@ def runs_table(runs: list[dict]) -> str:
     lines = [[*head, "changed, update 1", "changed, 2 to 4"]]
     for key in dict.fromkeys((run["row"], run["dtype"], run["old"]) for run in runs):
         some = [run for run in runs if (run["row"], run["dtype"], run["old"]) == key]
-        exact = [run for run in runs if run["row"] == key[0] and run["dtype"] == "float32"]
+        reference = (key[0], "float32", "trainer")
+        exact = [run for run in runs if (run["row"], run["dtype"], run["old"]) == reference]
         plain = {run["seed"]: last(run) for run in exact}
         gaps = [last(run) - plain[run["seed"]] for run in some if run["seed"] in plain]
         line = [*key, str(len(some)), ranged(list(map(last, some)), ".1f"), ""]
-        if key[1] != "float32" and len(gaps) > 1:
+        if key != reference and len(gaps) > 1:
             line[-1] = "{:+.1f} ± {:.1f}".format(*interval(gaps))
         line.append(ranged([run["log s std at the first update"] for run in some], ".1e"))
         for which, updates in itertools.product((1, 3), ("1", "234")):
