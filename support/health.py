@@ -135,7 +135,7 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     if last - first > 2 * noise:
         return []
     change = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
-    best = "below 2B parameters 5e-6 to 3e-5 were best, for LoRA ten times as much"
+    best = "below 2B parameters 1e-5 to 3e-5 were best, for LoRA ten times as much"
     if flags["model"] in BUILT_IN:
         best = "its default is 2e-4"
     return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is the usual cause: {best}"]

@@ -11,10 +11,12 @@ TRL lives in an environment of its own, whose Python is an argument:
 All train with GSPO: ratios of completions, the same band, the mean over completions, no KL. AdamW
 has no decay and a constant learning rate, in float32, with as many updates a rollout. TRL is set as
 a careful user would: one rollout for all of its updates, no gradient checkpointing, no bf16, no
-logging.
+logging. trl-defaults sets of the objective importance_sampling_level="sequence" alone, and has one
+update a rollout. trl-wide is that with as many updates as the others.
 
-The two take turns, and who goes first changes. Each prints a line after a step: time is taken when
-the line arrives, and starts when the model is loaded."""
+Contestants take turns, and who goes first changes. Each prints a line after a step: time is
+taken when the line arrives, and starts when the model is loaded. The built-in policy, trained,
+answers the same held-out problems greedily, sampled by our train.py."""
 
 import collections
 import itertools
@@ -35,23 +37,30 @@ from common import read_rows
 from support import pretrain, tasks
 from support.data import messages_of
 
-PEERS = ("ours", "TRL")
+PEERS = {  # contestant -> its name in the table
+    "ours": "ours",
+    "trl": "TRL",
+    "trl-defaults": "TRL, its defaults",
+    "trl-wide": "TRL, its band and mean",
+}
 # the rest of a step is the updates
 PHASES = ("seconds_sample", "seconds_verify", "seconds_score")
+LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
 BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
 def prepare(given, folder: Path) -> dict:
-    """Return the settings of both contestants. Write the prompts, where they are the task's."""
-    settings = vars(given) | BATCH
+    """Return the settings of all contestants. Write the prompts, where they are the task's."""
+    settings = vars(given) | BATCH | {"held_out": None}
     if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
         settings |= {"model": str(pretrain.built_in_policy(task, "tiny")), "reward": task.verifier}
         settings |= {"max_new_tokens": task.max_new_tokens, "lr": 2e-4}
-        settings["data"] = str(folder / "data.jsonl")
-        count = given.steps * given.prompts_per_step
-        for row in itertools.islice(tasks.problems(task, 0), count):
-            common.add_row(settings["data"], row)
+        settings |= {name: str(folder / f"{name}.jsonl") for name in ("data", "held_out")}
+        counts = {"data": given.steps * given.prompts_per_step, "held_out": 256}
+        for name, count in counts.items():
+            rows = itertools.islice(tasks.problems(task, 0, name == "held_out"), count)
+            Path(settings[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return settings
 
 
@@ -60,6 +69,9 @@ def prepare(given, folder: Path) -> dict:
 
 def run(peer: str, settings: dict, folder: Path) -> dict:
     """In a process of its own: its steps, each with seconds, phases, reward."""
+    settings = settings | {"peer": peer}
+    if peer == "trl-defaults":
+        settings["updates"] = 1
     command = [settings["trl_python"], __file__, "--trl-worker", str(folder), json.dumps(settings)]
     if peer == "ours":
         command = train_command(settings, folder)
@@ -77,18 +89,19 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     assert len(ends) == len(steps) == settings["steps"], f"{peer}: {len(ends)} lines of steps"
     begun = max(when for when, _ in lines if when < ends[0])  # printed as training begins
     for step, before, end in zip(steps, [begun, *ends], ends):
-        step["seconds"] = end - before
+        step["elapsed"], step["seconds"] = end - begun, end - before
         step["seconds_update"] = step["seconds"] - sum(step[phase] for phase in PHASES)
+    held_out = held_out_accuracy(settings, folder) if settings["held_out"] else None
     gb = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
-    return {"steps": steps, "peak_gb": gb}
+    return {"steps": steps, "held_out": held_out, "peak_gb": gb}
 
 
 def completions_per_update(settings: dict) -> int:
     return settings["prompts_per_step"] * settings["group_size"] // settings["updates"]
 
 
-def train_command(settings: dict, folder: Path) -> list[str]:
-    """Our train.py with these settings."""
+def train_command(settings: dict, folder: Path, **flags) -> list[str]:
+    """Our train.py with these settings. The flags come last, so they count."""
     given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
     given |= {"completions_per_update": completions_per_update(settings), "save_every": 0}
     # one prompt: no time goes to evaluation
@@ -97,9 +110,18 @@ def train_command(settings: dict, folder: Path) -> list[str]:
     names += ["max_new_tokens", "lr", "clip_low", "clip_high", "seed"]
     given |= {name: settings[name] for name in names}
     words = [sys.executable, str(common.ROOT / "train.py")]
-    for name, value in given.items():
+    for name, value in (given | flags).items():
         words += ["--" + name.replace("_", "-"), str(value)]
     return words
+
+
+def held_out_accuracy(settings: dict, folder: Path) -> float:
+    """Return the share of held-out problems that the trained policy solves, by our train.py."""
+    trained = folder / f"run/checkpoints/step-{settings['steps']}"
+    given = {"model": trained, "name": "held-out", "steps": 1, "lr": 1e-9}
+    given |= {"eval_data": settings["held_out"], "eval_prompts": 256}
+    subprocess.run(train_command(settings, folder, **given), check=True, capture_output=True)
+    return read_rows(folder / "held-out/starts.jsonl")[0]["eval_solved"]
 
 
 # ---- TRL, in its own environment -----------------------------------------------------------------
@@ -124,10 +146,14 @@ def trl_worker(folder: Path, settings: dict) -> None:
         train_dataset=datasets.Dataset.from_dict(columns),
         callbacks=[watch],
     )
+    watch.metrics = trainer._metrics["train"]
     watch.time(trainer, "_generate_and_score_completions", "prepare")
     watch.time(trainer, "_generate_single_turn", "seconds_sample")
     watch.time(trainer, "_calculate_rewards", "seconds_verify")
     trainer.train()
+    trained = folder / f"run/checkpoints/step-{settings['steps']}"
+    trainer.model.save_pretrained(trained)
+    trainer.processing_class.save_pretrained(trained)
 
 
 class Watch(transformers.TrainerCallback):
@@ -137,7 +163,8 @@ class Watch(transformers.TrainerCallback):
         self.settings, self.path = settings, folder / "metrics.jsonl"
         folder.mkdir()
         self.verifiers = rewards.parse_reward(settings["reward"])
-        self.seconds = collections.Counter()  # of the rollout under way
+        self.metrics = {}  # the trainer's own
+        self.seconds, self.rewards = collections.Counter(), []  # of the rollout under way
 
     def time(self, trainer, name: str, phase: str) -> None:
         """Add the seconds of a method of the trainer to a phase from now on."""
@@ -155,7 +182,9 @@ class Watch(transformers.TrainerCallback):
         """Our reward as a function for TRL."""
         texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
         scores = self.verifiers.verify(texts, [json.loads(one) for one in row])
-        return [float(one.reward) for one in scores]
+        found = [float(one.reward) for one in scores]
+        self.rewards += found
+        return found
 
     def on_train_begin(self, *_, **__):
         print("training begins", flush=True)
@@ -167,19 +196,26 @@ class Watch(transformers.TrainerCallback):
         # the time before the updates without sampling and rewards: mostly old log-probs
         seconds = self.seconds
         rest = seconds.pop("prepare") - seconds["seconds_sample"] - seconds["seconds_verify"]
-        common.add_row(self.path, {"step": number, **seconds, "seconds_score": rest})
+        row = {"step": number, **seconds, "seconds_score": rest}
+        size = self.settings["group_size"]
+        groups = [self.rewards[i : i + size] for i in range(0, len(self.rewards), size)]
+        row["reward"] = statistics.fmean(self.rewards)
+        row["dead"] = statistics.fmean(len(set(group)) == 1 for group in groups)
+        clipped = self.metrics["clip_ratio/region_mean"]  # an item for each update
+        row["clip_fraction"] = statistics.fmean(clipped[-self.settings["updates"] :])
+        common.add_row(self.path, row)
         print(f"step {number}", flush=True)
         self.seconds.clear()
+        self.rewards.clear()
 
 
 def trl_config(trl, settings: dict, folder: Path):
+    objective = {"importance_sampling_level": "sequence"}
+    if settings["peer"] == "trl":
+        objective |= {"loss_type": "grpo", "beta": 0.0, "scale_rewards": "group"}
+        objective |= {"epsilon": settings["clip_low"], "epsilon_high": settings["clip_high"]}
     return trl.GRPOConfig(
-        importance_sampling_level="sequence",
-        loss_type="grpo",
-        beta=0.0,
-        scale_rewards="group",
-        epsilon=settings["clip_low"],
-        epsilon_high=settings["clip_high"],
+        **objective,
         # one rollout of all completions, then one optimizer step for each part of it
         per_device_train_batch_size=completions_per_update(settings),
         steps_per_generation=settings["updates"],
@@ -213,28 +249,53 @@ def mean(result: dict, name: str) -> float:
     return statistics.fmean(step.get(name, 0.0) for step in result["steps"][1:] or result["steps"])
 
 
+def reached(result: dict) -> dict:
+    """Return the step that ends the first three in a row with the mean reward LEVEL, or {}."""
+    steps = result["steps"]
+    for three in zip(steps, steps[1:], steps[2:]):
+        if statistics.fmean(step["reward"] for step in three) >= LEVEL:
+            return three[-1]
+    return {}
+
+
 def table(turns: list[dict]) -> str:
-    """Return medians over the turns as Markdown, and that of their ratios."""
+    """Return medians over the turns as Markdown, and in brackets that of their ratios to ours."""
     measures = {
         "seconds a step": lambda r: mean(r, "seconds"),
         "– sampling": lambda r: mean(r, "seconds_sample"),
         "– rewards": lambda r: mean(r, "seconds_verify"),
         "– old log-probs": lambda r: mean(r, "seconds_score"),
         "– updates, and the rest": lambda r: mean(r, "seconds_update"),
+        f"seconds to reward {LEVEL}": lambda r: reached(r).get("elapsed"),
+        f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),
+        "held out after them, greedy": lambda r: r["held_out"],
+        "share clipped": lambda r: mean(r, "clip_fraction"),
+        "share of dead groups": lambda r: mean(r, "dead"),
         "peak memory, GB": lambda r: r["peak_gb"],
     }
-    lines = [["median of turns", *PEERS, "TRL / ours"]]
+    lines = [["median of turns (times ours)", *(PEERS[peer] for peer in turns[0])]]
     for label, measure in measures.items():
-        ours, theirs = [[measure(turn[peer]) for turn in turns] for peer in PEERS]
-        ratio = statistics.median(other / own for other, own in zip(theirs, ours))
-        medians = [f"{statistics.median(values):.3g}" for values in (ours, theirs)]
-        lines.append([label, *medians, f"{ratio:.2f}"])
+        ours = [measure(turn["ours"]) for turn in turns]
+        cells = [cell([measure(turn[peer]) for turn in turns], ours) for peer in turns[0]]
+        lines.append([label, *cells])
     return common.markdown(*lines)
+
+
+def cell(values: list[float | None], ours: list[float | None]) -> str:
+    there = [value for value in values if value is not None]
+    if len(there) < len(values):
+        return f"in {len(there)} of {len(values)} turns"
+    text = f"{statistics.median(values):.3g}"
+    if values != ours and None not in ours and min(ours) > 0:
+        ratio = statistics.median(value / own for value, own in zip(values, ours))
+        text += f" ({ratio:.2f})"
+    return text
 
 
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--trl-python", required=True, help="of an environment with TRL")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=["ours", "trl"])
     parser.add_argument("--model", default="tiny", help="tiny, or a folder of a model")
     parser.add_argument("--data", help="JSONL with prompt and answer, for a folder")
     parser.add_argument("--reward", default="math", help="as in train.py, for a folder")
@@ -252,8 +313,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as shared:
         settings = prepare(given, Path(shared))
         for turn in range(given.turns):
-            done = {}
-            for peer in PEERS if turn % 2 == 0 else PEERS[::-1]:
+            done = dict.fromkeys(given.peers)
+            for peer in given.peers if turn % 2 == 0 else given.peers[::-1]:
                 with tempfile.TemporaryDirectory() as own:
                     done[peer] = run(peer, settings | {"seed": turn}, Path(own))
                 seconds = mean(done[peer], "seconds")
