@@ -403,7 +403,7 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
     for kill in range(kills):
         die_at = None  # but at a moment of the clock
         if kill % 2 == 0:
-            die_at = rng.randrange(5, 110) if kill else 40
+            die_at = rng.randrange(5, 110) if kill else 70
         resume = saved > 0
         if not resume:  # it died too early, and starts over
             shutil.rmtree(folder, ignore_errors=True)
