@@ -64,8 +64,8 @@ MISSING = "mps" if torch.cuda.is_available() else "cuda"
 BAD_INPUT = [
     # the parser
     ("--group_size 4", "--group_size: .*did you mean --group-size"),
-    ("--learning_rate 1 --wib=2 --beta -1", "--learning_rate, --wib=2, --beta: there is no"),
-    ("--wibble-wobble 3", r"--wibble-wobble: there is no such flag$"),
+    ("--learning_rate 1 --wib=2 --beta -1", "--learning_rate, --wib=2, --beta: no such flag"),
+    ("--wibble-wobble 3", r"--wibble-wobble: no such flag$"),
     ("--lr", "--lr: expected"),
     ("--group-size 9999999999999", "--group-size 9999999999999: .*at most 1000000"),
     ("--algo gsop", "--algo gsop: expected one of .*mean gspo"),
@@ -102,7 +102,7 @@ BAD_INPUT = [
     ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
     (
         "--max-new-tokens 512",
-        "prompts have more than 0 tokens, .*context of 512 less --max-new-tokens",
+        "prompts have more than 0 tokens, .*context, 512, minus --max-new-tokens",
     ),
     ("--max-new-tokens 510", "--task arithmetic: .* more than 2 tokens"),
     # models. A folder that does not exist is absolute: the hub would be asked for another name
