@@ -164,7 +164,7 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
 def test_ten_steps_that_teach_nothing_are_said_once(flags, said, tmp_path):
     result = good(tmp_path, f"{BASE} --prompts-per-step 2 --group-size 2 --eval-prompts 1 {flags}")
     warnings = re.findall(r"warning: (10 steps[^(\n]*)", result.out)
-    assert warnings == [f"10 steps taught nothing: {why} " for why in said]
+    assert warnings == [f"10 steps in a row taught nothing: {why} " for why in said]
 
 
 def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):
