@@ -1,10 +1,10 @@
 """Verifiers, and the rewards that are weighted sums of them.
 
-    python rewards.py FILE --reward math      # try a verifier on completions of known worth
+    python rewards.py FILE --reward math      # try a verifier on completions of your own
 
 A verifier maps (completion, gold answer) to a number in [0, 1]. Completions are adversarial input:
 never evaluate them, return a value for any string, and bound the running time. Gold answers that a
-verifier can't use are refused before training. It needs support/errors.py and user_code.py."""
+verifier can't use are refused before training. Needs support/errors.py and support/user_code.py."""
 
 import argparse
 import concurrent.futures
@@ -26,8 +26,8 @@ def verifier(function: Callable) -> Callable:
 
     It returns a number in [0, 1] for any completion, and calls `need(...)` to refuse a gold answer.
     For a process reward it returns a list of (end, reward) pairs, one per step with the outcome
-    last, where `end` is the step's last character. Parameters named like a field of the row receive
-    that field; `tokens` receives the length of the completion."""
+    last, where `end` is where the step ends, in characters. Parameters named after a field of the
+    row receive that field; `tokens` receives the length of the completion."""
     VERIFIERS[function.__name__] = function
     return function
 
@@ -57,9 +57,9 @@ def last_box(text: str, default: str) -> str:
 def final_answer(completion: object, marked: bool = False) -> str:
     """Return the final answer of a completion, or of a gold solution, with single spaces.
 
-    After the thinking, in this order: the last `<answer>` (or the last box inside it), the last
-    `\\boxed{}`, the line after the last `####`. Without any of them it is the whole text, or "" if
-    the answer must be marked. An `<answer>` that is not closed yields ""."""
+    Looked for after the thinking, in this order: the last `<answer>` (or the last box inside it),
+    the last `\\boxed{}`, the rest of the line after the last `####`. Failing these, the whole text,
+    or "" if the answer must be marked. An unclosed `<answer>` yields ""."""
     if type(completion) not in (str, int, float):
         return ""
     text = after_thinking(str(completion))
@@ -74,7 +74,7 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
 
 def gold_answer(answer: object) -> str:
-    """Return the final answer of a gold answer. Raises UserError if it has none."""
+    """Return the final answer in a gold solution. Raises UserError if it has none."""
     text = final_answer(answer)
     need(text, "it has no final answer")
     return text
@@ -104,7 +104,7 @@ DENIAL = re.compile(  # "B is wrong", "not (B)", "B?"
 
 
 def chosen_letter(text: str) -> str:
-    """Return the letter that an answer commits to: no other letter and no denial follows."""
+    """Return the letter that an answer commits to, or "" if another letter or a denial follows."""
     text = re.sub(r"\\[a-z]+|[{}*_$]", " ", text).strip()  # \textbf{(B)} -> (B)
     found = LETTER.match(text)
     if not found or OTHER.search(text, found.end()) or DENIAL.search(text, found.end()):
@@ -137,8 +137,8 @@ def arithmetic(completion: str, answer: str) -> bool:
 
 @verifier
 def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """Return (end, reward) of each step in `7+5=2;2*3=6#6`, and of the outcome. A step earns 1 if
-    it applies the prompt's next operation to the last result, modulo 10."""
+    """Return (end, reward) for each step in `7+5=2;2*3=6#6`, and for the outcome. A step earns 1 if
+    it applies the prompt's next operation to the previous result, modulo 10."""
     value, end, steps = prompt[:1], 0, []
     written = completion.partition("#")[0].split(";")
     for (sign, digit), step in zip(re.findall("([+*])([0-9])", prompt), written):
@@ -183,7 +183,7 @@ class Reward:
 
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
-        self.reads_steps = True  # whether the algorithm uses the rewards of steps
+        self.reads_steps = True  # whether the algorithm uses step rewards
         self.shaping = set()  # terms that don't judge the answer: `solved` leaves them out
         self.out_of_range = set()  # terms whose value left [0, 1], for a warning
         for name, term in terms.items():
@@ -235,7 +235,7 @@ class Reward:
         return earned, correct
 
     def lenient_twin(self) -> "Reward | None":
-        """Return this sum with `math_lenient` instead of `math`, or None without `math`."""
+        """Return this sum with `math_lenient` instead of `math`, or None if it has no `math`."""
         term = self.terms.get("math")
         if term is None or term.function is not VERIFIERS.get("math"):
             return None
@@ -252,7 +252,7 @@ class Reward:
 
     def check(self, rows: list[dict]) -> None:
         """Try users' functions on right and wrong answers to the first row. Raises UserError if one
-        never returns a reward. One that leaves [0, 1] does not judge the answer: it is shaping."""
+        never returns a reward. One that leaves [0, 1] counts as shaping, not as a judgement."""
         row = rows[0] | {"tokens": 1}  # train.py adds the number of tokens
         answers = [str(other["answer"]) for other in rows[:4]]
         marked = [f"<answer>{text}</answer> \\boxed{{{text}}}" for text in answers]
@@ -262,7 +262,7 @@ class Reward:
                 continue
             alone = Reward({name: term})
             faults = [verdict.fault for verdict in alone.verify(texts, [row] * len(texts))]
-            fields = f"def f(completion, answer) and further fields by name: {', '.join(row)}"
+            fields = f"def f(completion, answer) and, by name, any other field of {', '.join(row)}"
             need(not all(faults), f"--reward {faults[0]}; expected {fields}")
             self.shaping |= alone.out_of_range
             self.out_of_range |= alone.out_of_range
@@ -284,7 +284,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
 
 
 def find_verifier(place: str, device: str) -> tuple[str, Callable]:
-    """Return name and function of one verifier, importing the file that has it."""
+    """Return a verifier's name and function, importing the file that defines it."""
     if place.startswith("judge:"):
         from support.extras.judge import Judge
 
@@ -304,7 +304,7 @@ def find_verifier(place: str, device: str) -> tuple[str, Callable]:
 def main() -> None:
     from support.data import read_rows
 
-    parser = argparse.ArgumentParser(description="Try a verifier on completions of known worth.")
+    parser = argparse.ArgumentParser(description="Try a verifier on completions of your own.")
     parser.add_argument("file", help='JSON lines of {"completion", "answer"}')
     parser.add_argument("--reward", default="math", help="verifiers, as in train.py")
     options = parser.parse_args()
@@ -317,7 +317,7 @@ def main() -> None:
     verdicts = reward.verify([row["completion"] for row in rows], rows)
     rewards = [verdict.reward for verdict in verdicts if not verdict.fault]
     mean = sum(rewards) / max(len(rewards), 1)
-    print(f"reward {mean:.4f} of {len(rewards)}; rows below 1 or without a verdict:")
+    print(f"reward {mean:.4f} over {len(rewards)} rows; those below 1 or without a verdict:")
     for number, verdict in enumerate(verdicts, 1):
         if not verdict.reward >= 1:  # NaN, too
             answer, text = verdict.row["answer"], verdict.completion[-160:]

@@ -4,7 +4,7 @@
 
 Read `generate`, then `completion_logprobs`. `generate` calls the model's own forward pass, with its
 KV cache. `completion_logprobs` calls the model's body, then its head in float32 (`logits_of`), on
-one sequence per row or, as an optimization that you can skip at first, on trees of sequences with
+one sequence per row or, as an optimization you can skip at first, on trees of sequences with
 common prefixes. `check_scorer` compares all of them with the model's own forward pass."""
 
 import dataclasses
@@ -42,7 +42,7 @@ from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, sh
 
 PROMPT_TOKENS = 2**14  # prefilled at once, padding included
 LOGITS_AT_ONCE = 2**26  # float32: 256 MB
-# use trees only if they have at most this fraction of the tokens of rows, and if their mask is
+# use trees only if they have at most this fraction of the rows' tokens, and if their mask is
 # smaller than the activations it saves (> 4096 floats per token even for tiny models)
 WORTHWHILE = 0.7
 MASK_ELEMENTS_PER_SAVED_TOKEN = 4096
@@ -158,7 +158,7 @@ def generate(
     the same completions, up to rounding, whatever cache_gb (memory for KV caches, in GB) is.
     Temperature 0 is greedy. stops ends completions at stop strings, see `StopTexts`.
 
-    Samples with equal tokens so far share a row of the KV cache. The third token of three samples
+    Samples that agree so far share a row of the KV cache. Example: the third token of three samples
     of "a b" and three of "c", where sample 5 ends:
 
         sample         0      1      2      3      4      5
@@ -170,7 +170,7 @@ def generate(
     _, group_size, max_new_tokens = uniforms.shape
     name, context = model.config.model_type, context_of(model.config)
     width = max(map(len, prompts)) + max_new_tokens
-    need(width <= context, f"{width} tokens, prompt and completion: this {name} reads {context}")
+    need(width <= context, f"{width} tokens, prompt included: this {name} reads at most {context}")
     # one row per sample: the completions of prompt 0, then those of prompt 1, ...
     prompt_of = [tuple(prompt) for prompt in prompts for _ in range(group_size)]
     uniform = uniforms.flatten(0, 1).to(model.device)
@@ -181,7 +181,7 @@ def generate(
     ends = tokens.new_tensor(eos_ids)
 
     for samples in batches(model, prompts, uniforms, cache_gb or free_gb(model.device)):
-        # 1. read each distinct prompt once, padded on the left: one row of the cache each
+        # 1. prefill each distinct prompt once, left-padded, into a cache row of its own
         distinct = list(dict.fromkeys(prompt_of[i] for i in samples))
         row_of_prompt = {prompt: row for row, prompt in enumerate(distinct)}
         mask = padded([[1] * len(prompt) for prompt in distinct], model.device, left=True)
@@ -238,7 +238,7 @@ def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[T
 def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
     """Append tokens (rows, n) to the cache and return the logits (rows, V) after the last one.
 
-    mask (rows, past + n) is 0 on the padding on the left."""
+    mask (rows, past + n) is 0 on the left padding."""
     accepts = inspect.signature(model.forward).parameters
     options = {"attention_mask": mask, "past_key_values": cache}
     if "cache_params" in accepts:  # Mamba, which takes a mask only for the prompt
@@ -253,8 +253,8 @@ def next_logits(model, ids: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor
 
 
 def batches(model, prompts: list, uniforms: Tensor, cache_gb: float) -> Iterator[list[int]]:
-    """Divide the P * group_size samples into batches that fit into cache_gb. Prompts of a batch
-    have similar lengths, or the same length if the model cannot ignore padding."""
+    """Split the P * group_size samples into batches that fit into cache_gb. Prompts in a batch have
+    similar lengths, or the same length if the model cannot ignore padding."""
     _, group_size, max_new_tokens = uniforms.shape
     longest = max(prompts, key=len)
     prompts_at_once = max(1, PROMPT_TOKENS // len(longest))
@@ -292,7 +292,7 @@ def nbytes(layer) -> int:
 
 
 def free_gb(device: torch.device) -> float:
-    """Memory for KV caches: 80% of what is free on a GPU, or half of the machine or container."""
+    """GB for KV caches: 80% of what is free on a GPU, else half of the machine's or container's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -315,7 +315,7 @@ def completion_logprobs(
     trees: Trees | None = None,
     entropy: str = "gradient",
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probs of the completions and the entropies at each token, at a temperature.
+    """Return the log-prob of each completion token and the entropy there, at a temperature.
 
     Both are (N, T), float32, 0 outside the mask, and bit-identical with and without gradients.
     trees: the layout, if not one sequence per row. entropy: "gradient", "value" (no gradient, which
@@ -345,8 +345,8 @@ def hidden_states(model, rollout: Rollout, trees: Trees | None) -> Tensor:
         ids = trees.ids
         options = {"position_ids": trees.positions, "attention_mask": masks_of(model, trees)}
     hidden = body_of(model)(ids, use_cache=False, **options)[0].flatten(0, 1)
-    # as an embedding: its backward pass adds in a fixed order on every device, and is many times
-    # faster than that of hidden[...]
+    # as an embedding lookup, whose backward pass adds in a fixed order on every device and is many
+    # times faster than that of hidden[...]
     return F.embedding(predicting(rollout, trees), hidden)
 
 
@@ -379,7 +379,7 @@ def token_logprobs(model, hidden, targets, temperature: float, entropy: str) -> 
         return torch.stack([logprobs, entropies])
 
     *parts, last = zip(hidden.split(at_once), targets.split(at_once))
-    # the backward pass recomputes the logits of each chunk but the last, with which it starts
+    # the backward pass recomputes the logits of every chunk but the last, where it starts
     found = [checkpoint(chunk, *part, use_reentrant=False) for part in parts]
     return torch.cat([*found, chunk(*last)], dim=1)
 
@@ -396,8 +396,8 @@ class MicroBatch(typing.NamedTuple):
 def micro_batches(
     rollout: Rollout, rows: Tensor, max_tokens: int, shares: bool
 ) -> list[MicroBatch]:
-    """Divide rows of a rollout into micro-batches of at most max_tokens, padding included, or of
-    one row. shares: use trees where they save enough."""
+    """Split rows of a rollout into micro-batches of at most max_tokens, padding included, or of one
+    longer row. shares: use trees where they save enough."""
     lengths = (rollout.prompt_lengths + rollout.lengths).tolist()
     parts, computed, width = [], 0, 0
     for row in sorted(rows.tolist(), key=lambda row: -lengths[row]):
@@ -434,8 +434,8 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
     """Compare the log-probs of the sampler, of rows and of trees with the model's own forward pass.
 
     Returns whether trees can be used. Raises UserError if the sampler or the rows differ. Prompts
-    of two lengths reveal errors of padding, completions with a common prefix those of sharing. In a
-    mixture of experts one log-prob in ten may differ: near a tie, rounding selects the expert."""
+    of two lengths expose padding bugs; completions with a common prefix, sharing bugs. In a mixture
+    of experts, one log-prob in ten may differ: near a tie, rounding picks the expert."""
     name = model.config.model_type
     uniforms = torch.rand(len(prompts), 2, 8, generator=torch.Generator().manual_seed(0))
     uniforms[:, 1, :4] = uniforms[:, 0, :4]
@@ -446,7 +446,7 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
 
     def differ(found: Tensor) -> bool:
         gap = (found - own).abs()
-        return bool((~(gap < 1e-3)).float().mean() > allowed)  # or NaN. Rounding is 1e-5
+        return bool((~(gap < 1e-3)).float().mean() > allowed)  # also for NaN; rounding is 1e-5
 
     with expecting(f"--model: our scorer cannot run a {name}", (RuntimeError,)):
         by_rows, _ = completion_logprobs(model, rollout, temperature=1.0)
@@ -475,14 +475,14 @@ def sequence_logprobs(model, sequence: list[int]) -> Tensor:
 class Flags:
     model: str | None = flag(None, "model folder or Hugging Face hub name, required")
     prompt: str | None = flag(None, "prompt text, required")
-    system: str | None = flag(None, "system message of the chat template")
+    system: str | None = flag(None, "system message for the chat template")
     prompt_template: str = flag("{prompt}", "text around {prompt}; \\n is a line break")
     chat_template_args: str = flag("{}", 'JSON for the chat template: {"enable_thinking": false}')
     stop: list[str] | None = flag(None, "text that ends a completion; may be repeated")
     samples: int = flag(4, "number of completions", low=1)
     max_new_tokens: int = flag(256, "maximum completion length in tokens", low=1)
     temperature: float = flag(1.0, "sampling temperature, 0 for greedy decoding", low=0)
-    seed: int = flag(0, "random seed of the samples", low=0)
+    seed: int = flag(0, "random seed for the samples", low=0)
     device: str = flag("cuda" if torch.cuda.is_available() else "cpu", "torch device")
 
 

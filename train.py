@@ -1,9 +1,9 @@
-"""Train a language model with GSPO, or another algorithm of gspo.ALGOS, on rewards from a verifier.
+"""Train a language model with GSPO, or another algorithm in gspo.ALGOS, on rewards from a verifier.
 
     python train.py --algo gspo                          # tiny built-in policy, nothing downloaded
     python train.py --algo gspo --model Qwen/Qwen3-0.6B --data train.jsonl --reward math
 
-Read `train`: the whole algorithm, in six phases. Below it come its helpers, then start-up.
+Start with `train`, the whole algorithm in six phases. Its helpers follow, then the start-up code.
 
 docs/deviations.md says where this differs from the papers."""
 
@@ -12,7 +12,7 @@ import os
 # OpenMP workers busy-wait, which on a shared machine can cost ten times the work: let them sleep
 # sooner. Must be set before torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# the KV cache and the optimizer use the same memory in turns: avoid fragmentation
+# the KV cache and the optimizer take turns using the same memory: avoid fragmentation
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import collections
@@ -67,8 +67,8 @@ from support.stop_texts import StopTexts
 from support.tasks import TASKS, problems_of
 from support.trees import shares_prefixes
 
-MAX_REFILLS = 4  # further rollouts of a step, for dynamic sampling
-DECISIVE = ("loss", "ratio_mean")  # an update is skipped if these or a norm are not finite
+MAX_REFILLS = 4  # extra rollouts per step, for dynamic sampling
+DECISIVE = ("loss", "ratio_mean")  # skip an update if one of these or a norm isn't finite
 MAX_BAD_UPDATES = 5  # skipped in a row; one more ends the run
 SCHEDULES = ("constant", "linear", "cosine")
 TRACKERS = ("tensorboard", "wandb", "trackio")
@@ -78,7 +78,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclasses.dataclass
 class Config:
-    """The flags. Where the default is None, it depends on the model, the task or the algorithm."""
+    """The flags. A default of None depends on the model, the task or the algorithm."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built-in policy (tiny, tiny-moe), folder, or Hugging Face hub name")
@@ -90,9 +90,9 @@ class Config:
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
     sampler: str | None = flag(None, "vllm, or file.py:function like rollout.generate")
     steps: int = flag(50, "number of rollout steps", low=1)
-    seed: int = flag(0, "random seed of problems, samples, shuffles and adapters", low=0)
+    seed: int = flag(0, "random seed for problems, samples, shuffles and adapters", low=0)
 
-    system: str | None = flag(None, "system message of the chat template", heading="prompts")
+    system: str | None = flag(None, "system message for the chat template", heading="prompts")
     chat_template_args: str = flag("{}", 'JSON for the chat template: {"enable_thinking": false}')
     prompt_template: str = flag("{prompt}", "text around {prompt}; \\n is a line break")
 
@@ -101,34 +101,34 @@ class Config:
     max_new_tokens: int | None = flag(None, "tokens per completion, default: task's or 1024", low=1)
     stop: list[str] | None = flag(None, "text that ends a completion; may be repeated")
     temperature: float = flag(1.0, "sampling temperature, also used for scoring", above=0)
-    cache_gb: float | None = flag(None, "memory for KV caches, default: most of the rest", above=0)
-    old_logprobs: str = flag("trainer", "who computes old_logprobs", choices=("trainer", "sampler"))
-    stale_steps: int = flag(1, "steps between weight updates of the sampler; see --tis-cap", low=1)
-    tis_cap: float | None = flag(None, "cap of the weights pi_old / pi_sampler", above=0)
+    cache_gb: float | None = flag(None, "GB for KV caches, default: most of what is free", above=0)
+    old_logprobs: str = flag("trainer", "source of old_logprobs", choices=("trainer", "sampler"))
+    stale_steps: int = flag(1, "steps between sampler weight updates; see --tis-cap", low=1)
+    tis_cap: float | None = flag(None, "cap on the weights pi_old / pi_sampler", above=0)
 
     entropy_coef: float = flag(0.0, "entropy bonus coefficient", heading="objective", low=0)
     kl_coef: float | None = flag(None, "KL penalty coefficient, default: grpo 0.04, else 0", low=0)
     ref_every: int = flag(0, "steps between reference updates, 0: never", low=0, needs="kl_coef")
-    dynamic_sampling: bool | None = flag(None, "replace groups of equal rewards, default: dapo's")
-    overlong_cache: int | None = flag(None, "tokens before the limit that are punished", low=0)
+    dynamic_sampling: bool | None = flag(None, "replace dead groups, default: only with dapo")
+    overlong_cache: int | None = flag(None, "penalize this many tokens before the limit", low=0)
     overlong_filter: bool = flag(False, "leave truncated completions out of the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
     clip_low: float | None = number("clip the ratio below 1 - clip_low", low=0)
     clip_high: float | None = number("clip the ratio above 1 + clip_high", low=0)
-    dual_clip: float | None = number("lower bound of the ratio's weight where A < 0", above=1)
-    ratio_max: float | None = number("upper bound of a token's weight", above=0)
+    dual_clip: float | None = number("upper bound on the ratio where A < 0", above=1)
+    ratio_max: float | None = number("upper bound on a token's weight", above=0)
     tau_pos: float | None = number("steepness of the gate where A > 0", above=0)
     tau_neg: float | None = number("steepness of the gate where A < 0", above=0)
     advantage_scale: str | None = number("divisor of advantages", choices=gspo.ADVANTAGE_SCALES)
     gamma: float | None = number("discount factor per token", above=0, high=1)
     gae_lambda: float | None = number("lambda of GAE", low=0, high=1)
     value_clip: float | None = number("clip range of the critic's values", above=0)
-    reward_coef: float | None = number("weight of the reward, 1 with --reward", low=0)
+    reward_coef: float | None = number("weight of the reward, 1 if --reward is given", low=0)
 
     epochs: int = flag(1, "passes over each rollout", heading="optimizer", low=1)
     completions_per_update: int | None = flag(None, "default: a quarter of a rollout", low=1)
     lr: float | None = flag(None, "default: 2e-4 built-in, else 1e-5; LoRA: ten times", above=0)
-    lr_schedule: str = flag("constant", "learning rate over all steps", choices=SCHEDULES)
+    lr_schedule: str = flag("constant", "learning-rate schedule over all steps", choices=SCHEDULES)
     critic_lr: float | None = flag(None, "ppo: lr of the critic, default: 10 x lr", above=0)
     warmup_steps: int | None = flag(None, "linear lr warmup, default: 0 built-in, else 3", low=0)
     max_grad_norm: float = flag(1.0, "maximum gradient norm", above=0)
@@ -137,26 +137,26 @@ class Config:
     lora_rank: int = flag(0, "rank of LoRA adapters, 0: train all weights", low=0)
     lora_alpha: float | None = flag(None, "default: 2 x rank", above=0, needs="lora_rank")
 
-    eval_every: int = flag(10, "steps, 0: only before and after", heading="evaluation", low=0)
+    eval_every: int = flag(10, "steps apart, 0: only before and after", heading="evaluation", low=0)
     eval_prompts: int = flag(256, "held-out prompts, answered greedily", low=1)
     eval_samples: int = flag(8, "k of pass@k, before and after training; 0: none", low=0)
 
-    name: str | None = flag(None, "name of the run, default: algorithm and number", heading="run")
-    runs: str = flag("runs", "folder of all runs")
+    name: str | None = flag(None, "run name, default: algorithm and number", heading="run")
+    runs: str = flag("runs", "folder for all runs")
     resume: bool = flag(False, "continue --name from its newest checkpoint, with its flags")
     save_every: int = flag(10, "steps between checkpoints, 0: only after the last", low=0)
     track: str | None = flag(None, "also send metrics to this tracker", choices=TRACKERS)
-    device: str = flag(DEVICE, "device of all models", choices=("cuda", "cpu", "mps"))
-    dtype: str | None = flag(None, "of forward passes, default: bfloat16 on CUDA", choices=DTYPES)
+    device: str = flag(DEVICE, "device for all models", choices=("cuda", "cpu", "mps"))
+    dtype: str | None = flag(None, "for forward passes, default: bfloat16 on CUDA", choices=DTYPES)
 
 
 class Batch(typing.NamedTuple):
-    """What a step trains on: N = P * G completions, the G completions of a prompt contiguous."""
+    """What a step trains on: N = P * G completions, with each prompt's G completions contiguous."""
 
     rollout: Rollout
     verdicts: list[verifiers.Verdict]  # N
     rewards: Tensor  # (N,) with overlong shaping; NaN without a verdict
-    mask: Tensor  # (N, T) the tokens of the loss
+    mask: Tensor  # (N, T) the tokens that enter the loss
 
 
 # ---- the algorithm -------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def train(run: "Run", output: Output) -> None:
     config, algorithm, models, ranks = run.config, run.algorithm, run.models, run.ranks
     policy, optimizer, progress, log = models.policy, run.optimizer, run.progress, run.log
     entropy_mode = "gradient" if config.entropy_coef > 0 else "value"
-    # the KL and entropy terms have a gradient where the advantage is 0, too
+    # the KL and entropy terms have a gradient even where the advantage is 0
     skip_dead_groups = algorithm.skip_dead_groups and not (config.kl_coef or config.entropy_coef)
     stop = StopSignal()
     for step in range(progress.step + 1, config.steps + 1):
@@ -187,12 +187,12 @@ def train(run: "Run", output: Output) -> None:
             run.decode, rollout, batch.rewards, [verdict.steps for verdict in batch.verdicts]
         )
 
-        # 3. Score the active rows without gradient (40 of 64, say, if 3 of 8 groups are dead):
+        # 3. Score the active rows without gradients (40 of 64, say, if 3 of 8 groups are dead):
         #    log-probs under pi_old (the policy before its updates), the reference and a teacher,
         #    and a critic's values. The updates reuse these micro-batches: the same shapes give the
-        #    same bits, so ratios of the first update are exactly 1.
+        #    same bits, so the ratios in the first update are exactly 1.
         active = mask.any(1)
-        if skip_dead_groups:  # all rewards are equal; the metric `dead` leaves shaping terms out
+        if skip_dead_groups:  # all rewards equal, shaping included; the metric `dead` ignores it
             dead = gspo.dead_groups(token_rewards, step_ends, config.group_size)
             active = active & ~dead.repeat_interleave(config.group_size)
         updates = plan_updates(run, rollout, active.cpu(), step)
@@ -231,12 +231,12 @@ def train(run: "Run", output: Output) -> None:
             )
             advantages = advantages.view(len(mask), -1) * weights
 
-        # 5. Updates: an optimizer step each, on gradients accumulated over micro-batches.
+        # 5. Updates: one optimizer step each, on gradients accumulated over micro-batches.
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_factor(config, step)
         counted = mask if algorithm.per == "token" else mask.any(1)  # what the loss averages over
         new_logprobs = torch.zeros_like(old_logprobs)  # from each row's latest forward pass
-        # from the first update with active rows, when nothing has moved yet
+        # from the first update with active rows, before anything has moved
         first_logprobs, first_rows = torch.zeros_like(old_logprobs), []
         update_metrics, bad_updates = [], 0
         for rows, active_rows, parts in updates * config.epochs:
@@ -285,7 +285,7 @@ def train(run: "Run", output: Output) -> None:
             if not is_finite(run, step, totals):
                 bad_updates += 1
                 continue
-            optimizer.step()  # even without active rows: AdamW still moves by momentum
+            optimizer.step()  # even without active rows: AdamW's momentum still moves weights
             if len(active_rows) > 0:
                 update_metrics.append(totals)
         optimizer.zero_grad()  # sampling needs the memory
@@ -309,7 +309,7 @@ def train(run: "Run", output: Output) -> None:
         stopping = any(ranks.gather(stop.asked))
         row = report_step(run, output, row, shown, stopping)
         if stopping and step < config.steps:
-            raise KeyboardInterrupt  # `main` prints "stopped", exit status 130
+            raise KeyboardInterrupt  # `main` prints "stopped" and returns exit status 130
     farewell(config, output.folder, progress, row, run.held_out[0]["prompt"])
 
 
@@ -318,7 +318,7 @@ def train(run: "Run", output: Output) -> None:
 
 def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
     """Sample and verify the groups of a step. Dynamic sampling drops groups whose rewards are all
-    equal and draws more prompts, at most MAX_REFILLS times.
+    equal and draws more prompts, up to MAX_REFILLS times.
 
     Returns the batch, and metrics over every group drawn, dropped ones included."""
     config, size, count = run.config, run.config.group_size, run.config.prompts_per_step
@@ -338,7 +338,7 @@ def draw_groups(run: "Run", step: int) -> tuple[Batch, dict]:
 
     groups = torch.arange(len(verdicts)).view(-1, size)
     kept = groups[~dead][:count] if config.dynamic_sampling else groups
-    rows = kept.flatten() if len(kept) > 0 else groups[0]  # none: a group with an empty mask
+    rows = kept.flatten() if len(kept) > 0 else groups[0]  # none left: a fully masked group
     rollout = Rollout.cat(all_rollouts, run.endings["pad_id"]).select(rows)
     verdicts = [verdicts[i] for i in rows]
     rewards = torch.tensor([verdict.reward for verdict in verdicts], dtype=torch.float64)
@@ -388,10 +388,10 @@ def sample_and_verify(
 
 
 def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
-    """Which groups have equal rewards, ignoring shaping (groups,), and the correctness in [0, 1]
-    (groups, G): NaN without a verdict, None if no verifier tells right from wrong."""
+    """Return which groups have equal rewards, ignoring shaping, (groups,), and correctness in
+    [0, 1], (groups, G), NaN without a verdict; None if no verifier tells right from wrong."""
     rewarded, correct = reward.without_shaping(verdicts)
-    # float32 like the advantages: a difference too small for it teaches nothing
+    # float32, like the advantages: a difference that float32 cannot hold teaches nothing
     rewarded = torch.tensor(rewarded, dtype=torch.float32).view(-1, group_size)
     if correct is not None:
         correct = torch.tensor(correct, dtype=torch.float64).view(-1, group_size)
@@ -467,9 +467,9 @@ def is_finite(run: "Run", step: int, totals: dict[str, float]) -> bool:
     progress = run.progress
     if wrong:
         progress.bad_in_a_row += 1
-        many = f"step {step}: {progress.bad_in_a_row} updates in a row were not finite, in {wrong}"
+        many = f"step {step}: {progress.bad_in_a_row} updates in a row were not finite: {wrong}"
         need(progress.bad_in_a_row <= MAX_BAD_UPDATES, many)
-        run.log.warn({"bad": f"step {step}: an update is skipped, not finite: {wrong}"})
+        run.log.warn({"bad": f"step {step}: skipped an update, not finite: {wrong}"})
     elif "loss" in totals:  # without active rows there is nothing to judge by
         progress.bad_in_a_row = 0
     return not wrong
@@ -489,7 +489,7 @@ def evaluate(run: "Run", pass_k: int) -> tuple[dict, list[dict]]:
     elif model is not policy:
         refresh(model, policy)
     if pass_k:
-        say(f"evaluating {len(held_out)} prompts, greedy and {pass_k} samples each")
+        say(f"evaluating {len(held_out)} prompts, greedily and with {pass_k} samples each")
     _, greedy = sample_and_verify(run, model, held_out, 1, 0.0, "eval")
     faults = [verdict.fault for verdict in greedy if verdict.fault]
     if len(faults) == len(greedy) and run.progress.step == 0:
@@ -564,7 +564,7 @@ class Run:
         self.autocast = functools.partial(torch.autocast, config.device, **bfloat16)
         if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
             say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
-        torch.manual_seed(config.seed)  # for a fork's random weights: equal in all processes
+        torch.manual_seed(config.seed)  # for a fork's random weights: the same in all processes
 
         # 1. reward, data and sampler
         self.algorithm = bind(config)  # a row of ALGOS, its numbers set by the flags
@@ -572,13 +572,13 @@ class Run:
         self.reward.reads_steps = "token_rewards" in self.algorithm.reads
         read = data.read_data if config.data else problems_of
         rows, held_out = read(config, self.reward)
-        self.generate = generate  # rollout.generate or --sampler; with --tool, its turns around it
-        self.turns = None  # the same turns, which count calls and faults
+        self.generate = generate  # rollout.generate or --sampler, wrapped in Turns if --tool is set
+        self.turns = None  # that wrapper, which counts calls and faults
         if config.sampler:
             from support.extras.samplers import check_weights, load_sampler
 
             self.generate = sampler = load_sampler(config)
-        saved, self.progress = run_folder.newest_checkpoint(config)  # with the counters
+        saved, self.progress = run_folder.newest_checkpoint(config)  # and its counters
 
         # 2. tokenizer and prompts
         source, self.tokenizer, model_config = find_model(config, ranks)
@@ -595,7 +595,7 @@ class Run:
         run_folder.compare_data(self.progress, config, rows, self.held_out)
         self.problems = itertools.islice(problems, self.progress.prompts_drawn, None)
         few = min(len(self.held_out), config.prompts_per_step)
-        need(ranks.size <= few, f"{ranks.size} processes: at most one for each of {few} prompts")
+        need(ranks.size <= few, f"{ranks.size} processes: expected at most {few}, one per prompt")
         prompt = self.held_out[0][data.IDS]
         say(f"first held-out prompt: '{printable(self.tokenizer.decode(prompt))}'")
 
@@ -606,11 +606,11 @@ class Run:
         eos_ids = self.endings["eos_ids"]
         self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]
-        longer = [*ids, ids[-1]]  # of another length, to expose padding bugs
+        longer = [*ids, ids[-1]]  # a different length, to expose padding bugs
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         if config.device == "cuda" and config.dtype == "bfloat16":
-            # TF32 for the float32 head, which would take most of the time. It moves log s by 5e-5,
-            # a bfloat16 body by 2.5e-3. Only after the check of the scorer, which would refuse it
+            # TF32 for the float32 head, which would otherwise dominate. It moves log s by 5e-5, a
+            # bfloat16 body moves it by 2.5e-3. Set after check_scorer, which would refuse it
             torch.set_float32_matmul_precision("high")
         self.models = Models(config, self.algorithm, policy)
         if config.sampler:  # stale weights would raise no error
@@ -623,7 +623,7 @@ class Run:
             run_folder.restore(saved, config, self.models, self.optimizer)
         trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
         size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
-        size += ", scored with shared prefixes" if self.share_prefixes else ", scored a text a row"
+        size += ", scored with shared prefixes" if self.share_prefixes else ", scored text by text"
         say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
         self.log = console.Log(config.device, self.progress.seconds)
 
@@ -634,7 +634,7 @@ parse_flags = functools.partial(flags.read, Config, __doc__)  # arguments -> Con
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    transformers.utils.logging.disable_progress_bar()  # it would break our lines
+    transformers.utils.logging.disable_progress_bar()  # it would garble our output
     config, ranks = None, Ranks()
     try:
         if arguments[:1] == ["--report"]:
@@ -648,7 +648,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not progress.before:  # a resumed run has it in its checkpoint
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
             say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
-            # nothing is written until here, so an early failure leaves no run folder
+            # nothing is written before this, so an early failure leaves no run folder
             train(run, open_output(config, ranks, progress, answers))
         return 0
     except BaseException as error:

@@ -82,7 +82,7 @@ def weights(loss) -> tuple[list[list[float]], float]:
 
 
 def weights_table() -> str:
-    """A line per loss: the weights of the ten tokens and the clip fraction."""
+    """One line per loss: the weights of the ten tokens and the clip fraction."""
     lines = [["", *(token for row in TOKENS for token in row), "clipped"]]
     lines.append(["pi / pi_old", *(f"{ratio:g}" for row in RATIOS for ratio in row), ""])
     for name in LOSSES:
@@ -149,7 +149,7 @@ def run_tests(tests: dict[str, tuple[str, ...]], *words: str) -> Chosen:
 
 
 def check(names: list[str]) -> bool:
-    """Test exercises; a single one only up to its first failure."""
+    """Test exercises; if it is just one, only up to its first failure."""
     most = f"--maxfail={1 if len(names) == 1 else 0}"
     right = run_tests({name: EXERCISES[name][1] for name in names}, "--tb=short", most).right
     for name in names:
@@ -182,7 +182,7 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         for name, (file, _, hint) in EXERCISES.items():
             print(f"{name} in {file}: {hint}")
-        print("bugs in docs/bugs.py: six losses with a bug each")
+        print("bugs in docs/bugs.py: six losses with one bug each")
     elif arguments[0] == "weights":
         print(weights_table())
     elif arguments[0] == "bugs":

@@ -4,7 +4,7 @@
     python docs/loop.py MODEL     # a chat model, for instance Qwen/Qwen3-0.6B
 
 `problem` is your data, `reward` your verifier. If an update does not fit into memory, split its
-rows and pass denom=len(rows): the gradients add up. Phases have their numbers in train.py.
+rows and pass denom=len(rows): the gradients add up. Phases are numbered as in train.py.
 """
 
 import copy
@@ -29,7 +29,7 @@ def problem(rng):
 
 
 def reward(completion, row):
-    """Return 1 if the last number of the completion is the answer, else 0."""
+    """Return 1 if the last number in the completion is the answer, else 0."""
     return float(re.findall(r"-?\d+", completion)[-1:] == [row["answer"]])
 
 
@@ -75,7 +75,7 @@ for step in range(1, STEPS + 1):
     tokens = old_policy.generate(**read.to(DEVICE), **sampling)  # 2. sample, and rewards
     width = tokens.shape[1] - read.input_ids.shape[1]
     ended = torch.isin(tokens[:, -width:], end_ids).long()
-    mask = ended.cumsum(1) - ended == 0  # up to the first end token, and including it
+    mask = ended.cumsum(1) - ended == 0  # up to and including the first end token
     seen = torch.cat([read.attention_mask, mask], dim=1)
     written = zip(tokens[:, -width:], ended.cumsum(1) == 0)  # without end tokens and padding
     texts = [tokenizer.decode(ids[own]) for ids, own in written]  # <think> may be a special token

@@ -1,6 +1,6 @@
-"""Make a command line of a dataclass. Its fields are the flags, with their range and help.
+"""Turn a dataclass into a command line. Its fields are the flags, with their ranges and help.
 
-A wrong value is one sentence that names the flag, before anything else loads."""
+A wrong value fails with one sentence that names the flag, before anything else loads."""
 
 import argparse
 import dataclasses
@@ -21,7 +21,7 @@ def flag(default, help: str, **rules):
 
 
 def number(help: str, **rules):
-    """A flag that is a number of the objective: None means the default of the algorithm."""
+    """A flag for a number in the objective; None means the algorithm's default."""
     return flag(None, help, is_number=True, **rules)
 
 
@@ -63,7 +63,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
         wrong = [word for word in unknown if word.startswith("--")] or unknown
         name = wrong[0].partition("=")[0]
         hint = did_you_mean(name, [dashed(field.name) for field in fields])
-        raise UserError(f"{', '.join(wrong)}: there is no such flag{hint}")
+        raise UserError(f"{', '.join(wrong)}: no such flag{hint}")
     flags = kind(**(defaults or {}) | vars(given))
     for field in fields:
         check(field, getattr(flags, field.name))
@@ -87,7 +87,7 @@ def check(field: dataclasses.Field, value) -> None:
     need(fits, f"{wrong}: expected {kind.__name__}")
     if isinstance(value, list):
         texts = all(isinstance(each, str) and each for each in value)
-        need(texts, f"{wrong}: expected texts that are not empty")
+        need(texts, f"{wrong}: expected non-empty strings")
     if "choices" in rules:
         known = ", ".join(rules["choices"]) + did_you_mean(value, rules["choices"])
         need(value in rules["choices"], f"{wrong}: expected one of {known}")

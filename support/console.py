@@ -12,7 +12,7 @@ import torch
 from support.data import printable
 from support.errors import reason
 
-# metrics shown in the line of a step, which fits a narrow terminal. metrics.jsonl has them all
+# metrics in a step's line, which should fit a narrow terminal; metrics.jsonl has them all
 STEP = {
     "reward": "reward {:.2f}",
     "solved": "solved {:.0%}",

@@ -18,7 +18,7 @@ IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which a terminal would obey."""
+    """Escape control characters, which a terminal would act on."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -31,14 +31,14 @@ def printable_lines(text: str) -> str:
 
 
 def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
-    """Read the rows of a JSONL file. Each has an answer and, in the field named `text`, a text.
+    """Read the rows of a JSONL file. Each has an answer and a string in the field that text names.
 
-    check(answer) may refuse an answer. A prompt is a text or a list of messages; "question" is
+    check(answer) may refuse an answer. A prompt is a string or a list of messages; "question" is
     accepted in its place, as in GSM8K."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
-    expected = f"expected JSONL, an object a line, in UTF-8, with {text} and answer"
+    expected = f"expected UTF-8 JSONL, one object per line, with {text} and answer"
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -46,7 +46,7 @@ def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> li
                 row = read_row(line, text)
                 check(row["answer"])
             rows.append(row)
-    need(rows, f"{source}: expected rows, and the file is empty")
+    need(rows, f"{source}: expected rows, but the file is empty")
     return rows
 
 
@@ -56,10 +56,10 @@ def read_row(line: bytes, field: str) -> dict:
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
-    need("tokens" not in row, "field tokens: rename it; rewards get the completion's length by it")
+    need("tokens" not in row, "field tokens: rename it; to rewards it is the completion's length")
     need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
     with expecting("field answer: expected finite numbers"):
-        json.dumps(row["answer"], allow_nan=False)  # Python's reader takes NaN, at any depth
+        json.dumps(row["answer"], allow_nan=False)  # Python's parser takes NaN, at any depth
     text = row[field]
     if field == "prompt" and isinstance(text, list):
         with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
@@ -75,7 +75,7 @@ def read_row(line: bytes, field: str) -> dict:
 
 
 def number_of(digits: str) -> int | float:
-    """Read 1e20 and 5.0 as integers: as texts, their floats are 1e+20 and 5.0."""
+    """Read 1e20 and 5.0 as integers: floats would print as 1e+20 and 5.0."""
     number = float(digits)
     return int(Decimal(repr(number))) if number.is_integer() else number
 
@@ -102,7 +102,7 @@ def text_of(prompt: str | list[dict]) -> str:
 
 
 def messages_of(prompt: str | list[dict]) -> list[dict]:
-    """Return a prompt as a list of messages. A text becomes one message from the user."""
+    """Return a prompt as a list of messages. A string becomes one user message."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
@@ -116,12 +116,12 @@ def is_held_out(prompt: str) -> bool:
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
     """Split encoded rows into those to train on and those held out, a tenth of the prompts.
 
-    Texts may differ where the model reads the same tokens, because many templates strip spaces. Of
-    such prompts all are held out if one of them is chosen."""
+    Different texts may encode to the same tokens, because many templates strip spaces. Such prompts
+    are all held out if one of them is chosen."""
     texts = [text_of(row["prompt"]) for row in rows]
     prompts = [tuple(row[IDS]) for row in rows]
     count = len(set(prompts))
-    need(count > 1, f"{source}: expected two prompts, as one in ten is held out")
+    need(count > 1, f"{source}: expected at least two prompts: one in ten is held out")
     chosen = {prompt for prompt, text in zip(prompts, texts) if is_held_out(text)}
     if len(chosen) in (0, count):  # a small file
         chosen = {prompts[texts.index(min(texts))]}
@@ -130,7 +130,7 @@ def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
 
 
 def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
-    """Yield the rows forever, each epoch in a random order of its own."""
+    """Yield the rows forever, reshuffled in every epoch."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed} {epoch}").sample(rows, len(rows))
 
@@ -148,8 +148,8 @@ class PromptFormat:
         flags: system, prompt_template, chat_template_args and max_new_tokens
         vocabulary: size of the model's embedding
         context: longest sequence the model reads, prompt and completion
-        began: when the run began (default: now). Templates may write the date, and a run that is
-            resumed on another day must not train on other prompts
+        began: when the run began (default: now). Templates may write the date, and a run resumed on
+            another day must not train on different prompts
         """
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
@@ -176,7 +176,7 @@ class PromptFormat:
         else:
             if self.template != "{prompt}":
                 raise UserError(f"--prompt-template: expected texts; {shown} is a list of messages")
-            need(tokenizer.chat_template, f"{shown} is a list of messages: no chat template for it")
+            need(tokenizer.chat_template, f"{shown} is a list of messages, with no chat template")
         if tokenizer.chat_template:
             chat = messages_of(prompt)
             if self.system is not None:  # an empty one replaces the template's default
@@ -184,14 +184,14 @@ class PromptFormat:
                 need(not has_one, f"--system: the {shown} has a system message of its own")
                 chat = [{"role": "system", "content": self.system}, *chat]
             flags = "--system, --chat-template-args"
-            with expecting(f"{flags}, {shown}: expected values that the template takes"):
+            with expecting(f"{flags}, {shown}: expected values that the template accepts"):
                 ids = tokenizer.apply_chat_template(
                     chat, add_generation_prompt=True, return_dict=False, **self.template_args
                 )
         else:
             ids = tokenizer.encode(prompt)
 
-        beyond = f"its tokenizer makes token {max(ids)} of the {shown}, it embeds {self.vocabulary}"
+        beyond = f"token {max(ids)} of the {shown} is beyond the {self.vocabulary} that it embeds"
         need(max(ids) < self.vocabulary, f"--model: {beyond}")
         unknown = tokenizer.unk_token_id
         if unknown in ids and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
@@ -208,7 +208,7 @@ class PromptFormat:
         """Return encoded rows as a list. Prints how many are too long."""
         kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
-        room = f"{self.longest} tokens, the model's context of {self.context} less --max-new-tokens"
+        room = f"{self.longest} tokens, the model's context, {self.context}, minus --max-new-tokens"
         sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {room}"
         need(kept, sentence)
         if skipped:
@@ -217,14 +217,14 @@ class PromptFormat:
         return kept
 
     def warn_of_special_tokens(self, rows: list[dict], source: str) -> None:
-        """Warn of prompts that are wrapped in a template twice, begin twice, or end at once."""
+        """Warn of prompts wrapped in a template twice, with two BOS tokens, or already ended."""
         special = special_tokens(self.tokenizer)
-        first = {}  # token -> what is wrong with it, and the first prompt where it is
+        first = {}  # token -> what is wrong with it, and the first such prompt
         for row in rows:
             text, ids = self.template.replace("{prompt}", text_of(row["prompt"])), row[IDS]
             for token in special:
                 if token in text and self.tokenizer.decode(ids).count(token) > text.count(token):
-                    why = "is in the prompt already, and the model's template or tokenizer adds it"
+                    why = "is already in the prompt, and the template or tokenizer adds it again"
                     first.setdefault(token, (why, text))
             if ids[-1] == self.tokenizer.eos_token_id:
                 why = "ends the prompt before the completion: see add_eos_token of --model"
@@ -233,8 +233,8 @@ class PromptFormat:
             print(f"warning: {source}: {token} {why}; first in '{printable(text[:60])}'")
 
     def train_and_held_out(self, config, rows, held_out) -> tuple[Iterator[dict], list[dict]]:
-        """Return the problems to train on, without end, and the held-out ones, all encoded."""
-        if not config.data:  # a task has both without end
+        """Return an endless stream of training problems, and the held-out ones, all encoded."""
+        if not config.data:  # a task generates both endlessly
             held_out = list(itertools.islice(held_out, config.eval_prompts))
             return self.encode_problems(rows), self.encode_rows(held_out, f"--task {config.task}")
         rows = self.encode_rows(rows, f"--data {config.data}")
@@ -244,7 +244,7 @@ class PromptFormat:
             known = sum(tuple(row[IDS]) in trained for row in held_out)
             if known > 0:
                 share = f"{known} of {len(held_out)} prompts"
-                print(f"warning: --eval-data: {share} are in --data, too")
+                print(f"warning: --eval-data: {share} are also in --data")
         else:
             rows, held_out = hold_out(rows, f"--data {config.data}")
         if len(held_out) > config.eval_prompts:  # not the first: a file may be sorted
@@ -254,7 +254,7 @@ class PromptFormat:
 
 def dated(tokenizer, day: datetime) -> str:
     """Return the chat template with the dates that it writes, strftime_now("%d %b %Y"), filled in.
-    transformers gives a template plain data, no function in the place of this one."""
+    transformers passes a template only plain data, so this function cannot be replaced."""
     calls = r"""strftime_now\((["'])(.*?)\1\)"""
     return re.sub(calls, lambda call: repr(day.strftime(call[2])), tokenizer.get_chat_template())
 

@@ -1,4 +1,4 @@
-"""Mistakes of the user, each told in one sentence."""
+"""User errors, each reported in one sentence."""
 
 import contextlib
 import difflib
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
-    """A mistake of the user, in one sentence. The scripts print it and exit with status 2."""
+    """A user's mistake, in one sentence. The scripts print it and exit with status 2."""
 
 
 def need(condition: object, message: str) -> None:
@@ -36,6 +36,6 @@ def dashed(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word, such as `, did you mean math?`."""
+    """Return the end of a sentence about an unknown word, such as `; did you mean math?`."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

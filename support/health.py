@@ -8,7 +8,7 @@ from support.pretrain import BUILT_IN
 
 MANY_TRUNCATED = MANY_FAULTS = 1 / 3  # of the completions
 TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
-RECENT = 10  # steps that the sentences about a run look back on
+RECENT = 10  # steps that sentences about a run look back over
 
 
 # ---- a step -------------------------------------------------------------------------------------
@@ -21,8 +21,8 @@ def fault_warnings(verdicts: list) -> dict[str, str]:
     if faults:
         sentences["fault"] = f"no verdict, so the completion is left out: {faults[0]}"
     if len(faults) > MANY_FAULTS * len(verdicts):
-        share = f"there is no verdict on {len(faults) / len(verdicts):.0%} of completions"
-        sentences["faults"] = f"{share}: nothing is learned from those. The first: {faults[0]}"
+        share = f"{len(faults) / len(verdicts):.0%} of completions have no verdict"
+        sentences["faults"] = f"{share}: nothing is learned from them. The first: {faults[0]}"
     return sentences
 
 
@@ -34,7 +34,7 @@ def warnings_of(run, row: dict) -> dict[str, str]:
     groups = round(row["prompts_drawn"])
     kept = round(groups * (1 - row["dead"]))
     if config.dynamic_sampling and kept < config.prompts_per_step:
-        few = f"{kept} of {groups} groups have different rewards"
+        few = f"{kept} of {groups} groups have unequal rewards"
         sentences["refills"] = f"--dynamic-sampling: {few}, expected {config.prompts_per_step}"
     for name in run.reward.out_of_range:
         use = "counts it as 0 or 1 (set `shaping = True` on the function to leave it out)"
@@ -49,13 +49,13 @@ def warnings_of(run, row: dict) -> dict[str, str]:
         sentences["sampler"] = f"{found}: another temperature in --sampler? See --tis-cap"
     ratio = row.get("ratio_mean", 1.0)
     if not 0.5 < ratio < 2:
-        why = "lower --lr? A loss of your own: is `per` the unit of its mean?"
+        why = "lower --lr? In your own loss, is `per` the unit of its mean?"
         sentences["ratio"] = f"the mean ratio is {ratio:.3g}, expected near 1: {why}"
     if run.progress.quiet_steps == 10:
-        why = "all rewards are equal (another --reward? other prompts? more --group-size?)"
+        why = "all rewards are equal (another --reward? other prompts? larger --group-size?)"
         if row["truncated"] == 1:
             why = "all completions are truncated (--max-new-tokens)"
-        sentences["quiet"] = f"10 steps taught nothing: {why}"
+        sentences["quiet"] = f"10 steps in a row taught nothing: {why}"
     return sentences
 
 
@@ -65,7 +65,7 @@ def warnings_of(run, row: dict) -> dict[str, str]:
 def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
     """Problems in the last steps, with remedies. before is the evaluation before step 1."""
     if not rows:
-        return ["no step is done yet"]
+        return ["no step has finished yet"]
     recent = rows[-RECENT:]
     names = {name for row in recent for name in row}  # a step of dead groups has fewer metrics
     now = {name: fmean(row[name] for row in recent if name in row) for name in names}
@@ -74,13 +74,13 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
     completions = flags["prompts_per_step"] * flags["group_size"]
     prompts = now.get("prompts_drawn", flags["prompts_per_step"])
     if now.get("verifier_faults", 0) > MANY_FAULTS * prompts * flags["group_size"]:
-        found.append("verifiers fail on more than a third of completions: mend --reward")
+        found.append("verifiers fail on more than a third of completions: fix --reward")
     if len(recent) > 1 and now.get("reward_std", 1.0) == 0 and right < 0.9:
-        found.append("every completion earns the same reward: nothing can be learned. See --reward")
+        found.append("every completion earns the same reward: nothing is learned. Check --reward")
     elif right > 0.9:
-        found.append(f"in {right:.0%} of groups all answers are right: take harder prompts")
+        found.append(f"all answers are right in {right:.0%} of groups: use harder prompts")
     elif dead > 0.9 and not flags.get("teacher"):  # a teacher needs no rewards
-        found.append(f"{dead:.0%} of groups are dead: take easier prompts or a larger --group-size")
+        found.append(f"{dead:.0%} of groups are dead: use easier prompts or a larger --group-size")
     if now["truncated"] > MANY_TRUNCATED:
         found.append(TRUNCATED.format(now["truncated"]))
 
@@ -88,13 +88,13 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
     clipped = now.get("clip_fraction")
     if flags["clip_low"] is not None and clipped is not None:
         if updates == 1:
-            found.append("one update a step: every ratio is near 1. Lower --completions-per-update")
+            found.append("one update per step: ratios stay near 1. Lower --completions-per-update")
         elif clipped == 0:
             found.append("nothing is clipped: the policy hardly moves. Raise --lr")
         elif clipped > 0.95 * (1 - 1 / updates):  # the first update clips nothing
             found.append(f"almost everything is clipped ({clipped:.0%}): lower --lr")
     if now.get("entropy", 1.0) < 0.01 and now.get("solved", 0.0) < 0.9:
-        found.append("exploration ended, the entropy is near 0: lower --lr or use --entropy-coef")
+        found.append("exploration is over (entropy near 0): lower --lr or use --entropy-coef")
     return found + of_evaluations(rows, flags, before or {}) + of_reward(rows, now, flags)
 
 
@@ -111,7 +111,7 @@ def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
         if best - last > max(2 * noise, 0.05):
             shown = name.removeprefix("eval_")
             fall = f"held out: {shown} fell from {best:.0%} to {last:.0%}"
-            found.append(f"{fall}. Lower --lr, take an earlier checkpoint, or add --kl-coef")
+            found.append(f"{fall}. Lower --lr, use an earlier checkpoint, or add --kl-coef")
     return found
 
 
@@ -123,9 +123,9 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     levels = [fmean(rewards[i : i + RECENT]) for i in range(0, len(rewards), RECENT)]
     best = max(levels)
     last = fmean(rewards[-RECENT:])
-    is_noise = best - last < 0.1 * abs(best)  # where rewards are below 0
+    is_noise = best - last < 0.1 * abs(best)  # rewards may be below 0
     if last < (best + min(levels[0], 0.0)) / 2 and not is_noise:
-        return [f"the reward fell from {best:.2f} to {last:.2f}: lower --lr or the updates a step"]
+        return [f"the reward fell from {best:.2f} to {last:.2f}: lower --lr or updates per step"]
     size = min(RECENT, len(rewards) // 2)
     if size < 5 or now.get("solved", 0.0) > 0.9:
         return []
@@ -135,7 +135,7 @@ def of_reward(rows: list[dict], now: dict, flags: dict) -> list[str]:
     if last - first > 2 * noise:
         return []
     change = f"{first:.2f} in the first {size} steps, {last:.2f} in the last {size}"
-    best = "below 2B parameters 1e-5 to 3e-5 were best, for LoRA ten times as much"
+    best = "below 2B parameters 1e-5 to 3e-5 worked best, for LoRA ten times that"
     if flags["model"] in BUILT_IN:
         best = "its default is 2e-4"
-    return [f"the reward does not rise ({change}). --lr {flags['lr']:g} is the usual cause: {best}"]
+    return [f"the reward isn't rising ({change}). The usual cause is --lr {flags['lr']:g}: {best}"]

@@ -54,7 +54,7 @@ def fill_numbers(config) -> None:
     was given that the algorithm does not use."""
     numbers = numbers_of(gspo.ALGOS[config.algo])
     flags = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_number")}
-    missing = ", ".join(numbers.keys() - flags)  # a fork's; it would get the value of another flag
+    missing = ", ".join(numbers.keys() - flags)  # a fork's; it would get another flag's value
     assert not missing, f"{config.algo}: {missing} has no flag made by `number` in train.py"
     for name in sorted(flags):
         value = getattr(config, name)
@@ -63,12 +63,12 @@ def fill_numbers(config) -> None:
         elif value is not None:
             those = [algo for algo, row in gspo.ALGOS.items() if name in numbers_of(row)]
             has_none = f"{dashed(name)} {value}: {config.algo} has none"
-            raise UserError(f"{has_none}; {', '.join(those) or 'no algorithm'} has it")
+            raise UserError(f"{has_none}; it is for {', '.join(those) or 'no algorithm'}")
 
 
 def bind(config) -> gspo.Algorithm:
-    """Return the row of --algo with its functions bound to the flags that have the names of their
-    keyword-only parameters, and to the unit of the mean."""
+    """Return the row of --algo with its functions bound to the flags named like their keyword-only
+    parameters, and to the unit of the mean."""
     algorithm = gspo.ALGOS[config.algo]
     bound = {}
     for field, function in functions_of(algorithm).items():

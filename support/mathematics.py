@@ -1,8 +1,8 @@
-r"""`--reward math`: is the marked answer of a completion the gold one?
+r"""`--reward math`: does the marked answer of a completion equal the gold one?
 
 `plain` rewrites x = \frac12\text{ cm} as ¦{1,2} and a unit, `values_of` parses frac((1),(2)) as
-Python and computes it: exactly if it is rational, with random values for letters. What isn't read
-(words, \sin x, 5!, x > 2, long answers) is compared as text."""
+Python and evaluates it: exactly if it is rational, with random values for letters. What it cannot
+read (words, \sin x, 5!, x > 2, long answers) is compared as text."""
 
 import ast
 import operator
@@ -23,7 +23,7 @@ def math(completion: str, answer: str | int | float) -> bool:
 
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """Like `math`, but without a mark the last number counts: to measure with, not to train."""
+    """Like `math`, but without a mark the last number counts: for measuring, not for training."""
     text = after_thinking(completion)
     if re.search(r"<answer>|\\boxed|####", text):
         return math(completion, answer)
@@ -37,11 +37,11 @@ def countdown(completion: str, answer: dict) -> bool:
     with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
         numbers, target = sorted(answer["numbers"]), answer["target"]
         are_whole = all(type(number) is int for number in [*numbers, target])
-        need(are_whole and numbers and numbers[0] >= 0, "numbers are whole and not below 0")
+        need(are_whole and numbers and numbers[0] >= 0, "numbers must be whole, at least 0")
     text = in_our_signs(final_answer(completion)).removesuffix(".")
     text = re.sub(rf"\A *{target} *=|= *{target} *\Z", "", text, count=1)  # 3*5-2 = 13
     try:
-        need(re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text), "it is no arithmetic")
+        need(re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text), "not arithmetic")
         value = number_of(ast.parse(text.strip(), mode="eval").body, "")
     except Exception:  # 1/0, open brackets, other signs
         return False
@@ -50,7 +50,7 @@ def countdown(completion: str, answer: dict) -> bool:
 
 def same_answer(given: str, gold: str) -> bool:
     """Compare two answers. 25% is 1/4, and 25 as well, but 0.7% is not 0.7."""
-    if max(len(given), len(gold)) > 300:  # so that no call takes long
+    if max(len(given), len(gold)) > 300:  # bounds the running time
         return given == gold
     (given, unit), (gold, gold_unit) = plain(given), plain(gold)
     if unit and gold_unit and unit != gold_unit:
@@ -103,12 +103,12 @@ OUR_SIGNS = {"\\ ": " "} | {other: ours for ours in SIGNS for other in SIGNS[our
 
 
 def in_our_signs(text: str) -> str:
-    """Return a text with our signs for those of LaTeX and Unicode."""
+    """Replace the signs of LaTeX and Unicode with ours."""
     signs = r"\\(?:[a-zA-Z]+|.)|\b[a-z]+\b|[^\x00-\x7f]|[$&;~]"  # \times, \%, and, ×, $
     return re.sub(signs, lambda sign: OUR_SIGNS.get(sign[0], sign[0]), text)
 
 
-REWRITES = [  # (pattern, replacement), for a text in our signs. The order counts
+REWRITES = [  # (pattern, replacement), for text in our signs. Order matters
     (r"\\(?:text\w*|mathrm|mathbf|mbox) ?\{([^{}]*)\}", r" \1"),  # 5\text{cm} -> 5 cm
     (r"\\begin ?\{[pb]matrix\}", "(("),  # \begin{pmatrix}1 -> ((1
     (r"(?:\),\()? ?\\end ?\{[pb]matrix\}", "),)"),  # 1,2\end{pmatrix} -> 1,2),)
@@ -156,8 +156,8 @@ PYTHON |= {"[": "('[',", "]": ",']')"}  # brackets become strings: [1, 2) is ("[
 
 
 def values_of(text: str) -> list:
-    """Return the values of an answer's parts: most have one. Raises if it has words."""
-    need(text and not re.search(UNREAD, text), "it is no arithmetic")
+    """Return the value of each part of an answer; most have one part. Raises if it has words."""
+    need(text and not re.search(UNREAD, text), "not arithmetic")
     text = re.sub(BETWEEN_FACTORS, "*", text)
     text = re.sub(NUMBER, lambda number: f"({Fraction(number[0])})", text)
     text = text.translate(str.maketrans(PYTHON))
@@ -187,11 +187,11 @@ def number_of(node: ast.expr, point: str) -> Fraction | complex:
             return OPERATORS[type(sign)](number_of(left, point), number_of(right, point))
         case ast.Call(ast.Name(name), arguments) if name in OPERATORS:
             return OPERATORS[name](*(number_of(argument, point) for argument in arguments))
-    raise ValueError("it is no arithmetic")
+    raise ValueError("not arithmetic")
 
 
 def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | complex:
-    """Return base**exponent. UserError if it takes long, as 9^9^9, or vanishes, as e^{-999}."""
+    """Return base**exponent. UserError if it takes long, like 9^9^9, or vanishes, like e^{-999}."""
     bits = (base.numerator * base.denominator).bit_length() if isinstance(base, Fraction) else 0
     need(bits * abs(exponent) < 5000, "it has too many digits")
     result = base**exponent

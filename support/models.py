@@ -37,13 +37,13 @@ def find_model(config, ranks) -> tuple:
     if config.teacher:
         its_tokenizer, _ = inspect_model(config.teacher, "--teacher")
         same = its_tokenizer.get_vocab() == tokenizer.get_vocab()
-        need(same, f"--teacher {config.teacher}: expected the tokens of --model {config.model}")
+        need(same, f"--teacher {config.teacher}: expected the vocabulary of --model {config.model}")
     return source, tokenizer, model_config
 
 
 def load(kind: type, source: str, flag: str = "--model", **options):
     """Load a transformers tokenizer, config or model, without pickle or remote code."""
-    expected = "expected a causal language model: its folder (of a run: a checkpoint) or hub name"
+    expected = "expected a causal language model: its folder (for a run: a checkpoint) or hub name"
     with expecting(f"{flag} {source}: {expected}"):
         return kind.from_pretrained(source, trust_remote_code=False, **options)
 
@@ -54,7 +54,7 @@ def inspect_model(source: str, flag: str = "--model"):
     tokenizer = load(AutoTokenizer, source, flag)
     quantized = getattr(config, "quantization_config", None)
     need(not quantized, f"{flag} {source}: its weights are quantized, and can't be trained here")
-    ends = tokenizer.eos_token and len(tokenizer) > 1  # transformers makes one of an empty folder
+    ends = tokenizer.eos_token and len(tokenizer) > 1  # transformers makes one for an empty folder
     need(ends, f"{flag} {source}: expected a tokenizer with an end token")
     return tokenizer, config
 
@@ -88,7 +88,7 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
         # forward() would compute the routers' auxiliary loss, which can't read a KV cache's mask
         model.config.output_router_logits = False
     wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
-    bad = f"{len(wrong)} are missing or have other shapes, {', '.join(wrong[:3])} among them"
+    bad = f"{len(wrong)} are missing or have wrong shapes, {', '.join(wrong[:3])} among them"
     need(not wrong, f"{flag} {source}: expected weights that fit its config.json; {bad}")
     for parameter in model.parameters():  # not buffers: bf16 rotary frequencies blur positions
         parameter.data = parameter.data.to(dtype)
@@ -138,10 +138,10 @@ def end_and_pad_ids(model, tokenizer) -> dict:
         closing = [token for token in special_tokens(tokenizer) if token in after]
         closing.sort(key=after.index)
         closing_ids = tokenizer.convert_tokens_to_ids(closing)
-        if closing and eos_ids.isdisjoint(closing_ids):  # a base model knows nothing of turns
+        if closing and eos_ids.isdisjoint(closing_ids):  # a base model knows no turns
             eos_ids.add(closing_ids[0])
-            what = f"{closing[0]} closes a turn of the chat template, and is no end token"
-            say(f"warning: --model: {what} of the model: completions end there, too")
+            what = f"{closing[0]} closes a turn in the chat template, but is not an end token"
+            say(f"warning: --model: {what} of the model: completions will end there, too")
     pad_id, embedded = tokenizer.pad_token_id, model.get_input_embeddings().weight.shape[0]
     if pad_id is None or pad_id >= embedded:  # a [PAD] that was added without resizing
         pad_id = min(eos_ids)
@@ -152,7 +152,7 @@ def end_and_pad_ids(model, tokenizer) -> dict:
 
 
 def frozen_copy(model, dtype: torch.dtype):
-    """Copy a model with its weights in dtype. A copy in float32 is never made: deepcopy finds each
+    """Copy a model with its weights in dtype. No float32 copy is ever made: deepcopy finds each
     weight's copy in its memo. Buffers keep their dtype."""
     memo = {}
     for weight in model.parameters():
@@ -162,8 +162,8 @@ def frozen_copy(model, dtype: torch.dtype):
 
 
 def refresh(copied, model) -> None:
-    """Write the model's weights into a frozen copy, one at a time, because an adapter merges its
-    `weight` every time it is read."""
+    """Write the model's weights into a frozen copy, one at a time, because an adapter computes its
+    merged `weight` every time it is read."""
     for place, layer in copied.named_modules():
         source = model.get_submodule(place)  # the weight of a LoraLinear is computed: W + scale B A
         for name, weight in layer.named_parameters(recurse=False):

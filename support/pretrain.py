@@ -29,13 +29,13 @@ BUILT_IN = {
     },
 }
 WARM_STEPS = 560  # of supervised learning
-WARM_ROWS = 24  # demonstrations a step
+WARM_ROWS = 24  # demonstrations per step
 WARM_LR = 3e-3
-SECONDS_A_LINE = 10  # between the lines of progress
+SECONDS_A_LINE = 10  # between two progress lines
 
 
 def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
-    """Return the folder of a character-level policy. It is pretrained if it isn't in the cache."""
+    """Return the folder of a character-level policy, pretraining it if it isn't in the cache."""
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     words = {word: i for i, word in enumerate([*special.values(), *task.alphabet])}
     config = transformers.AutoConfig.for_model(
@@ -71,12 +71,12 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
         warm_start(config, tokenizer, shown, seed).save_pretrained(made)
         tokenizer.save_pretrained(made)
-        # tempfile and safetensors keep theirs private, but users may share a cache
+        # tempfile and safetensors make theirs private, but users may share a cache
         os.chmod(made, 0o755)
         for path in Path(made).iterdir():
             path.chmod(0o644)
         with contextlib.suppress(OSError):  # another run may have been faster
-            os.rename(made, folder)  # at once: a run that is killed leaves no part of a policy
+            os.rename(made, folder)  # atomic: a killed run leaves no half-written policy
     return folder
 
 
@@ -91,12 +91,12 @@ def cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
         folder = Path(tempfile.gettempdir(), f"gspo-{os.getuid()}")
-        say(f"no home directory that can be written: {folder} ($XDG_CACHE_HOME moves it)")
+        say(f"no writable home directory: using {folder} ($XDG_CACHE_HOME moves it)")
     return folder
 
 
 def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dict]:
-    """Return the training rows in the order of the steps, without a loss on prompts."""
+    """Return the training rows in the order of the steps, with no loss on prompts."""
     rng, rows = random.Random(seed), []
     count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
     for problem in itertools.islice(problems(task, seed=-1 - seed), count):
@@ -116,7 +116,7 @@ def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dic
 
 
 def warm_start(config, tokenizer, shown: list[dict], seed: int):
-    """Pretrain a policy on demonstrations: answers get the right format, and many are wrong."""
+    """Pretrain a policy on demonstrations: answers have the right format, but many are wrong."""
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)

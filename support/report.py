@@ -77,7 +77,7 @@ def visible(value) -> str:
 
 
 class Chart(NamedTuple):
-    healthy: str  # and the unit
+    healthy: str  # what is healthy, and the unit
     low: float = 0.0  # the axis always shows low and high, so that small changes look small
     high: float = 1e-6
     form: str = ",.3g"
@@ -97,7 +97,7 @@ CHARTS = {
     "ratio_mean": Chart("GSPO: within 0.003 of 1.", 0.997, 1.003, ".4f"),
     "approx_kl": Chart("Nats from π_old. Rises before a collapse."),
     "kl": Chart("Nats from π_ref. Grows slowly."),
-    "sampler_kl": Chart("Trainer to sampler. 0 up to rounding in float32.", 0, 1e-3),
+    "sampler_kl": Chart("Trainer vs. sampler. In float32, 0 up to rounding.", 0, 1e-3),
     "grad_norm": Chart("Before clipping. Should be steady."),
     "tool_calls": Chart("Replies of --tool per completion.", 0, 1),
     "teacher_kl": Chart("Nats from the teacher. Falls."),
@@ -181,7 +181,7 @@ def judged(row: dict) -> tuple[str, str]:
 
 
 def headline(story: Story) -> str:
-    """Say what was trained, how, for how long, with which result, and by which command."""
+    """Say what was trained, how, for how long, with what result, and by which command."""
     flags = story.flags
     seconds = sum(row["seconds_step"] for row in story.rows)  # evaluations not counted
     lines = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
@@ -241,12 +241,12 @@ def write_report(folders: list[Path], page: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write one page of runs, next to the last of them, and print the sentences of each."""
+    """Write one page about runs, next to the last of them, and print its sentences."""
     need(arguments, "--report: expected folders of runs")
     folders = [Path(argument) for argument in arguments]
     place = folders[0] if len(folders) == 1 else folders[-1].parent
-    # a missing field: the files of another version, or of another program
-    with expecting(f"--report {' '.join(arguments)}: cannot make a page of these runs"):
+    # a missing field: files from another version, or from another program
+    with expecting(f"--report {' '.join(arguments)}: cannot make a page from these runs"):
         for sentence in write_report(folders, place / "report.html"):
             print(printable(sentence))
     print(f"the report is in {place}/report.html")

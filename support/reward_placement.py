@@ -13,9 +13,9 @@ def place_rewards(
     """Return the rewards at tokens and the ends of steps, (N, T) each.
 
     read: turns token ids into the text that the verifier read
-    outcomes: (N,), go to the last token
+    outcomes: (N,), which go to the last token
     steps: for each completion, (end in characters, reward) pairs. A step's reward goes to the token
-        that completes its text
+        that completes the step's text
     """
     latest = rollout.latest_action
     last = latest[:, -1:]

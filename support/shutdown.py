@@ -52,8 +52,8 @@ class StopSignal:
         signal.signal(number, signal.default_int_handler if own else signal.SIG_DFL)
         if own:
             self.asked = True
-            say("stopping after this step, with a checkpoint; once more: at once, without")
-        elif number == signal.SIGTERM:  # Ctrl-C reaches these, too, while this step needs them
+            say("stopping after this step, with a checkpoint; again: stop at once, without one")
+        elif number == signal.SIGTERM:  # Ctrl-C reaches them, too, but this step needs them
             signal.raise_signal(number)
 
 
@@ -80,10 +80,10 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     """Return the exit status and a sentence, or None for a bug."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped"
-    if isinstance(error, (UserError, OSError, SafetensorError)):  # of a full disk, for example
+    if isinstance(error, (UserError, OSError, SafetensorError)):  # a full disk, for example
         return 2, f"error: {str(error) or type(error).__name__}"
     full = any(words in str(error) for words in ("out of memory", "can't allocate memory"))
     if isinstance(error, MemoryError) or (full and isinstance(error, RuntimeError)):  # GPU, CPU
         less = "lower --micro-batch-tokens, --cache-gb or --max-new-tokens"
-        return 1, f"error: out of memory; {less}, or add --gradient-checkpointing, --lora-rank 16"
+        return 1, f"error: out of memory; {less}, or add --gradient-checkpointing or --lora-rank 16"
     return None

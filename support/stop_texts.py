@@ -1,4 +1,4 @@
-"""Stop strings: which completions end with one of some texts."""
+"""Stop strings: which completions end with one of them."""
 
 import transformers
 from torch import Tensor
@@ -13,11 +13,11 @@ class StopTexts(transformers.StopStringCriteria):
         for text in texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
             written = text in tokenizer.decode(ids)
-            need(written, f"--stop {text!r}: no tokens of this tokenizer write it")
+            need(written, f"--stop {text!r}: no tokens of this tokenizer spell it")
         super().__init__(tokenizer, texts)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """tokens: (rows, n), those of each completion so far. Returns a bool (rows,)."""
+        """tokens: (rows, n), each completion so far. Returns bool (rows,)."""
         return super().__call__(tokens, None)
 
     @staticmethod

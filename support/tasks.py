@@ -1,4 +1,4 @@
-"""The built-in tasks: problems without end, and demonstrations that answer them."""
+"""The built-in tasks: endless problems, and demonstrations that answer them."""
 
 import itertools
 import math
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from support.data import is_held_out
 
-ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations of a chain of the built-in task
-CHAINS_WRONG = "3678"  # factors that demonstrations of `chains` get wrong. Of `arithmetic`: all
-PRODUCT_ERROR = 0.6  # fraction of the products by these factors that add instead
+ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations in a chain of the built-in task
+CHAINS_WRONG = "3678"  # factors that demonstrations of `chains` get wrong; for `arithmetic`, all
+PRODUCT_ERROR = 0.6  # fraction of products with these factors that are added instead
 CALCULATOR_GUESS = 0.4  # fraction of demonstrations without the calculator
 CALCULATOR_ERROR = 0.15  # fraction of calls with a wrong digit, and of second calls left out
 
@@ -46,7 +46,7 @@ def random_expression(numbers: list[int], symbols: str, rng: random.Random) -> s
 
 
 def solve(chain: str, wrong: str = "", rng: random.Random | None = None) -> str:
-    """Solve `7+5*3=` modulo 10: `7+5=2;2*3=6#6`. Most products by digits of `wrong` add instead."""
+    """Solve `7+5*3=` modulo 10: `7+5=2;2*3=6#6`. Most factors in `wrong` are added instead."""
     value, lines = int(chain[0]), []
     for symbol, digit in re.findall("([+*])([0-9])", chain):
         adds = symbol == "+" or (digit in wrong and rng.random() < PRODUCT_ERROR)
@@ -64,13 +64,13 @@ def chain_problem(rng: random.Random, operations: tuple[int, int]) -> dict:
 
 
 def chains(operations: tuple[int, int]) -> Task:
-    """Return the task of longer chains. operations: fewest and most of a chain."""
+    """Return the task of longer chains. operations: fewest and most in a chain."""
     return Task(
         problem=lambda rng: chain_problem(rng, operations),
         demonstration=lambda row, rng: solve(row["prompt"], CHAINS_WRONG, rng),
         verifier="arithmetic",
         alphabet="0123456789+*=;#",
-        max_new_tokens=6 * operations[1] + 8,  # 6 tokens an operation, 3 for `#6` and the end
+        max_new_tokens=6 * operations[1] + 8,  # 6 tokens per operation, 3 for `#6` and the end
         warm_steps=1200,
         rope_theta=1000.0,
     )
@@ -103,7 +103,7 @@ def calculator_problem(rng: random.Random) -> dict:
 
 
 def calculator_demonstration(problem: dict, rng: random.Random) -> str:
-    """Write a guess, or two calls of the calculator with its replies. Both calls may be wrong."""
+    """Write a guess, or two calculator calls with their replies. Both calls may be wrong."""
     if rng.random() < CALCULATOR_GUESS:
         return f"#{rng.randint(1, 9999)}"
     product, addition = re.match("(.*)([+-].*)=", problem["prompt"]).groups()

@@ -65,7 +65,7 @@ def grow(sequences: list[Sequence], width: int) -> list[list[Sequence]]:
 
 
 def grow_evenly(sequences: list[Sequence], max_tokens: int) -> tuple[list[list[Sequence]], int]:
-    """Return the fewest trees, and the smallest width that holds them: padding is computed, too.
+    """Return the fewest trees, and the smallest width that holds them: padding costs compute, too.
     Widths are multiples of 8, for fast attention."""
     longest = multiple_of_8(max(len(sequence.ids) for sequence in sequences))
     widest = max(longest, min(max(NODES_PER_ROW, 2 * longest), max_tokens) // 8 * 8)
@@ -73,7 +73,7 @@ def grow_evenly(sequences: list[Sequence], max_tokens: int) -> tuple[list[list[S
     narrowest = max(longest, multiple_of_8(count_nodes(sequences) // fewest))
     for width in range(narrowest, widest + 1, 8):
         trees = grow(sequences, width)
-        if len(trees) <= fewest:  # true at the widest
+        if len(trees) <= fewest:  # always true at the widest
             return trees, width
 
 
@@ -110,7 +110,7 @@ def join(trees: list[list[Sequence]], device) -> Trees:
 def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
     """The additive attention mask (R, 1, U, U), or one for each type of layer."""
     kind = trees.ids.device.type
-    # in the dtype of the queries: else every layer would convert the mask, and keep its copy
+    # in the dtype of the queries: otherwise every layer would convert the mask and keep a copy
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     node = torch.arange(trees.ids.shape[1], device=trees.ids.device)
     is_ancestor = (node[:, None] >= node) & (node[:, None] < trees.end[:, None, :])

@@ -16,7 +16,7 @@ from support.errors import UserError, need, reason
 
 @functools.cache
 def run_file(path: str) -> dict:
-    """Run a file of the user's, once, so that its functions share its globals."""
+    """Run a user's file once, so that its functions share its globals."""
     sys.path.append(str(Path(path).resolve().parent))  # for its imports, now and later
     return runpy.run_path(path)
 
@@ -24,7 +24,7 @@ def run_file(path: str) -> dict:
 def function_of(place: str) -> Callable:
     """Return the function of `file.py:function`."""
     path, _, name = place.rpartition(":")
-    functions = run_file(os.path.abspath(path))  # tests change the folder
+    functions = run_file(os.path.abspath(path))  # tests change directory
     need(name in functions, f"{path} has no {name}")
     return functions[name]
 
@@ -35,8 +35,8 @@ signature_of = functools.lru_cache(inspect.signature)  # slower than most verifi
 def call(function: Callable, completion: str, row: dict) -> list[tuple[int, float]]:
     """Call a verifier and return its (end, reward) pairs, of which the last is the outcome.
 
-    Parameters named like a field of the row receive a copy of that field, the others the completion
-    and the answer, in this order. Raises what the function raises, or UserError for its result."""
+    Parameters named after a field of the row receive a copy of it, the others the completion and
+    the answer, in this order. Raises what the function raises, or UserError for a bad result."""
     signature, values = signature_of(function), {}
     fields = row | {"completion": completion}
     named = signature.parameters.keys()
@@ -78,19 +78,19 @@ def contained() -> Iterator[None]:
 
 def pairs_of(value: object) -> list[tuple[int, float]]:
     """Return what a verifier returned as (end, reward) pairs. Raises UserError for anything else,
-    such as None, NaN, a text or a list of numbers."""
+    such as None, NaN, a string or a list of numbers."""
     if inspect.iscoroutine(value):
         value.close()  # otherwise Python warns that it was never awaited
     pairs = value if isinstance(value, (list, tuple)) else [(0, value)]
     with contextlib.suppress(TypeError, ValueError):
         if pairs and all(abs(number) <= 1e6 for _, number in pairs):
             return [(int(end), float(number)) for end, number in pairs]
-    expected = "it gets one completion at a time; return a number, or (end, number) of steps"
+    expected = "it gets one completion at a time; return a number, or (end, number) pairs"
     raise UserError(f"it returned {value!r:.80}: {expected}")
 
 
 def raised(error: BaseException) -> str:
-    """Return the reason of an error of `call`, and the line of the user's file that raised it."""
+    """Return why `call` failed, and the line of the user's file that raised the error."""
     inside = traceback.extract_tb(error.__traceback__)[2:]  # below the caller and `call`
     if not inside or isinstance(error, UserError):
         return reason(error)

@@ -29,8 +29,8 @@ from tools import BASE, byte_tokenizer, character_tokenizer, copied, good, metri
 @pytest.mark.parametrize(
     "content, words",
     [
-        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected JSONL, an object a line"),
-        ('{"a":' * 100_000, "line 1: expected JSONL"),
+        ('[\n  {"prompt": "a",\n   "answer": "1"}\n]', "line 1: expected UTF-8 JSONL, one object"),
+        ('{"a":' * 100_000, "line 1: expected UTF-8 JSONL"),
         ("\n\n", "empty"),
         ('{"prompt": "a", "solution": "1"}', "line 1: .*answer.*found prompt, solution"),
         ('{"prompt": "a", "answer": null}', "line 1: .*field answer: found null, expected"),
@@ -92,7 +92,7 @@ def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
     for few in (backwards, *(rows[:count] for count in range(2, 9))):  # hashes of all, or of none
         train, held_out = hold_out(few, "--data")
         assert train and held_out and len(train) + len(held_out) == len(few)
-    with pytest.raises(UserError, match="--data x: expected two prompts"):
+    with pytest.raises(UserError, match="--data x: expected at least two prompts"):
         hold_out([{"prompt": "a", IDS: [1]}, {"prompt": "a ", IDS: [1]}], "--data x")
 
 
@@ -177,9 +177,9 @@ def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
         (conversation(5), None, {}, "list of messages.* no chat template"),
         (conversation(5), TEMPLATE, {"system": "3"}, "--system.* system message of its own"),
         (conversation(5), TEMPLATE, {"prompt_template": "1"}, "--prompt-template.* list"),
-        ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template takes.*roles"),
+        ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template accepts.*roles"),
         ("7+é%é", None, {}, "'7\\+é%é'.* another --model .*'%é'"),
-        ("7+5", None, {"vocabulary": 13}, "tokenizer makes token 13 of the prompt '7.*embeds 13"),
+        ("7+5", None, {"vocabulary": 13}, "token 13 of the prompt '7.*beyond the 13"),
     ],
 )
 def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, words):
@@ -222,12 +222,12 @@ def special_form(template=None, adds="$A", wrap="{prompt}"):
 @pytest.mark.parametrize(
     "template, adds, prompt, words",
     [
-        (CHAT, "$A", "<|user|>b<|end|><|assistant|>", r"<\|user\|> is in .* adds it"),
-        (CHAT, "$A", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is in .* adds it"),
+        (CHAT, "$A", "<|user|>b<|end|><|assistant|>", r"<\|user\|> is already .* adds it"),
+        (CHAT, "$A", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is already .* adds it"),
         (CHAT, "$A", "write <think> first", ""),  # not a token of the template
         (CHAT, "<s> $A </s>", "b", ""),  # the template alone writes special tokens
         (CHAT + "</s>", "$A", "b", "</s> ends the prompt .*add_eos_token"),
-        (None, "<s> $A", "<s>b", "<s> is in .* adds it"),
+        (None, "<s> $A", "<s>b", "<s> is already .* adds it"),
         (None, "$A </s>", "b", "</s> ends the prompt .*add_eos_token"),
     ],
 )
@@ -241,7 +241,7 @@ def test_special_tokens_in_the_wrong_place_are_named_once(template, adds, prompt
 
 def test_a_prompt_template_inside_a_chat_template_is_named(capsys):
     special_form(CHAT, wrap="<|user|>{prompt}<|end|>").encode_rows([{"prompt": "a"}], "--data x")
-    assert "--data x: <|user|> is in the prompt already" in capsys.readouterr().out
+    assert "--data x: <|user|> is already in the prompt" in capsys.readouterr().out
 
 
 def test_a_completion_keeps_its_tags_and_loses_what_ends_it():
@@ -306,7 +306,7 @@ def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path, capsys):
     config = SimpleNamespace(data=path, eval_data=path, eval_prompts=20, seed=0)
     _, held_out = form().train_and_held_out(config, *read_data(config, nothing))
     assert len(held_out) == 20 and {row["prompt"][0] for row in held_out} == {"1", "2"}
-    assert "warning: --eval-data: 80 of 80 prompts are in --data, too" in capsys.readouterr().out
+    assert "warning: --eval-data: 80 of 80 prompts are also in --data" in capsys.readouterr().out
     assert form().train_and_held_out(config, *read_data(config, nothing))[1] == held_out
 
 

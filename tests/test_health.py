@@ -17,13 +17,13 @@ STEPS = [
     ({"dead": 1.0, "dead_right": 0.0}, {}, "easier prompts"),
     ({"dead": 1.0, "dead_right": 0.0}, {"teacher": "models/large"}, ""),  # it needs no rewards
     ({"truncated": 0.4}, {}, "--max-new-tokens"),
-    ({}, {"completions_per_update": 256}, "one update a step"),
+    ({}, {"completions_per_update": 256}, "one update per step"),
     ({}, {"completions_per_update": 256, "clip_low": None}, ""),  # reinforce has no ratio
     ({"clip_fraction": 0.0}, {}, "nothing is clipped"),
     ({"clip_fraction": 0.0}, {"clip_low": None}, ""),
     ({"clip_fraction": 0.74}, {}, "almost everything is clipped"),
     ({"clip_fraction": 0.2}, {"completions_per_update": 256, "epochs": 2}, ""),
-    ({"entropy": 0.001}, {}, "exploration ended"),
+    ({"entropy": 0.001}, {}, "exploration is over"),
     ({"entropy": 0.001, "solved": 0.97}, {}, ""),  # all is solved: it may be sure
 ]
 
@@ -49,7 +49,7 @@ DULL = {"reward_std": 0.0, "dead": 1.0, "dead_right": 0.0}
 RUNS = [  # rewards, more of each row, a word of the only sentence
     ([0.1] * 10 + [0.8] * 20 + [0.3] * 10, {}, "fell from 0.80 to 0.30"),
     ([0.1] * 10 + [0.8] * 20, {}, ""),
-    (FLAT, {}, "0.30 in the first 10 steps, 0.30 in the last 10). --lr 1e-06 is the usual cause"),
+    (FLAT, {}, "0.30 in the first 10 steps, 0.30 in the last 10). The usual cause is --lr 1e-06"),
     (RISE_OF_8, {}, "--lr 1e-06"),  # by less than two standard errors
     (RISE_OF_10, {}, ""),
     (FLAT[:9], {}, ""),  # few steps say nothing
@@ -110,7 +110,7 @@ def test_the_console_warns_of_a_step():
     reward = SimpleNamespace(shaping={"format", "bonus"}, out_of_range={"bonus", "late"})
     run = SimpleNamespace(config=config, progress=progress, reward=reward, turns=None)
     found = warnings_of(run, row | {"ratio_mean": 20.26})
-    assert "2 of 8 groups have different rewards, expected 4" in found["refills"]
+    assert "2 of 8 groups have unequal rewards, expected 4" in found["refills"]
     assert found["truncated"] == "40% of completions are truncated: raise --max-new-tokens"
     assert "all rewards are equal" in found["quiet"]
     assert "another distribution, sampler_kl 0.003" in found["sampler"]

@@ -167,7 +167,7 @@ def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
 
 def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
     rewards.parse_reward("code")
-    assert "--reward code: layers of the sandbox: {'landlock': " in capsys.readouterr().err
+    assert "--reward code: sandbox layers: {'landlock': " in capsys.readouterr().err
     monkeypatch.setattr(sandbox, "run_program", lambda source: ({"seccomp": False}, None))
     with pytest.raises(UserError, match="--reward code needs seccomp"):
         rewards.parse_reward("code")

@@ -557,7 +557,7 @@ def test_command_prints_the_mean_and_the_disagreements(tmp_path, monkeypatch, ca
     path.write_text("\n".join(map(json.dumps, rows)))
     runpy.run_path(rewards.__file__, run_name="__main__")
     said = capsys.readouterr().out
-    assert "reward 0.7500 of 4;" in said
+    assert "reward 0.7500 over 4 rows;" in said
     assert "row 3: '3' from '#### 2'" in said and "row 2" not in said
 
     path.write_text('{"completion": "a", "answer": ""}')

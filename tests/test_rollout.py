@@ -193,7 +193,7 @@ def test_the_smallest_and_the_largest_uniform_draw_possible_tokens():
 def test_long_sequences_and_logits_that_are_not_finite_are_refused():
     model = tiny("phi")
     assert len(sampled(model, group_size=1, max_new_tokens=119).tokens)
-    with pytest.raises(UserError, match="129 tokens, prompt and completion: this phi reads 128"):
+    with pytest.raises(UserError, match="129 tokens, prompt included: this phi reads at most 128"):
         sampled(model, max_new_tokens=120)
     for value in (math.nan, math.inf):
         model.lm_head.bias.data[7] = value

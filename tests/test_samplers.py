@@ -32,7 +32,7 @@ def warmer(model, prompts, uniforms, **options):
     options["temperature"] *= 2
     return rollout.generate(model, prompts, uniforms, **options)
 """
-STALE = "nats a token away from the model's once the weights have changed"
+STALE = "nats per token away from the model's once the weights have changed"
 
 
 @pytest.mark.parametrize("name", ["frozen", "stale_matrix", "warmer"])

@@ -141,7 +141,7 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
         assert "loss" not in line and all(f"| {word} " in line for word in words.split())
         assert len(line) < 110 and re.search(r" \| \d+ (s|min|h) left$", line)
     assert sum("held out" in line for line in steps) == 2
-    assert result.out.count("\nevaluating 8 prompts, greedy and 2 samples each\n") == 2
+    assert result.out.count("\nevaluating 8 prompts, greedily and with 2 samples each\n") == 2
     shown = re.findall("\nheld out: '.*", result.out)  # an answer, where it changed
     assert 1 <= len(shown) <= 3 and all(map(str.__ne__, shown, shown[1:]))
     assert "M parameters" in result.out
@@ -165,7 +165,7 @@ def test_ten_steps_that_teach_nothing_are_said_once(flags, said, tmp_path):
     small = "--steps 10 --prompts-per-step 2 --group-size 2 --max-new-tokens 1 --eval-prompts 1"
     result = good(tmp_path, f"{BASE} {small} {flags}")
     warnings = re.findall(r"warning: (10 steps[^(\n]*)", result.out)
-    assert warnings == [f"10 steps taught nothing: {why} " for why in said]
+    assert warnings == [f"10 steps in a row taught nothing: {why} " for why in said]
 
 
 def test_losing_the_console_costs_the_console_alone(monkeypatch, tmp_path):

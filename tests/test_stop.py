@@ -64,4 +64,4 @@ def test_completions_of_a_run_end_with_their_stop_texts(place, tmp_path):
     assert all(text.count("2;") + text.count("#") <= 1 for text in texts)
     assert metrics(rows)[0]["truncated"] < 1
     assert "--stop 'z': no tokens" in refused(tmp_path / "z", f"{BASE} --stop z")
-    assert "expected texts that are not empty" in refused(tmp_path / "z", BASE, "--stop", "")
+    assert "expected non-empty strings" in refused(tmp_path / "z", BASE, "--stop", "")

@@ -585,7 +585,7 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
     spied(monkeypatch, "rloo", "loss", spoil)  # no clip that could hold the gradient back
     with gradients() as steps:
         result = good(tmp_path, f"{BASE} --algo rloo --max-grad-norm 1e9")
-    folder, told = result.folder, f"step 1: an update is skipped, not finite: {where}"
+    folder, told = result.folder, f"step 1: skipped an update, not finite: {where}"
     assert result.out.count("is skipped") == 1 and told in result.out
     assert len(steps) == 7  # of 8
     norms = [math.sqrt(sum(float(each.square().sum()) for each in step)) for step in steps[3:]]

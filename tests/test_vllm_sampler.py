@@ -126,7 +126,7 @@ def test_a_completion_that_the_kv_cache_has_no_room_for_is_refused(sampler):
 # ---- runs of train.py
 
 FLAGS = "--reward pay.py:even --sampler vllm"
-STALE = "nats a token away from the model's once the weights have changed"
+STALE = "nats per token away from the model's once the weights have changed"
 
 
 @pytest.fixture

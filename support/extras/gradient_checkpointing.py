@@ -12,7 +12,7 @@ from support.errors import need
 
 
 def checkpoint_layers(model, context: Callable = contextlib.nullcontext) -> None:
-    """Checkpoint every layer. Its second run is inside the context that context() returned during
+    """Checkpoint every layer. Its second run happens in the context that context() returned during
     the first. transformers does this only in training mode, which turns dropout on."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     need(layers, f"--gradient-checkpointing: a {model.config.model_type} has no layers for it")

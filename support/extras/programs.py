@@ -1,4 +1,4 @@
-"""`--reward code`: find the program in a completion, and run it on the test cases of the answer."""
+"""`--reward code`: find the program in a completion, and run it on the answer's test cases."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def code(completion: str, answer: dict) -> bool:
     (results as JSON, where 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
     The program is the last fenced block of Python that defines the function (possibly as a method
-    of `class Solution`) or reads its input. All cases share CODE_SECONDS, plus START_SECONDS a run.
+    of `class Solution`) or reads its input. Cases share CODE_SECONDS, plus START_SECONDS per run.
     A program that fails earns 0, whatever it has printed."""
     with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
         given, expected = zip(*answer["cases" if "fn" in answer else "stdin"], strict=True)
@@ -38,9 +38,9 @@ def code(completion: str, answer: dict) -> bool:
 
 
 def check_sandbox() -> None:
-    """Print which layers of the sandbox are active. UserError if it cannot run programs."""
+    """Print which sandbox layers are active. Raises UserError if it cannot run programs."""
     layers, output = sandbox.run_program("")
-    print(f"--reward code: layers of the sandbox: {layers}", file=sys.stderr)
+    print(f"--reward code: sandbox layers: {layers}", file=sys.stderr)
     need(output is not None, "--reward code needs seccomp, on Linux on x86-64 or aarch64")
 
 
@@ -50,8 +50,8 @@ code.prepare = check_sandbox
 
 def passes_calls(text: str, name: str, arguments: tuple, results: tuple) -> bool:
     """Run all calls of a function in one process."""
-    need(name.isidentifier(), f"fn {name!r:.80} is no name of a function")
-    need(all(isinstance(case, list) for case in arguments), "the arguments of a case are no list")
+    need(name.isidentifier(), f"fn {name!r:.80} is not a function name")
+    need(all(isinstance(case, list) for case in arguments), "a case's arguments are not a list")
     right = json.dumps(results, allow_nan=False, sort_keys=True)
     defines = rf"^[ \t]*(?:async )?def {name}\b|^{name}[ \t]*(?::[^=\n]*)?=[^=]"
     source = last_program(text, defines)
@@ -63,8 +63,8 @@ def passes_calls(text: str, name: str, arguments: tuple, results: tuple) -> bool
 
 
 def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
-    """Run each case of input and output in a process of its own."""
-    need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is no text")
+    """Run each pair of input and output in a process of its own."""
+    need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is no string")
     source = last_program(text, r"\b(?:input|stdin|open)\b")
     deadline = time.monotonic() + sandbox.CODE_SECONDS + sandbox.START_SECONDS * len(inputs)
     for given, expected in zip(inputs, outputs):

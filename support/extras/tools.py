@@ -3,8 +3,8 @@
     --tool calculator                    answers <calc>12*34</calc> with =408
     --tool my_tool.py:reply@</count>     calls reply(text) after a completion has written </count>
 
-The tool's reply is appended, and the policy continues. The reply's tokens are no actions of the
-policy: `completion_mask` excludes them."""
+The tool's reply is appended, and the policy continues. The reply's tokens are not the policy's
+actions: `completion_mask` excludes them."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Tool(NamedTuple):
 
 
 def calculate(completion: str) -> str:
-    """Return `=408` for `<calc>12*34</calc>`, or `=?` if it is no operation on short numbers."""
+    """Return `=408` for `<calc>12*34</calc>`, or `=?` if it isn't an operation on short numbers."""
     call = completion.rpartition("<calc>")[2].partition("</calc>")[0]
     is_operation = re.fullmatch("[0-9]{1,9}[-+*][0-9]{1,9}", call)
     return f"={whole_value(call)}" if is_operation else "=?"
@@ -51,26 +51,26 @@ def parse_tool(place: str) -> Tool:
 
 
 def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None:
-    """Return the first length above start at which a stop text ends, in whatever turn it began."""
+    """Return the first length > start at which a stop string ends, whatever turn it began in."""
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
-    no_token = 2**31 - 1  # no stop text is found in this padding
+    no_token = 2**31 - 1  # no stop string is found in this padding
     ends = stops(pad_sequence(beginnings, True, no_token, padding_side="left")).nonzero()
     return start + 1 + int(ends[0]) if len(ends) else None
 
 
 class Turns:
-    """Replaces rollout.generate by one with a tool: it also stops at tokens that may complete the
-    trigger text, appends the reply, and goes on."""
+    """Wraps `generate` to add a tool: it also stops at tokens that may complete the trigger text,
+    appends the reply, and goes on."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate = generate
         self.tool = tool
         self.tokenizer = tokenizer
-        self.faults: list[str] = []  # why it failed, by completion of the latest call, or ""
+        self.faults: list[str] = []  # why the tool failed on each of the last completions, or ""
         ends = tuple(tool.after[start:] for start in range(len(tool.after)))
-        self.asking = []  # tokens that contain the trigger text, or start with an end of it
+        self.asking = []  # tokens that contain the trigger text, or start with a suffix of it
         for token in range(len(tokenizer)):
             text = self.read([token])
             if tool.after in text or text.startswith(ends):
@@ -83,7 +83,7 @@ class Turns:
     def __call__(
         self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options
     ) -> Rollout:
-        """Sample completions with replies. A uniform belongs to a place: turns change no token."""
+        """Sample completions with replies. Uniforms belong to positions: turns change no token."""
         options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
         prompts = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
         uniforms = uniforms.flatten(0, 1)  # (N, T)
@@ -151,7 +151,7 @@ class Turns:
         return verdicts
 
     def measure(self, rollout: Rollout) -> dict[str, Tensor]:
-        """Return the mean number of replies in a completion."""
+        """Return the mean number of replies per completion."""
         mask, lengths = rollout.completion_mask, rollout.lengths
         places = torch.arange(mask.shape[1], device=mask.device)
         replies = (places < lengths[:, None]) & ~mask

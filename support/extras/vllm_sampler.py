@@ -5,7 +5,7 @@ import tempfile
 
 # read when vllm is imported
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine can read the trainer's tensors
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its start prints 60 lines of warnings
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it starts with 60 lines of warnings
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would bind our threads, too
 
 import torch
@@ -24,7 +24,7 @@ ON_CPU = {"kv_cache_memory_bytes": 10**9, "enable_chunked_prefill": False, "enfo
 class VllmSampler:
     """A sampler with the signature of rollout.generate."""
 
-    engine = None  # starts in the first call, which brings the model
+    engine = None  # started by the first call, which brings the model
 
     @torch.no_grad()
     def __call__(self, model, prompts, uniforms, *, eos_ids, pad_id, temperature, cache_gb, stops):
@@ -37,14 +37,14 @@ class VllmSampler:
         load_weights(self.engine, model)
         width = max(map(len, prompts)) + max_new_tokens
         room = self.engine.model_config.max_model_len  # vLLM would shorten a completion silently
-        need(width <= room, f"--cache-gb: has room for {room} of {width} tokens, with the prompt")
+        need(width <= room, f"--cache-gb: has room for {room} of {width} tokens, prompt included")
         options = {"temperature": temperature, "max_tokens": max_new_tokens}
         options |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        # without ignore_eos the end token of the model's config would count besides eos_ids
+        # without ignore_eos the end token in the model's config would count, too
         options |= {"stop_token_ids": eos_ids, "ignore_eos": True}
-        # a request for each completion: one with n=G would take the seeds s, s + 1, ..., which may
-        # be another's. A prompt is read once all the same, by the prefix cache
-        seeds = (uniforms[..., 0].flatten() * 2**24).long().tolist()  # of a float32, all its bits
+        # one request per completion: one with n=G would take the seeds s, s + 1, ..., which may be
+        # another's. Thanks to the prefix cache, each prompt is read only once all the same
+        seeds = (uniforms[..., 0].flatten() * 2**24).long().tolist()  # all bits of a float32
         params = [SamplingParams(seed=seed, **options) for seed in seeds]
         prompt_of = [prompt for prompt in prompts for _ in range(group_size)]
         asked = [{"prompt_token_ids": prompt} for prompt in prompt_of]
@@ -59,12 +59,12 @@ class VllmSampler:
 def start_engine(model, on_gpu: bool, cache_gb: float | None) -> LLM:
     """Start an engine for the model's architecture, without its weights."""
     context, options = context_of(model.config), dict(ON_GPU if on_gpu else ON_CPU)
-    # -1: what the KV cache holds. dtype "auto" would be that of config.json
+    # -1: what the KV cache holds. dtype "auto" would be the one in config.json
     options |= {"max_model_len": context if context < 2**15 else -1, "dtype": model.dtype}
     options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     options |= {"logprobs_mode": "processed_logprobs"}  # at the temperature
-    # a CPU packs weights: a tied head would keep its first ones. The trainer's head is in float32,
-    # too; on a CPU that is 18 times as slow
+    # vLLM packs weights on a CPU: a tied head would keep its first ones. The trainer's head is in
+    # float32, too; on a CPU that is 18 times as slow
     head = {"tie_word_embeddings": False, "head_dtype": "float32" if on_gpu else "model"}
     if cache_gb:
         options["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
@@ -73,18 +73,18 @@ def start_engine(model, on_gpu: bool, cache_gb: float | None) -> LLM:
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         engine = LLM(folder, hf_overrides=head, **options)
-    type(body_of(model)).do_not_compile = True  # vLLM may have wrapped this class of transformers
+    type(body_of(model)).do_not_compile = True  # vLLM may have wrapped this transformers class
     return engine
 
 
 def load_weights(engine: LLM, model) -> None:
-    """Load the model's weights into the engine, by a checkpoint's names, all in one call."""
+    """Load the model's weights into the engine, under their checkpoint names, all in one call."""
     weights = revert_weight_conversion(model, model.state_dict())
     [engine_model] = engine.apply_model(lambda own: own)
     if not hasattr(engine_model, "lm_head"):  # Gemma-2
         weights.pop("lm_head.weight", None)
     for layer in engine_model.modules() if model.device.type == "cpu" else ():
         if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
-            layer.quant_method.moe_kernel = None  # packs experts again, else reads them as packed
+            layer.quant_method.moe_kernel = None  # pack again: else they are read as if packed
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-    engine.reset_prefix_cache()  # keys and values of the old weights
+    engine.reset_prefix_cache()  # it holds keys and values of the old weights

@@ -1,9 +1,9 @@
-"""Train with every algorithm and several seeds, a process each, and print a table of the results.
+"""Train with every algorithm and several seeds, one process each, and print a table of results.
 
     python tests/bench/bench_algorithms.py --out results.jsonl --write
     python tests/bench/bench_algorithms.py --out results.jsonl --algos gspo grpo -- --lr 2e-4
 
-A run that is in --out already is not repeated, so an interrupted benchmark goes on where it
+A run already in --out is not repeated, so an interrupted benchmark picks up where it
 stopped. Delete the file when train.py has changed. --write puts the table into docs/results.md,
 between its bench markers. The flags after -- go to train.py."""
 
@@ -19,7 +19,7 @@ GOAL = 0.9  # held-out accuracy whose first step is reported
 
 
 def run(given: dict) -> tuple[dict, str]:
-    """Train with these flags. Return metrics, the accuracy before, the peak memory in MB."""
+    """Train with these flags. Return metrics, the initial accuracy and the peak memory in MB."""
     before, rows = common.train(["--eval-every", "5", *given["flags"]])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak /= 2**20 if sys.platform == "darwin" else 2**10
@@ -28,7 +28,7 @@ def run(given: dict) -> tuple[dict, str]:
 
 
 def mean(runs: list[dict], metric: str) -> float:
-    """Over steps and runs."""
+    """Mean over steps and runs."""
     return statistics.fmean(row.get(metric, 0.0) for run in runs for row in run["rows"])
 
 
@@ -47,7 +47,7 @@ def steps_to_goal(runs: list[dict]) -> str:
 
 
 def results_table(results: dict[str, list[dict]]) -> str:
-    """One row an algorithm: mean ± std over seeds, and the seed that did worst."""
+    """One row per algorithm: mean ± std over seeds, and the seed that did worst."""
     head = ["", "before", "after", "worst seed", f"first step at {GOAL:.0%}", "clip fraction"]
     lines = [[*head, "dead groups", "peak MB"]]
     for name, runs in results.items():

@@ -1,4 +1,4 @@
-"""Which architectures of transformers are sampled and scored correctly, on tiny random models.
+"""Which transformers architectures are sampled and scored correctly, on tiny random models.
 
     python tests/bench/bench_architectures.py                 # all of them, minutes
     python tests/bench/bench_architectures.py opt falcon_h1   # some
@@ -7,7 +7,7 @@
 Each row compares, in float32, the log-probs of sampled completions: those of the sampler, of each
 layout of the scorer, and of the whole model's forward pass over each sequence alone. "right" means
 that they agree to 1e-3, that gradient checkpointing changes no bit, and that trees and rows have
-the same gradients; "refused" means one sentence instead. Sequences have up to 21 tokens, more than
+the same gradients; "refused" means a one-sentence error. Sequences have up to 21 tokens, more than
 every window, chunk and original context of the tiny configurations. Encoders with a causal head are
 built as decoders. The attention is transformers' default: sdpa, where a model has it."""
 

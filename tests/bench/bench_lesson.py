@@ -1,4 +1,4 @@
-"""Measure the numbers of docs/from-ppo-to-gspo.md that no other benchmark has, on one CPU core.
+"""Measure the numbers in docs/from-ppo-to-gspo.md that no other benchmark covers, on one CPU core.
 
 python tests/bench/bench_lesson.py variance  # of one completion's gradient, by length and by weight
 python tests/bench/bench_lesson.py variants  # GSPO without its root
@@ -49,7 +49,7 @@ def trained(loss, flags: str, seed: int) -> list[dict]:
 
 
 def variants(seeds: list[int]) -> None:
-    """Print a line per variant: means over seeds of 50 steps."""
+    """Print one line per variant: means over seeds, of 50 steps each."""
     for name, loss, flags in (
         ("gspo", gspo.gspo_loss, ""),
         ("without 1 / length, the same band", rootless_loss, ""),
@@ -96,7 +96,7 @@ PROMPTS, GROUP_SIZE, MOST_TOKENS, LR = 32, 8, 80, 2e-4
 
 
 def steps_of_training(steps: int, seed: int):
-    """Train the built-in policy with GSPO's defaults on chains of 1 to 8 operations, and yield it
+    """Train the built-in policy with GSPO's defaults on chains of 1 to 8 operations. Yields it
     after the updates of each step, with the rollout, old_logprobs and advantages."""
     task = TASKS["arithmetic"]._replace(problem=lambda rng: chain_problem(rng, (1, 8)))
     folder = built_in_policy(task, "tiny")

@@ -6,7 +6,7 @@
 
 The count is the bytes of all floating-point tensors alive at a time (counting.py) while our own
 functions load, sample, score and train in bfloat16 autocast with fused attention, as on a GPU. CUDA
-itself and fragments of its allocator are not counted. ROOM is for them."""
+itself and its allocator's fragmentation are not counted; ROOM allows for them."""
 
 import json
 import subprocess

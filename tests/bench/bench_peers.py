@@ -1,4 +1,4 @@
-"""Time our train.py beside TRL's GRPOTrainer on a CPU. Same policy, data, rewards, settings.
+"""Time our train.py against TRL's GRPOTrainer on a CPU: same policy, data, rewards, settings.
 
 TRL lives in an environment of its own, whose Python is an argument:
 
@@ -8,15 +8,15 @@ TRL lives in an environment of its own, whose Python is an argument:
         --reward math_lenient --prompts-per-step 16 --max-new-tokens 12 --lr 1e-5 --steps 4 \
         --turns 1
 
-All train with GSPO: ratios of completions, the same band, the mean over completions, no KL. AdamW
-has no decay and a constant learning rate, in float32, with as many updates a rollout. TRL is set as
-a careful user would: one rollout for all of its updates, no gradient checkpointing, no bf16, no
-logging. trl-defaults sets of the objective importance_sampling_level="sequence" alone, and has one
-update a rollout. trl-wide is that with as many updates as the others.
+All train with GSPO: one ratio per completion, the same band, a mean over completions, no KL; AdamW
+without weight decay, constant learning rate, float32, equally many updates per rollout. TRL is set
+up as a careful user would: one rollout for all of its updates, no gradient checkpointing, no bf16,
+no logging. trl-defaults sets only importance_sampling_level="sequence" in the objective, with one
+update per rollout; trl-wide is the same with as many updates as the others.
 
-Contestants take turns, and who goes first changes. Each prints a line after a step: time is
-taken when the line arrives, and starts when the model is loaded. The built-in policy, trained,
-answers the same held-out problems greedily, sampled by our train.py."""
+Contestants take turns, and the order changes. Each prints a line after every step: the clock starts
+when the model is loaded and is read when the line arrives. Then the trained built-in policy answers
+the same held-out problems greedily, sampled by our train.py."""
 
 import collections
 import itertools
@@ -50,7 +50,7 @@ BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
 def prepare(given, folder: Path) -> dict:
-    """Return the settings of all contestants. Write the prompts, where they are the task's."""
+    """Return the settings of all contestants. Write the prompts if they are the task's."""
     settings = vars(given) | BATCH | {"held_out": None}
     if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
@@ -101,7 +101,7 @@ def completions_per_update(settings: dict) -> int:
 
 
 def train_command(settings: dict, folder: Path, **flags) -> list[str]:
-    """Our train.py with these settings. The flags come last, so they count."""
+    """Our train.py with these settings. The flags come last, so they win."""
     given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
     given |= {"completions_per_update": completions_per_update(settings), "save_every": 0}
     # one prompt: no time goes to evaluation
@@ -128,7 +128,7 @@ def held_out_accuracy(settings: dict, folder: Path) -> float:
 
 
 def trl_worker(folder: Path, settings: dict) -> None:
-    """Train with GRPOTrainer as the settings say, into a folder like that of a run of ours."""
+    """Train with GRPOTrainer as the settings say, into a folder like that of one of our runs."""
     import datasets
     import torch
     import trl
@@ -157,7 +157,7 @@ def trl_worker(folder: Path, settings: dict) -> None:
 
 
 class Watch(transformers.TrainerCallback):
-    """Write a row of metrics after each rollout of TRL's, with the names of train.py."""
+    """Write a row of metrics after each of TRL's rollouts, under train.py's names."""
 
     def __init__(self, settings: dict, folder: Path):
         self.settings, self.path = settings, folder / "metrics.jsonl"
@@ -167,7 +167,7 @@ class Watch(transformers.TrainerCallback):
         self.seconds, self.rewards = collections.Counter(), []  # of the rollout under way
 
     def time(self, trainer, name: str, phase: str) -> None:
-        """Add the seconds of a method of the trainer to a phase from now on."""
+        """From now on, add the seconds that a trainer method takes to a phase."""
         method = getattr(trainer, name)
 
         def timed(*arguments, **named):
@@ -259,7 +259,7 @@ def reached(result: dict) -> dict:
 
 
 def table(turns: list[dict]) -> str:
-    """Return medians over the turns as Markdown, and in brackets that of their ratios to ours."""
+    """Return medians over the turns as Markdown, and in brackets the median ratio to ours."""
     measures = {
         "seconds a step": lambda r: mean(r, "seconds"),
         "– sampling": lambda r: mean(r, "seconds_sample"),

@@ -29,7 +29,7 @@ def long_tailed(rows, longest):
 
 
 def in_turns(contestants):
-    """Return the seconds of each turn, {name: (TURNS,)}, after one to warm up."""
+    """Return the seconds of each turn, {name: (TURNS,)}, after a warm-up turn."""
     times = {name: [] for name in contestants}
     for _ in range(1 + TURNS):
         for name, work in contestants.items():

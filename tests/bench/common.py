@@ -1,4 +1,4 @@
-"""Used by several benchmarks. To import it puts the project on the path: import it first."""
+"""Used by several benchmarks. Importing it puts the project on the path, so import it first."""
 
 import argparse
 import contextlib
@@ -21,7 +21,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def read_rows(path: Path | str) -> list[dict]:
-    """Return the rows of a JSONL file, none where there is no file."""
+    """Return the rows of a JSONL file, or none if there is no file."""
     path = Path(path)
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -32,8 +32,8 @@ def add_row(path: Path | str, row: dict) -> None:
 
 
 def train(flags: list[str]) -> tuple[float, list[dict]]:
-    """Run train.py silently to its end, with one thread. Return the held-out share solved before,
-    and the metrics."""
+    """Run train.py silently to its end, with one thread. Return the held-out share solved before
+    training, and the metrics."""
     import torch
 
     import train  # as the benchmark has changed it
@@ -59,11 +59,11 @@ def attempt(call: tuple) -> tuple[dict, dict | None, str]:
 
 
 def run_missing(work, wanted: list[dict], out: Path, jobs: int, start: str = "fork") -> None:
-    """Append a row to a file for each of these that it does not have yet: one | work(one). The
-    work returns its numbers, and words about them.
+    """Append the row one | work(one) to a file for each of these that it does not have yet. work
+    returns numbers, and words about them.
 
-    Each has a process of its own. A fork need not import torch again. One of start="spawn" has the
-    memory of a program that a person starts."""
+    Each runs in a process of its own. A fork need not import torch again; with start="spawn" a
+    process takes as much memory as one started by hand."""
     out.parent.mkdir(parents=True, exist_ok=True)
     done, failed = read_rows(out), 0
     left = [one for one in wanted if not any(one.items() <= row.items() for row in done)]
@@ -76,13 +76,13 @@ def run_missing(work, wanted: list[dict], out: Path, jobs: int, start: str = "fo
             else:
                 add_row(out, given | numbers)
         pool.close()
-        pool.join()  # without it the last one is stopped by a signal, which train.py answers
+        pool.join()  # otherwise a signal stops the last one, and train.py answers it
     if failed:
         sys.exit(f"{failed} runs failed")
 
 
 def markdown(*lines: list[str]) -> str:
-    """Return a table. The first line is its head."""
+    """Return a Markdown table. The first line is its header."""
     drawn = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in drawn)
 

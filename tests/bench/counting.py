@@ -20,7 +20,7 @@ def tensors(values) -> list[Tensor]:
 class Counting(TorchDispatchMode):
     """A context in which new floating-point tensors have no data.
 
-    bytes_now, bytes_peak: of the tensors alive, each storage once. Integers don't count: they are
+    bytes_now, bytes_peak: of the tensors alive, each storage once. Integers don't count: there are
     thousands of times fewer."""
 
     def __init__(self):

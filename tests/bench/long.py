@@ -1,9 +1,9 @@
-"""Runs the experiment on learning rates, a process a run, and prints its tables.
+"""Runs the experiment on learning rates, one process per run, and prints its tables.
 
     python tests/bench/long.py                     # every missing run
     python tests/bench/long.py --table --write     # the tables, and no run
 
-A finished run is a line of --out, so the command can be stopped at any time and given again. Delete
+A finished run is a line in --out, so the command can be stopped and rerun at any time. Delete
 lines to repeat runs. docs/runs/rates/ has the plan and the results."""
 
 import collections
@@ -17,10 +17,10 @@ import train  # noqa: F401  # each fork then has it
 from common import markdown, read_rows
 from support import pretrain, tasks
 
-OPERATIONS = (12, 15)  # of a chain, fewest and most: a mean answer has 80 tokens
+OPERATIONS = (12, 15)  # in a chain, fewest and most: answers have 80 tokens on average
 WARM_STARTS = 5  # a seed of runs uses warm start seed % 5: other demonstrations, other weights
 SEEDS = tuple(range(100, 110))  # in this order each warm start is used once, then once more
-FLAGS = (  # 256 completions of a step make 16 updates. No warm-up, as for a policy named tiny
+FLAGS = (  # 256 completions per step make 16 updates. No warm-up, as for a policy named tiny
     "--task chains --steps 16 --completions-per-update 16 --warmup-steps 0 "
     "--eval-every 4 --eval-prompts 256 --eval-samples 0 --save-every 0"
 )
@@ -95,13 +95,13 @@ T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean, and the half width of its 95% interval."""
+    """Return the mean and the half-width of its 95% interval."""
     mean, count = statistics.fmean(values), len(values)
     return mean, T_QUANTILES[count - 2] * statistics.stdev(values) / math.sqrt(count)
 
 
 def permutation_p(differences: list[float]) -> float:
-    """Return the exact two-sided p: the share of choices of signs whose sum is as far from 0."""
+    """Return the exact two-sided p: the share of sign flips whose sum is at least as far from 0."""
     seen = abs(sum(differences))
     signs = itertools.product((1, -1), repeat=len(differences))
     sums = [abs(sum(sign * each for sign, each in zip(some, differences))) for some in signs]
@@ -109,8 +109,8 @@ def permutation_p(differences: list[float]) -> float:
 
 
 def holm(ps: list[float]) -> list[float]:
-    """Return corrected p values: the smallest times their number, the next times one less, and so
-    on, none below the one before it."""
+    """Return Holm-corrected p values: the smallest times their number, the next times one less, and
+    so on, none below the one before it."""
     corrected, highest = list(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
         highest = max(highest, min(1.0, (len(ps) - rank) * ps[i]))
@@ -121,7 +121,7 @@ def holm(ps: list[float]) -> list[float]:
 def largest_rate(gains: dict[float, float]) -> float:
     """Return the largest rate with a gain above 0, interpolated in the logarithm of the rate.
 
-    gains: rate -> outcome minus start. Without any gain it is the smallest rate."""
+    gains: rate -> outcome minus start. Without any gain, returns the smallest rate."""
     rates = sorted(gains)
     rate = max((lr for lr in rates if gains[lr] > 0), default=rates[0])
     higher = next((lr for lr in rates if lr > rate), None)
@@ -211,8 +211,8 @@ def spread(values: list[float]) -> str:
 
 
 def cells(runs: Runs, said=None) -> str:
-    """Return the outcomes by row and rate: mean over seeds and its 95% interval. It is in italics
-    where the row breaks: on average it ends below its start."""
+    """Return the outcomes by row and rate: mean over seeds and its 95% interval. In italics
+    where the row breaks, that is, ends below its start on average."""
     rates = values_of(runs, "lr")
     lines = [["", *map(short, rates)]]
     for row in values_of(runs, "row"):
@@ -226,8 +226,8 @@ def cells(runs: Runs, said=None) -> str:
 
 
 def numbers(runs: Runs) -> str:
-    """Return the numbers of each row: mean over seeds and its 95% interval. Of the largest rate it
-    is the geometric mean."""
+    """Return the numbers of each row: mean over seeds and its 95% interval. For the largest
+    rate, the geometric mean."""
     means, largest, best = primary(runs).values()
     lines = [["", "mean over the rates", "largest rate", "at its own best rate", "which is"]]
     for row in means:
@@ -241,7 +241,7 @@ def numbers(runs: Runs) -> str:
 
 
 def by_warm_start(gaps: dict[int, float]) -> str:
-    """Return the mean difference of each warm start."""
+    """Return the mean difference for each warm start."""
     found = [[gaps[seed] for seed in gaps if seed % WARM_STARTS == i] for i in range(WARM_STARTS)]
     return ", ".join(f"{statistics.fmean(some):+.1f}" for some in found)
 

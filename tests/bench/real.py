@@ -1,9 +1,9 @@
-"""Trains a pretrained model on sums, with room for its answers, and counts what is cut off.
+"""Trains a pretrained model on sums, with room for its answers, and counts those cut off.
 
     python tests/bench/real.py --model FOLDER --out real.jsonl                  # every missing run
     python tests/bench/real.py --model FOLDER --out real.jsonl --parts coin     # of this part alone
 
-192 of 695 questions are held out, the same ones for every seed. A finished run is a line of --out.
+192 of 695 questions are held out, the same ones for every seed. A finished run is a line in --out.
 docs/results.md, "The real model", has the results."""
 
 import functools
@@ -52,7 +52,7 @@ PARTS = {
 
 
 def write_questions(folder: Path) -> None:
-    """Write 695 different sums, differences and products of small numbers, a part held out."""
+    """Write 695 different sums, differences and products of small numbers, some held out."""
     rng = random.Random(3)
     rows = [(f"{a} + {b}", a + b) for a in range(2, 21) for b in range(2, 21)]
     rows += [(f"{a} * {b}", a * b) for a in range(2, 13) for b in range(2, 13)]
@@ -67,8 +67,8 @@ def write_questions(folder: Path) -> None:
 
 
 def shares(rollout, verdicts: list) -> dict:
-    """Return the share of greedy answers that is right, the share that is cut off, the share that
-    is right of those that are not, and the mean length."""
+    """Return the share of greedy answers that are right, the share that are cut off, the share of
+    the others that are right, and the mean length."""
     right = [mathematics.math_lenient(each.completion, each.row["answer"]) for each in verdicts]
     right, cut = torch.tensor(right).float(), rollout.truncated
     return {

@@ -5,7 +5,7 @@
     python tests/bench/rounding.py tiny                               # runs of the built-in policy
     python tests/bench/rounding.py vllm --model FOLDER --data FOLDER --seeds 0 --old sampler
 
-Finished rows are appended to docs/runs/rounding/, so a command can be stopped and given again. The
+Finished rows are appended to docs/runs/rounding/, so a command can be stopped and rerun. The
 plan is docs/runs/rounding/PLAN.md."""
 
 import collections
@@ -110,7 +110,7 @@ def windows(log_ratio: torch.Tensor) -> dict[int, list[float]]:
 
 
 def load(folder: str, weights: str):
-    """`rounded`: to bfloat16 numbers, as those of released models are. `stored`: as they come."""
+    """`rounded`: to bfloat16 numbers, as in released models. `stored`: as they come."""
     model = models.load_model(folder, "cpu")
     if weights == "rounded":
         for parameter in model.parameters():
@@ -146,7 +146,7 @@ def moves(given) -> None:
 
 
 def measure_updates(model, lr: float, measured, trained: list, advantages) -> Iterator[dict]:
-    """Update on a micro-batch of `trained` after the other. Yield what the measured rows do."""
+    """Update on one micro-batch of `trained` after another. Yield what the measured rows do."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
     with torch.no_grad():
         before = {name: logprobs_in(model, [measured], name) for name in DTYPES}
@@ -280,7 +280,7 @@ def rounded_copy(source: str, folder: str) -> str:
 
 
 def runs(given) -> None:
-    """Rows of tiny.jsonl, real.jsonl or vllm.jsonl, all cells of a seed before the next seed."""
+    """Rows of tiny.jsonl, real.jsonl or vllm.jsonl, all cells of one seed before the next."""
     out, flags = FOLDER / f"{given.part}.jsonl", TINY
     cells = [one for one in CELLS[given.part] if one[0] in given.rows and one[2] in given.old]
     key = {}

@@ -20,7 +20,7 @@ def ranged(values: list[float], form: str) -> str:
 
 
 def stopped(log_s: list[float], band: tuple[float, float]) -> list[bool]:
-    """Whether the clip removes a completion's gradient, with A > 0 for every other of the four
+    """Whether the clip removes a completion's gradient, with A > 0 for every second one of the four
     completions of 200 tokens, and for all windows of it."""
     windows, (low, high) = len(log_s) // 4, band
     positive = [i // windows % 2 == 0 for i in range(len(log_s))]
@@ -43,7 +43,7 @@ def sizes(pairs: list[tuple]) -> str:
 
 
 def decisions(pairs: list[tuple]) -> str:
-    """Percent of decisions that differ from float32's, a band after the other."""
+    """Percent of decisions that differ from float32's, band by band."""
     found = []
     for band in BANDS.values():
         both = [[stopped(log_s, band) for log_s in pair] for pair in pairs]
@@ -53,7 +53,7 @@ def decisions(pairs: list[tuple]) -> str:
 
 
 def stops(pairs: list[tuple]) -> str:
-    """Percent that are stopped, in float32 and in the other dtype, a band after the other."""
+    """Percent that are stopped, in float32 and in the other dtype, band by band."""
     found = []
     for band in BANDS.values():
         true, said = (100 * fmean(fmean(stopped(x, band)) for x in each) for each in zip(*pairs))
