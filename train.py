@@ -147,7 +147,7 @@ class Config:
     save_every: int = flag(10, "steps between checkpoints, 0: only after the last", low=0)
     track: str | None = flag(None, "also send metrics to this tracker", choices=TRACKERS)
     device: str = flag(DEVICE, "device for all models", choices=("cuda", "cpu", "mps"))
-    dtype: str | None = flag(None, "for forward passes, default: bfloat16 on CUDA", choices=DTYPES)
+    dtype: str | None = flag(None, "default: bfloat16 on CUDA if the clip is wide", choices=DTYPES)
 
 
 class Batch(typing.NamedTuple):

@@ -95,11 +95,20 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
     return model.to(device).eval()
 
 
-def default_dtype(device: str) -> str:
+def clip_is_narrow(config) -> bool:
+    """Whether bfloat16's rounding can decide what the clip stops (docs/rounding.md). With a single
+    update every ratio is exactly 1."""
+    if config.clip_low is None or config.clip_low >= 5e-3:
+        return False
+    completions = config.prompts_per_step * config.group_size * config.epochs
+    return completions > config.completions_per_update
+
+
+def default_dtype(config) -> str:
     """The default of --dtype. Older GPUs only emulate bfloat16, without fused attention."""
-    on_gpu = device == "cuda" and torch.cuda.is_available()  # a missing GPU is refused later
+    on_gpu = config.device == "cuda" and torch.cuda.is_available()  # else it is refused later
     native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if native else "float32"
+    return "bfloat16" if native and not clip_is_narrow(config) else "float32"
 
 
 def configure_torch() -> None:
@@ -192,10 +201,7 @@ class Models:
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # for a mixture of experts: extras.experts.Experts
         dtype = getattr(torch, config.dtype)
-        completions = config.prompts_per_step * config.group_size
-        several_updates = config.completions_per_update < completions
-        narrow = config.clip_low is not None and config.clip_low < 5e-3
-        if dtype == torch.bfloat16 and several_updates and narrow:
+        if config.dtype == "bfloat16" and clip_is_narrow(config):
             found = f"bfloat16's rounding can exceed --clip-low {config.clip_low:g}"
             say(f"warning: {found}: below --lr 1e-4 use --dtype float32, see docs/rounding.md")
         # 1. copies, before any adapters are added

@@ -15,7 +15,6 @@ from bench_memory import SHAPES
 from counting import Counting
 from rollout import check_scorer
 from support.errors import UserError
-from support.flags import default_dtype
 from support.models import (
     body_of,
     context_of,
@@ -188,7 +187,10 @@ def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, mo
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert default_dtype("cuda") == expected and default_dtype("cpu") == "float32"
     of_anything = ["--device", "cuda", "--model", "elsewhere", "--task", "sums"]
-    assert train.parse_flags(of_anything).dtype == expected
-    assert train.parse_flags(["--device", "cuda"]).dtype == "float32"
+    one_update = ["--completions-per-update", "256"]
+    for flags in (["--algo", "grpo"], one_update, ["--clip-low", "0.2"]):
+        assert train.parse_flags(of_anything + flags).dtype == expected
+    for flags in ([], ["--algo", "luspo"], [*one_update, "--epochs", "2"]):  # docs/rounding.md
+        assert train.parse_flags(of_anything + flags).dtype == "float32"
+    assert train.parse_flags(["--device", "cuda", "--algo", "grpo"]).dtype == "float32"

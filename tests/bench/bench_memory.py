@@ -5,7 +5,7 @@
     python tests/bench/bench_memory.py --measure 0.6B    # train that shape on a GPU
 
 The count is the bytes of all floating-point tensors alive at a time (counting.py) while our own
-functions load, sample, score and train in bfloat16 autocast with fused attention, as on a GPU. CUDA
+functions load, sample, score and train with fused attention, as on a GPU. CUDA
 itself and its allocator's fragmentation are not counted; ROOM allows for them."""
 
 import json
@@ -55,7 +55,7 @@ class Memory(NamedTuple):
     weights: int  # policy and sampler
     moments: int  # AdamW's
     gradients: int
-    loading: int  # a float32 policy, its sampler in bfloat16, then adapters
+    loading: int  # a float32 policy, its sampler's copy, then adapters
     refreshing: int
     sampling: int
     updating: int  # a later micro-batch: gradients and moments exist
@@ -65,7 +65,9 @@ class Memory(NamedTuple):
         return max(self.loading, self.refreshing, self.sampling, self.updating)
 
 
-def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Memory:
+def count_memory(
+    shape: dict, rank: int = 0, checkpointing: bool = False, dtype: str = "bfloat16"
+) -> Memory:
     """Peak memory of each phase of a run. rank: of adapters, 0 to train all weights."""
     config = SimpleNamespace(
         clip_low=None,
@@ -74,7 +76,7 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
         group_size=1,
         seed=0,
         device="cpu",
-        dtype="bfloat16",
+        dtype=dtype,
         lr=0.0,
         kl_coef=0.0,
         teacher="",
@@ -89,8 +91,8 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
         optimizer, weights = make_optimizer(config, models), counting.bytes_now
         refreshing = counting.peak_of(lambda: refresh(sampler, policy))
         completions = full_micro_batch()
-        accumulate(policy, completions)
-        updating = counting.peak_of(lambda: accumulate(policy, completions))
+        accumulate(policy, completions, dtype)
+        updating = counting.peak_of(lambda: accumulate(policy, completions, dtype))
 
         before = counting.bytes_now
         optimizer.step()
@@ -108,11 +110,12 @@ def count_memory(shape: dict, rank: int = 0, checkpointing: bool = False) -> Mem
         )
 
 
-def count_deep(shape: dict, rank: int) -> Memory:
+def count_deep(shape: dict, rank: int, dtype: str = "bfloat16") -> Memory:
     """count_memory, extrapolated from two shallow models in seconds: all layers are alike. Within
     0.1 GB of the full count for the 0.6B model. Not valid with gradient checkpointing, where a deep
     model peaks at another moment."""
-    few, many = (count_memory(shape | {"num_hidden_layers": layers}, rank) for layers in (4, 6))
+    shallow = [shape | {"num_hidden_layers": layers} for layers in (4, 6)]
+    few, many = (count_memory(each, rank, dtype=dtype) for each in shallow)
     more = (shape["num_hidden_layers"] - 4) / 2
     return Memory(*(four + more * (six - four) for four, six in zip(few, many)))
 
@@ -126,9 +129,9 @@ def full_micro_batch() -> rollout.Rollout:
     return rollout.Rollout.of(prompts, tokens, zeros, lengths, lengths > 0, pad_id=0)
 
 
-def accumulate(policy, completions: rollout.Rollout) -> None:
+def accumulate(policy, completions: rollout.Rollout, dtype: str) -> None:
     """Accumulate the gradient of GSPO's loss."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         logprobs, _ = rollout.completion_logprobs(policy, completions, 1.0, entropy="value")
     mask, advantages = completions.completion_mask, torch.zeros(len(logprobs))
     loss, _ = gspo.gspo_loss(logprobs, completions.sampler_logprobs, advantages, mask)
@@ -140,7 +143,8 @@ def sample(sampler) -> None:
     are all 0, which is no end token."""
     config, new = sampler.config, 4
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    many = max(1, int(CACHE_GB * GB / (2 * numbers * (PROMPT + LONGEST))))
+    size = sampler.dtype.itemsize * numbers * (PROMPT + LONGEST)
+    many = max(1, int(CACHE_GB * GB / size))
     rest = [2] * (PROMPT + LONGEST - new - 2)
     prompts = [[2 + i % 8, 2 + i // 8, *rest] for i in range(many)]
     uniforms = torch.zeros(many, 1, new)
@@ -156,19 +160,20 @@ HEAD += ["a reference (KL) adds", "a critic (PPO) adds", *[f"{card} GB" for card
 def memory_table(names: list[str]) -> str:
     """A Markdown table in GB, and on which cards a run fits, with which flag."""
     lines = [HEAD]
-    for name in names:
+    for name, dtype in [("0.6B", "float32"), *((name, "bfloat16") for name in names)]:
         for trained, rank in (("all", 0), ("LoRA", LORA_RANK)):
-            memory = count_deep(SHAPES[name], rank)
-            less = count_memory(SHAPES[name], rank, checkpointing=True)
+            memory = count_deep(SHAPES[name], rank, dtype)
+            less = count_memory(SHAPES[name], rank, checkpointing=True, dtype=dtype)
             numbers = [*memory[1:], less.updating]
-            # a frozen bfloat16 copy, and float32 weights, gradients and AdamW's moments
-            numbers += [2 * memory.parameters, 16 * memory.parameters]
+            # a frozen copy, and float32 weights, gradients and AdamW's moments
+            size = getattr(torch, dtype).itemsize
+            numbers += [size * memory.parameters, 16 * memory.parameters]
             cells = [f"{number / GB:.1f}" for number in numbers]
             for card in CARDS:
                 ways = ((memory, "yes"), (less, f"with `{LESS}`"))
                 room = (card - ROOM) * GB
                 cells.append(next((way for each, way in ways if each.peak <= room), "no"))
-            lines.append([f"Qwen3-{name}", trained, *cells])
+            lines.append([f"Qwen3-{name}, {dtype}", trained, *cells])
     return common.markdown(*lines)
 
 
@@ -195,7 +200,7 @@ def measure(name: str) -> dict:
         command = [sys.executable, str(common.ROOT / "train.py"), *flags.split()]
         subprocess.run(command, check=True)
         row = common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
-    return row | {"counted_gb": count_deep(SHAPES[name], 0).peak / GB}
+    return row | {"counted_gb": count_deep(SHAPES[name], 0, "float32").peak / GB}
 
 
 def main() -> None:
