@@ -256,7 +256,7 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (config(lr="fast"), "--lr fast: expected float"),
     (config(epochs=None), "--epochs None: expected int"),
     (config(overlong_filter=1), "--overlong-filter 1: expected bool"),
-    (config(stop=[1]), "--stop [1]: expected texts"),
+    (config(stop=[1]), "--stop [1]: expected non-empty strings"),
     (config(completions_per_update=7), "--completions-per-update 7"),
     (config(lr_schedule="linear"), "--steps: a resumed run keeps its own, 1"),
     (lambda run: shutil.rmtree(run / "checkpoints"), "run/checkpoints has no checkpoint"),
@@ -303,7 +303,7 @@ def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
         said = resumed(tmp_path, f"--steps {steps} {change.removeprefix('rows')}").out
         start = metrics(tmp_path / "run", "starts")[-1]
         assert ("eval_solved" in start or "eval_reward" in start) == bool(change)
-        assert ("so the first is repeated" in said) == bool(change)
+        assert ("first evaluation is repeated" in said) == bool(change)
         warning = "warning: --data rows.jsonl has 16 rows .*until now it had 15 rows"
         assert len(re.findall(warning, said)) == (change == "rows")
 
