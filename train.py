@@ -167,7 +167,7 @@ def train(run: "Run", output: Output) -> None:
     config, algorithm, models, ranks = run.config, run.algorithm, run.models, run.ranks
     policy, optimizer, progress, log = models.policy, run.optimizer, run.progress, run.log
     entropy_mode = "gradient" if config.entropy_coef > 0 else "value"
-    # the KL and entropy terms have a gradient even where the advantage is 0
+    # the KL and entropy terms have a gradient even where the advantage is 0, as yours may
     skip_dead_groups = algorithm.skip_dead_groups and not (config.kl_coef or config.entropy_coef)
     stop = StopSignal()
     for step in range(progress.step + 1, config.steps + 1):
@@ -236,28 +236,28 @@ def train(run: "Run", output: Output) -> None:
             group["lr"] = group["initial_lr"] * lr_factor(config, step)
         counted = mask if algorithm.per == "token" else mask.any(1)  # what the loss averages over
         new_logprobs = torch.zeros_like(old_logprobs)  # from each row's latest forward pass
-        # from the first update with active rows, before anything has moved
+        # from the first update with active rows; earlier ones only move the policy by momentum
         first_logprobs, first_rows = torch.zeros_like(old_logprobs), []
         update_metrics, bad_updates = [], 0
         for rows, active_rows, parts in updates * config.epochs:
-            # dead groups count in the mean of the loss, but not in the means of the metrics
+            # the loss may be a sum / 64, dead groups included, and a metric one of active rows / 40
             denom = counted[rows].sum()
             metric_scale = denom / counted[active_rows].sum()
             totals = collections.Counter()
             optimizer.zero_grad()
             for part in parts:
-                own = part.rows
+                at = part.rows  # where the micro-batch is in the batch
                 logprobs, entropy = logprobs_of(run, policy, part, entropy_mode)
-                others = {name: inputs[name][own] for name in algorithm.loss_reads}
+                others = {name: inputs[name][at] for name in algorithm.loss_reads}
                 loss, metrics = algorithm.loss(
-                    logprobs, old_logprobs[own], advantages[own], mask[own], denom, **others
+                    logprobs, old_logprobs[at], advantages[at], mask[at], denom, **others
                 )
-                mean_entropy = gspo.masked_mean(entropy, mask[own], algorithm.per, denom)
+                mean_entropy = gspo.masked_mean(entropy, mask[at], algorithm.per, denom)
                 loss = loss - config.entropy_coef * mean_entropy
                 metrics["entropy"] = mean_entropy.detach()
                 if models.ref_policy:
                     kl, kl_metrics = gspo.kl_penalty(
-                        logprobs, ref_logprobs[own], mask[own], denom, algorithm.per
+                        logprobs, ref_logprobs[at], mask[at], denom, algorithm.per
                     )
                     metrics |= kl_metrics
                     if algorithm.kl_in == "loss":
@@ -265,12 +265,12 @@ def train(run: "Run", output: Output) -> None:
                 if models.critic:
                     new_values = critic_values(run, part)
                     critic_loss, critic_metrics = algorithm.value_loss(
-                        new_values, values[own], returns[own], mask[own], denom
+                        new_values, values[at], returns[at], mask[at], denom
                     )
                     loss = loss + critic_loss
                     metrics |= critic_metrics
                 loss.backward()
-                new_logprobs[own] = logprobs.detach()
+                new_logprobs[at] = logprobs.detach()
                 totals["loss"] += float(loss.detach())
                 for name, value in metrics.items():
                     totals[name] += float(value * metric_scale)
