@@ -144,13 +144,9 @@ class PromptFormat:
     def __init__(
         self, tokenizer, flags, vocabulary=math.inf, context=math.inf, began: float | None = None
     ):
-        """
-        flags: system, prompt_template, chat_template_args and max_new_tokens
-        vocabulary: size of the model's embedding
-        context: longest sequence the model reads, prompt and completion
-        began: when the run began (default: now). Templates may write the date, and a run resumed on
-            another day must not train on different prompts
-        """
+        """vocabulary: size of the model's embedding. context: longest sequence that it reads, with
+        the completion. began: when the run began (default: now). Templates may write the date, and
+        a run resumed on another day must not train on different prompts."""
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self.context = context

@@ -71,7 +71,6 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
     if tensors["teacher_logprobs"] is not None and mask.any():
         old, teacher = tensors["old_logprobs"][mask], tensors["teacher_logprobs"][mask]
         row["teacher_kl"] = (old - teacher).mean()  # k1
-        row["teacher_unlikely"] = (teacher < math.log(1e-3)).float().mean()
     return row
 
 

@@ -98,10 +98,9 @@ def load_model(source, device: str, dtype: torch.dtype = torch.float32, flag: st
 def clip_is_narrow(config) -> bool:
     """Whether bfloat16's rounding can decide what the clip stops (docs/rounding.md). With a single
     update every ratio is exactly 1."""
-    if config.clip_low is None or config.clip_low >= 5e-3:
-        return False
     completions = config.prompts_per_step * config.group_size * config.epochs
-    return completions > config.completions_per_update
+    several_updates = completions > config.completions_per_update
+    return several_updates and config.clip_low is not None and config.clip_low < 5e-3
 
 
 def default_dtype(config) -> str:

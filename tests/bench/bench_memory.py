@@ -72,6 +72,7 @@ def count_memory(
     config = SimpleNamespace(
         clip_low=None,
         completions_per_update=1,
+        epochs=1,
         prompts_per_step=1,
         group_size=1,
         seed=0,
