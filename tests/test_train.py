@@ -649,10 +649,7 @@ def test_gspo_solves_the_built_in_task(tmp_path, monkeypatch):
 # ---- on-policy distillation
 
 
-def test_a_teacher_is_approached_and_its_unlikely_tokens_are_counted(seen, tmp_path):
+def test_a_teacher_is_approached(tmp_path):
     flags = f"{BASE} --algo opd --teacher models/moe --reward-coef 0 --steps 4 --lr 5e-3"
     rows = metrics(good(tmp_path, flags).folder)
     assert rows[-1]["teacher_kl"] < 0.8 * rows[0]["teacher_kl"]
-    for row, step in zip(rows, seen.steps, strict=True):
-        unlikely = (step.tensors.teacher_logprobs[step.batch.mask].exp() < 1e-3).float().mean()
-        assert row["teacher_unlikely"] == pytest.approx(float(unlikely))
