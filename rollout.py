@@ -158,8 +158,8 @@ def generate(
     the same completions, up to rounding, whatever cache_gb (memory for KV caches, in GB) is.
     Temperature 0 is greedy. stops ends completions at stop strings, see `StopTexts`.
 
-    Samples that agree so far share a row of the KV cache. Example: the third token of three samples
-    of "a b" and three of "c", where sample 5 ends:
+    Samples that agree so far share a row of the KV cache. Example: the second token
+    of three samples of "a b" and three of "c", where sample 5 ends:
 
         sample         0      1      2      3      4      5
         tokens so far  a b x  a b x  a b y  c x    c x    c x
@@ -368,7 +368,7 @@ def token_logprobs(model, hidden, targets, temperature: float, entropy: str) -> 
 
     def chunk(hidden, targets):
         logits = logits_of(model, hidden)
-        if temperature != 1:  # save a copy
+        if temperature != 1:  # skip a copy
             logits = logits / temperature
         logp = logits.log_softmax(-1)
         logprobs = logp.gather(1, targets[:, None])[:, 0]
@@ -421,7 +421,7 @@ def micro_batches(
 
 
 def micro_batch_of_trees(rollout: Rollout, rows: Tensor, trees: list) -> MicroBatch:
-    """The micro-batch of trees of sequences, where sequence i is that of row rows[i]."""
+    """A micro-batch of trees of sequences; sequence i belongs to row rows[i]."""
     rows = rows[sorted(sequence.number for tree in trees for sequence in tree)]
     return MicroBatch(rows, rollout.select(rows), join(trees, rollout.tokens.device))
 

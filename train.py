@@ -167,7 +167,7 @@ def train(run: "Run", output: Output) -> None:
     config, algorithm, models, ranks = run.config, run.algorithm, run.models, run.ranks
     policy, optimizer, progress, log = models.policy, run.optimizer, run.progress, run.log
     entropy_mode = "gradient" if config.entropy_coef > 0 else "value"
-    # the KL and entropy terms have a gradient even where the advantage is 0, as yours may
+    # KL, entropy and perhaps your own terms have a gradient even where the advantage is 0
     skip_dead_groups = algorithm.skip_dead_groups and not (config.kl_coef or config.entropy_coef)
     stop = StopSignal()
     for step in range(progress.step + 1, config.steps + 1):
@@ -240,7 +240,7 @@ def train(run: "Run", output: Output) -> None:
         first_logprobs, first_rows = torch.zeros_like(old_logprobs), []
         update_metrics, bad_updates = [], 0
         for rows, active_rows, parts in updates * config.epochs:
-            # the loss may be a sum / 64, dead groups included, and a metric one of active rows / 40
+            # with 40 of 64 rows active, say, the loss is divided by 64, but the metrics by 40
             denom = counted[rows].sum()
             metric_scale = denom / counted[active_rows].sum()
             totals = collections.Counter()

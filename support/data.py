@@ -57,7 +57,9 @@ def read_row(line: bytes, field: str) -> dict:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
     need("tokens" not in row, "field tokens: rename it; to rewards it is the completion's length")
-    need(row["answer"] is not None, "field answer: found null, expected a text, number or object")
+    need(
+        row["answer"] is not None, "field answer: found null, expected text, a number or an object"
+    )
     with expecting("field answer: expected finite numbers"):
         json.dumps(row["answer"], allow_nan=False)  # Python's parser takes NaN, at any depth
     text = row[field]
@@ -172,7 +174,7 @@ class PromptFormat:
         else:
             if self.template != "{prompt}":
                 raise UserError(f"--prompt-template: expected texts; {shown} is a list of messages")
-            need(tokenizer.chat_template, f"{shown} is a list of messages, with no chat template")
+            need(tokenizer.chat_template, f"{shown}: a list of messages needs a chat template")
         if tokenizer.chat_template:
             chat = messages_of(prompt)
             if self.system is not None:  # an empty one replaces the template's default

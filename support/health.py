@@ -52,7 +52,7 @@ def warnings_of(run, row: dict) -> dict[str, str]:
         why = "lower --lr? In your own loss, is `per` the unit of its mean?"
         sentences["ratio"] = f"the mean ratio is {ratio:.3g}, expected near 1: {why}"
     if run.progress.quiet_steps == 10:
-        why = "all rewards are equal (another --reward? other prompts? larger --group-size?)"
+        why = "all rewards are equal (change --reward or the prompts, or raise --group-size)"
         if row["truncated"] == 1:
             why = "all completions are truncated (--max-new-tokens)"
         sentences["quiet"] = f"10 steps in a row taught nothing: {why}"

@@ -174,7 +174,7 @@ def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
         ("7+5", None, {"system": ""}, "--system.* no chat template"),
         ("7+5", None, {"chat_template_args": '{"a": 1}'}, "--chat-template-args.* no chat"),
         ("7+5", None, {"chat_template_args": "{a: 1}"}, "--chat-template-args .*JSON object"),
-        (conversation(5), None, {}, "list of messages.* no chat template"),
+        (conversation(5), None, {}, "list of messages needs a chat template"),
         (conversation(5), TEMPLATE, {"system": "3"}, "--system.* system message of its own"),
         (conversation(5), TEMPLATE, {"prompt_template": "1"}, "--prompt-template.* list"),
         ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template accepts.*roles"),
