@@ -57,9 +57,7 @@ def read_row(line: bytes, field: str) -> dict:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
     need("tokens" not in row, "field tokens: rename it; to rewards it is the completion's length")
-    need(
-        row["answer"] is not None, "field answer: found null, expected text, a number or an object"
-    )
+    need(row["answer"] is not None, "field answer: found null, expected text, number or object")
     with expecting("field answer: expected finite numbers"):
         json.dumps(row["answer"], allow_nan=False)  # Python's parser takes NaN, at any depth
     text = row[field]
