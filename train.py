@@ -528,9 +528,10 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
         if routing := run.models.routing:
             score_again = functools.partial(logprobs_of, run, run.models.policy)
             row |= routing.measure_flips(score_again, run.ranks)
-    # JSON has no NaN
-    row = {name: float(value) for name, value in row.items() if math.isfinite(value)}
-    row["step"] = step
+    lost = [name for name, value in row.items() if not math.isfinite(value)]  # JSON has no NaN
+    if lost:
+        run.log.warn({"lost": f"step {step}: not finite, left out of its row: {', '.join(lost)}"})
+    row = {name: float(value) for name, value in row.items() if name not in lost} | {"step": step}
     run.log.warn(health.warnings_of(run, row))
 
     if run.ranks.first:

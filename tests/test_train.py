@@ -596,8 +596,8 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
 
 
 def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
-    """A fork's own, such as the logarithm of a fraction of 0. It is left out of the row. One that
-    the first update lacks is the mean of the others."""
+    """A fork's own, such as the logarithm of a fraction of 0. It is left out of the row, and the
+    console says so. One that the first update lacks is the mean of the others."""
 
     def with_metric(number, result):
         loss, extra = result
@@ -605,7 +605,9 @@ def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
         return loss, extra | {"log_clip": torch.tensor(-math.inf)} | late
 
     spied(monkeypatch, "rloo", "loss", with_metric)
-    [row] = metrics(good(tmp_path, f"{BASE} --algo rloo --steps 1").folder)
+    result = good(tmp_path, f"{BASE} --algo rloo --steps 1")
+    assert "step 1: not finite, left out of its row: log_clip" in result.out
+    [row] = metrics(result.folder)
     assert row["bad_updates"] == 0 and "log_clip" not in row and row["late"] > 0
 
 
