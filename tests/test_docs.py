@@ -178,17 +178,17 @@ def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
 
 
 def test_reward_example_pays_and_trains(place):
-    source, scope = example("README.md", "def last_digit"), {}
+    source, scope = example("README.md", "def final_result"), {}
     Path("my_reward.py").write_text(source)
     exec(source, scope)
-    pay = [scope["last_digit"](text, "6") for text in ("2*3=6#6", "#5", "6", "#66x")]
+    pay = [scope["final_result"](text, "6") for text in ("2*3=6#6", "#5", "6", "#66x")]
     assert pay == [1.0, 0.0, 0.0, 0.0]
     row = json.loads(re.search(r'`(\{"prompt".*?\})`', README)[1])
     rows = [row, *({"prompt": f"{i}+{i}*3=", "answer": "6"} for i in range(9))]
     write_rows("mine.jsonl", rows)
     [command] = [each for each in commands() if "my_reward.py" in each]
     run = good("runs", f"{command} {RUN} --model models/tiny --max-new-tokens 8", small=False)
-    assert "reward/last_digit" in metrics(run.folder)[0]
+    assert "reward/final_result" in metrics(run.folder)[0]
 
 
 # ---- extending.md --------------------------------------------------------------------------------
