@@ -53,11 +53,11 @@ def duration(seconds: float) -> str:
 
 
 def percent(evaluation: dict) -> str:
-    """Format an evaluation: solved 27.3%, pass@8 82.4%, or mean reward 0.27."""
+    """Format an evaluation: greedy 27.3%, pass@8 82.4%, or mean reward 0.27."""
     if "eval_reward" in evaluation:  # no verifier told right from wrong
         return f"mean reward {evaluation['eval_reward']:.2f}"
-    shares = evaluation.items()
-    return ", ".join(f"{name.removeprefix('eval_')} {share:.1%}" for name, share in shares)
+    names = {name: name.removeprefix("eval_").replace("solved", "greedy") for name in evaluation}
+    return ", ".join(f"{names[name]} {share:.1%}" for name, share in evaluation.items())
 
 
 class Log:

@@ -42,7 +42,7 @@ def test_the_console_of_the_readme_is_that_of_the_default_run():
     """Of docs/runs/gspo, which --report plots beside a user's."""
     story = report.read_story(ROOT / "docs/runs/gspo")
     before, after = [
-        f"solved {row['eval_solved']:.1%}, pass@8 {row['eval_pass@8']:.1%}"
+        f"greedy {row['eval_solved']:.1%}, pass@8 {row['eval_pass@8']:.1%}"
         for row in (story.starts[0], story.rows[-1])
     ]
     assert f"held out: {before} -> {after}" in README
