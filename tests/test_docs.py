@@ -4,6 +4,7 @@ followed step by step in a copy."""
 import json
 import re
 import shlex
+import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -171,7 +172,7 @@ def example(page: str, part: str) -> str:
 
 def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
     scope = {}
-    exec(example("README.md", "loss.backward()"), scope)
+    exec(example("README.md", "print(logprobs.grad"), scope)
     # A = ±0.7071 in both groups, s = 1, 4 completions of 6 tokens: dloss/dlogpi = -A / 24
     expected = torch.tensor([-1.0, 1.0, 1.0, -1.0])[:, None].expand(4, 6) * 0.5**0.5 / 24
     torch.testing.assert_close(scope["logprobs"].grad, expected, atol=1e-6, rtol=1e-4)
@@ -189,6 +190,11 @@ def test_reward_example_pays_and_trains(place):
     [command] = [each for each in commands() if "my_reward.py" in each]
     run = good("runs", f"{command} {RUN} --model models/tiny --max-new-tokens 8", small=False)
     assert "reward/final_result" in metrics(run.folder)[0]
+
+
+def test_the_excerpt_of_the_loop_is_its_code():
+    excerpt = textwrap.indent(example("README.md", "# 5. updates"), "    ")
+    assert excerpt in (DOCS / "loop.py").read_text()
 
 
 # ---- extending.md --------------------------------------------------------------------------------
