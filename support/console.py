@@ -20,8 +20,8 @@ STEP = {
     "dead": "dead {:.0%}",
     "clip_fraction": "clip {:.0%}",
     "entropy": "entropy {:.2f}",
-    "eval_solved": "held out {:.0%}",
-    "eval_reward": "held-out reward {:.2f}",
+    "eval_solved": "eval {:.1%}",
+    "eval_reward": "eval reward {:.2f}",
 }
 
 

@@ -140,7 +140,7 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
     for line in steps:
         assert "loss" not in line and all(f"| {word} " in line for word in words.split())
         assert len(line) < 110 and re.search(r" \| \d+ (s|min|h) left$", line)
-    assert sum("held out" in line for line in steps) == 2
+    assert sum("| eval " in line for line in steps) == 2
     assert result.out.count("\nevaluating 8 prompts, greedily and with 2 samples each\n") == 2
     shown = re.findall("\nheld out: '.*", result.out)  # an answer, where it changed
     assert 1 <= len(shown) <= 3 and all(map(str.__ne__, shown, shown[1:]))
@@ -187,7 +187,7 @@ def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
     row |= {"clip_fraction": 0.5, "entropy": 0.123, "eval_solved": 0.5}
     line = console.step_line(row, 50, 3700)
     assert line.startswith("step 48/50 | solved 50% | len 200 | ")  # the reward is the same number
-    assert line.endswith("entropy 0.12 | held out 50% | 62 min left") and len(line) < 100
+    assert line.endswith("entropy 0.12 | eval 50.0% | 62 min left") and len(line) < 100
     times = [console.duration(seconds) for seconds in (7, 119, 3000, 7100, 90000)]
     assert times == ["7 s", "119 s", "50 min", "118 min", "25 h"]
     written = io.BytesIO()
