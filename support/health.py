@@ -11,9 +11,6 @@ TRUNCATED = "{:.0%} of completions are truncated: raise --max-new-tokens"
 RECENT = 10  # steps that `health` averages over
 
 
-# ---- a step -------------------------------------------------------------------------------------
-
-
 def fault_warnings(verdicts: list) -> dict[str, str]:
     """Return warnings about completions without a verdict, by kind."""
     faults = [verdict.fault for verdict in verdicts if verdict.fault]
@@ -59,11 +56,8 @@ def warnings_of(run, row: dict) -> dict[str, str]:
     return sentences
 
 
-# ---- a run --------------------------------------------------------------------------------------
-
-
 def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[str]:
-    """Return recent problems of a run, with remedies. `before` is the evaluation before step 1."""
+    """Return a run's recent problems and remedies. `before` is the evaluation before step 1."""
     if not rows:
         return ["no step has finished yet"]
     recent = rows[-RECENT:]
