@@ -132,8 +132,8 @@ def grouped_in_autocast(experts, hidden, chosen, weights):
 
 
 def end_and_pad_ids(model, tokenizer) -> dict:
-    """Return pad_id, and as eos_ids the end tokens of the tokenizer, the generation config and the
-    chat template."""
+    """Return the pad token's id as pad_id, and as eos_ids the ids of all end tokens that the
+    tokenizer, the generation config or the chat template uses."""
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     eos_ids = {*ends, tokenizer.eos_token_id} - {None}
