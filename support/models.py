@@ -237,9 +237,10 @@ def make_optimizer(config, models: Models) -> torch.optim.Optimizer:
     if models.critic:
         trained.append((models.critic, config.critic_lr, "critic_grad_norm"))
     groups = []
-    for model, lr, norm in trained:
+    for model, lr, norm_metric in trained:
         parameters = [each for each in model.parameters() if each.requires_grad]
-        groups.append({"params": parameters, "lr": lr, "initial_lr": lr, "norm_metric": norm})
+        group = {"params": parameters, "lr": lr, "initial_lr": lr, "norm_metric": norm_metric}
+        groups.append(group)
     return torch.optim.AdamW(groups, weight_decay=0.0, fused=True)
 
 
