@@ -103,7 +103,8 @@ def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
         best, last = max(values), values[-1]
         noise = math.sqrt((best * (1 - best) + last * (1 - last)) / flags["eval_prompts"])
         if best - last > max(2 * noise, 0.05):
-            fall = f"held-out {name.removeprefix('eval_')} fell from {best:.0%} to {last:.0%}"
+            shown = name.removeprefix("eval_")
+            fall = f"held-out {shown} fell from {best:.0%} to {last:.0%}"
             found.append(f"{fall}: lower --lr, use an earlier checkpoint, or add --kl-coef")
     return found
 
