@@ -1,4 +1,4 @@
-"""Console output of a run: the line of each step, the timing of its phases, and warnings."""
+"""Console output of a run: a line per step, the time spent in each phase, and warnings."""
 
 import collections
 import contextlib
@@ -12,7 +12,7 @@ import torch
 from support.data import printable
 from support.errors import reason
 
-# metrics in a step's line, which should fit a narrow terminal; metrics.jsonl has them all
+# metrics in a step's line, which should fit a narrow terminal; metrics.jsonl has all of them
 STEP = {
     "reward": "reward {:.2f}",
     "solved": "solved {:.0%}",
@@ -26,7 +26,7 @@ STEP = {
 
 
 def say(text: str) -> None:
-    """Print a line. If the console is lost (| head, a full disk), the run goes on without it."""
+    """Print a line. If the console is lost (| head, a full disk), the run continues without it."""
     try:
         print(text, flush=True)
     except UnicodeEncodeError:
@@ -36,16 +36,16 @@ def say(text: str) -> None:
 
 
 def step_line(row: dict, steps: int, seconds_left: float) -> str:
-    """A row of metrics.jsonl as one line."""
+    """Format a row of metrics.jsonl as a line of the console."""
     shown = [name for name in STEP if name in row]
     if {"reward", "solved"} <= row.keys() and abs(row["reward"] - row["solved"]) < 1e-6:
-        shown.remove("reward")  # the same number twice
+        shown.remove("reward")  # it would repeat `solved`
     parts = [STEP[name].format(row[name]) for name in shown]
     return " | ".join([f"step {row['step']}/{steps}", *parts, f"{duration(seconds_left)} left"])
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: 90 s, 2 min, 120 min, 3 h."""
+    """Format a duration, as in 90 s, 2 min, 90 min or 3 h."""
     for unit, size in (("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def percent(evaluation: dict) -> str:
-    """Format an evaluation: greedy 27.3%, pass@8 82.4%, or mean reward 0.27."""
+    """Format an evaluation, as in "greedy 27.3%, pass@8 82.4%" or "mean reward 0.27"."""
     if "eval_reward" in evaluation:  # no verifier told right from wrong
         return f"mean reward {evaluation['eval_reward']:.2f}"
     names = {name: name.removeprefix("eval_").replace("solved", "greedy") for name in evaluation}
@@ -65,21 +65,21 @@ class Log:
 
     def __init__(self, device: str, seconds_before: float):
         self.device = torch.get_device_module(device)
-        self.seconds = collections.Counter()  # of the phases of this step
-        self.warned = set()  # kinds
+        self.seconds = collections.Counter()  # per phase of this step
+        self.warned = set()  # the kinds of warnings already printed
         self.last_said = None
         self.last_lap = time.perf_counter()
-        self.run_start = self.last_lap - seconds_before  # includes time before a resume
+        self.run_start = self.last_lap - seconds_before  # counts the time before a resume
 
     def lap(self, phase: str) -> None:
-        """Charge the time since the last lap, or since the start of the step, to this phase."""
+        """Charge the time since the last lap (or the start of the step) to a phase."""
         self.device.synchronize()
         now = time.perf_counter()
         self.seconds[f"seconds_{phase}"] += now - self.last_lap
         self.last_lap = now
 
     def elapsed(self) -> float:
-        """Seconds since the run started, earlier starts included."""
+        """Return the seconds that the run has taken, including those before it was resumed."""
         return time.perf_counter() - self.run_start
 
     def start_step(self) -> None:
@@ -87,7 +87,7 @@ class Log:
         self.step_start = self.last_lap = time.perf_counter()
 
     def end_step(self, tokens: int) -> dict[str, float]:
-        """Seconds per phase and for the whole step, and completion tokens per second."""
+        """Return the seconds of each phase and of the step, and completion tokens per second."""
         seconds = time.perf_counter() - self.step_start
         return {**self.seconds, "seconds_step": seconds, "tokens_per_second": tokens / seconds}
 
@@ -98,7 +98,7 @@ class Log:
             say(text)
 
     def warn(self, sentences: dict[str, str]) -> None:
-        """Print warnings by kind, each kind once per run."""
+        """Print each kind of warning once per run."""
         for kind, sentence in sentences.items():
             if kind not in self.warned:
                 self.warned.add(kind)

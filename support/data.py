@@ -1,4 +1,4 @@
-"""Rows of JSONL files, and how prompts become tokens."""
+"""Read rows from JSONL files, hold some of them out, and turn prompts into tokens."""
 
 import itertools
 import json
@@ -14,68 +14,67 @@ from pathlib import Path
 
 from support.errors import UserError, expecting, need
 
-IDS = "_prompt_ids"  # the field of a row that holds the tokens of its prompt
+IDS = "_prompt_ids"  # the field of a row that holds its prompt's token ids
 
 
 def printable(text: str) -> str:
-    """Escape control characters, which a terminal would act on."""
+    """Escape control characters, which a terminal would otherwise interpret."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """Escape the control characters of a text, except for its line breaks."""
+    """Escape control characters except for line breaks."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def read_rows(path: str, flag: str, check: Callable, text: str = "prompt") -> list[dict]:
-    """Read the rows of a JSONL file. Each has an answer and a string in the field that text names.
+def read_rows(path: str, flag: str, check: Callable, field: str = "prompt") -> list[dict]:
+    """Read the rows of a JSONL file. Each needs an answer, and text in the given field.
 
-    check(answer) may refuse an answer. A prompt is a string or a list of messages; "question" is
-    accepted in its place, as in GSM8K."""
+    `check(answer)` raises an error for an answer that can't be used. A prompt may also be a list of
+    messages, and its field may be called "question", as in GSM8K."""
     source = f"{flag} {path}".strip()
     with expecting(f"{source}: expected a file"):
         lines = Path(path).read_bytes().split(b"\n")
-    expected = f"expected UTF-8 JSONL, one object per line, with {text} and answer"
+    expected = f"expected UTF-8 JSONL, one object per line, with {field} and answer"
     rows = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             with expecting(f"{source}, line {number}: {expected}"):
-                row = read_row(line, text)
-                check(row["answer"])
-            rows.append(row)
+                rows.append(read_row(line, field))
+                check(rows[-1]["answer"])
     need(rows, f"{source}: expected rows, but the file is empty")
     return rows
 
 
 def read_row(line: bytes, field: str) -> dict:
-    """Read one row. Raises UserError if it has no answer, or no text in the field."""
+    """Read one row. Raises UserError if it lacks an answer, or text in the given field."""
     row = json.loads(line, parse_float=number_of)
     if "question" in row:
         row.setdefault("prompt", row["question"])
     need({field, "answer"} <= row.keys(), f"found {', '.join(row)}")
-    need("tokens" not in row, "field tokens: rename it; to rewards it is the completion's length")
-    need(row["answer"] is not None, "field answer: found null, expected text, number or object")
+    need("tokens" not in row, "field tokens: rename it; the completion's length takes that name")
+    need(row["answer"] is not None, "field answer: found null, expected a string, number or object")
     with expecting("field answer: expected finite numbers"):
-        json.dumps(row["answer"], allow_nan=False)  # Python's parser takes NaN, at any depth
+        json.dumps(row["answer"], allow_nan=False)  # json.loads accepts NaN at any depth
     text = row[field]
     if field == "prompt" and isinstance(text, list):
-        with expecting('field prompt: expected messages, {"role": ..., "content": ...} with texts'):
+        with expecting('field prompt: expected messages like {"role": "user", "content": "text"}'):
             for message in text:
                 if isinstance(message["content"], list):  # [{"type": "text", "text": ...}]
                     message["content"] = "".join(part["text"] for part in message["content"])
-                (message["role"] + message["content"]).encode()  # refuses lone surrogates
-            need(text[-1]["role"] != "assistant", "its last message is the assistant's own")
+                (message["role"] + message["content"]).encode()  # raises on lone surrogates
+            need(text[-1]["role"] != "assistant", "its last message must not be the assistant's")
         return row
     need(isinstance(text, str), f"field {field}: found {text!r:.80}, expected text")
-    need(text.encode().strip() or field != "prompt", f"field {field}: no text")
+    need(text.encode().strip() or field != "prompt", f"field {field} contains no text")
     return row
 
 
 def number_of(digits: str) -> int | float:
-    """Read 1e20 and 5.0 as integers: floats would print as 1e+20 and 5.0."""
+    """Read 1e20 and 5.0 as integers, because as floats they would print as 1e+20 and 5.0."""
     number = float(digits)
     return int(Decimal(repr(number))) if number.is_integer() else number
 
@@ -86,7 +85,7 @@ def append_rows(path: Path, rows: list[dict]) -> None:
 
 
 def read_data(config, reward) -> tuple[list[dict], list[dict] | None]:
-    """Read the rows of --data and those of --eval-data, if it is given."""
+    """Read the rows of --data and, if it is given, of --eval-data."""
     rows = read_rows(config.data, "--data", reward.check_answer)
     reward.check(rows)
     if not config.eval_data:
@@ -95,42 +94,42 @@ def read_data(config, reward) -> tuple[list[dict], list[dict] | None]:
 
 
 def text_of(prompt: str | list[dict]) -> str:
-    """Return a prompt as people read it: each message of a conversation after its role."""
+    """Return a prompt as readable text. In a conversation, each message follows its role."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def messages_of(prompt: str | list[dict]) -> list[dict]:
-    """Return a prompt as a list of messages. A string becomes one user message."""
+    """Return a prompt as a list of messages. A string becomes a single user message."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     return prompt
 
 
 def is_held_out(prompt: str) -> bool:
-    """Choose one prompt in ten by its hash: the same ones in every run, in any order."""
+    """Whether to hold out a prompt. Its hash decides, so every run holds out the same tenth."""
     return zlib.crc32(prompt.encode()) % 10 == 0
 
 
 def hold_out(rows: list[dict], source: str) -> tuple[list[dict], list[dict]]:
-    """Split encoded rows into those to train on and those held out, a tenth of the prompts.
+    """Split encoded rows into those to train on and those to hold out, about a tenth.
 
-    Different texts may encode to the same tokens, because many templates strip spaces. Such prompts
-    are all held out if one of them is chosen."""
+    Many templates strip spaces, so different texts may encode to the same tokens. If one of these
+    texts is chosen, all of them are held out."""
     texts = [text_of(row["prompt"]) for row in rows]
     prompts = [tuple(row[IDS]) for row in rows]
     count = len(set(prompts))
-    need(count > 1, f"{source}: expected at least two prompts: one in ten is held out")
+    need(count > 1, f"{source}: expected at least two prompts, because one in ten is held out")
     chosen = {prompt for prompt, text in zip(prompts, texts) if is_held_out(text)}
-    if len(chosen) in (0, count):  # a small file
+    if len(chosen) in (0, count):  # the hashes may choose none or all of a small file
         chosen = {prompts[texts.index(min(texts))]}
     train = [row for row, prompt in zip(rows, prompts) if prompt not in chosen]
     return train, [row for row, prompt in zip(rows, prompts) if prompt in chosen]
 
 
 def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
-    """Yield the rows forever, reshuffled in every epoch."""
+    """Yield rows forever, reshuffling them in every epoch."""
     for epoch in itertools.count():
         yield from random.Random(f"{seed} {epoch}").sample(rows, len(rows))
 
@@ -139,73 +138,73 @@ def shuffled_epochs(rows: list[dict], seed: int) -> Iterator[dict]:
 
 
 class PromptFormat:
-    """Turns prompts into token ids, and knows how many tokens fit."""
+    """Turns prompts into token ids and knows how long a prompt may be."""
 
     def __init__(
         self, tokenizer, flags, vocabulary=math.inf, context=math.inf, began: float | None = None
     ):
-        """vocabulary: size of the model's embedding. context: longest sequence that it reads, with
-        the completion. began: when the run began (default: now). Templates may write the date, and
-        a run resumed on another day must not train on different prompts."""
+        """`vocabulary` is the size of the model's embedding. `context` is the longest sequence that
+        the model reads, completion included. `began` is when the run began (default: now). A
+        template may insert the date, which must not change if the run is resumed on another day."""
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self.context = context
         self.system = flags.system
-        # a shell passes \n as two characters; don't break LaTeX commands such as \neq and \nabla
+        # shells pass \n as two characters, but leave LaTeX commands such as \neq and \nabla alone
         line_break = r"\\n(?!(?:eq?|eg|abla|u|ot|otin|mid|exists)\b)"
         self.template = re.sub(line_break, "\n", flags.prompt_template)
         with expecting(f"--chat-template-args {flags.chat_template_args}: expected a JSON object"):
             self.template_args = {**json.loads(flags.chat_template_args)}
-        if not tokenizer.chat_template and (self.system is not None or self.template_args):
-            raise UserError("--system, --chat-template-args: the model has no chat template")
         if tokenizer.chat_template:
             day = datetime.fromtimestamp(began or time.time())
             self.template_args.setdefault("chat_template", dated(tokenizer, day))
-        self.longest = context - flags.max_new_tokens  # of a prompt
+        elif self.system is not None or self.template_args:
+            raise UserError("--system, --chat-template-args: the model has no chat template")
+        self.longest = context - flags.max_new_tokens  # the most tokens a prompt may have
 
     def encode(self, row: dict) -> dict:
-        """Add the tokens of a row's prompt as IDS. Raises UserError if the model can't read it."""
+        """Add the prompt's token ids to a row. Raises UserError for an unreadable prompt."""
         prompt, tokenizer = row["prompt"], self.tokenizer
         shown = f"prompt {text_of(prompt)[:60]!r}"
         if isinstance(prompt, str):
             prompt = self.template.replace("{prompt}", prompt)
         else:
-            if self.template != "{prompt}":
-                raise UserError(f"--prompt-template: expected texts; {shown} is a list of messages")
+            plain = self.template == "{prompt}"
+            need(plain, f"--prompt-template: needs text prompts, but {shown} is a list of messages")
             need(tokenizer.chat_template, f"{shown}: a list of messages needs a chat template")
         if tokenizer.chat_template:
             chat = messages_of(prompt)
-            if self.system is not None:  # an empty one replaces the template's default
-                has_one = chat[0]["role"] == "system"
-                need(not has_one, f"--system: the {shown} has a system message of its own")
+            if self.system is not None:  # even an empty one replaces the template's default
+                if chat[0]["role"] == "system":
+                    raise UserError(f"--system: the {shown} has a system message of its own")
                 chat = [{"role": "system", "content": self.system}, *chat]
             flags = "--system, --chat-template-args"
-            with expecting(f"{flags}, {shown}: expected values that the template accepts"):
+            with expecting(f"{flags}, {shown}: expected values that the chat template accepts"):
                 ids = tokenizer.apply_chat_template(
                     chat, add_generation_prompt=True, return_dict=False, **self.template_args
                 )
         else:
             ids = tokenizer.encode(prompt)
 
-        beyond = f"token {max(ids)} of the {shown} is beyond the {self.vocabulary} that it embeds"
-        need(max(ids) < self.vocabulary, f"--model: {beyond}")
+        outside = f"token {max(ids)} of the {shown} is outside its vocabulary of {self.vocabulary}"
+        need(max(ids) < self.vocabulary, f"--model: {outside}")
         unknown = tokenizer.unk_token_id
         if unknown in ids and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-            letters = sorted(set(text_of(prompt)))
-            strange = "".join(c for c in letters if unknown in tokenizer.encode(c))
-            raise UserError(f"{shown}: expected another --model for the characters {strange!r}")
+            characters = sorted(set(text_of(prompt)))
+            strange = "".join(c for c in characters if unknown in tokenizer.encode(c))
+            raise UserError(f"{shown}: choose another --model to encode the characters {strange!r}")
         return {**row, IDS: ids}
 
     def encode_problems(self, rows: Iterable[dict]) -> Iterator[dict]:
-        """Yield encoded rows, without those that leave no room for a completion."""
+        """Yield encoded rows, skipping those that leave no room for a completion."""
         return (row for row in map(self.encode, rows) if len(row[IDS]) <= self.longest)
 
     def encode_rows(self, rows: list[dict], source: str) -> list[dict]:
-        """Return encoded rows as a list. Prints how many are too long."""
+        """Return a list of encoded rows, and print how many prompts are too long."""
         kept = list(self.encode_problems(rows))
         skipped = len(rows) - len(kept)
-        room = f"{self.longest} tokens, the model's context, {self.context}, minus --max-new-tokens"
-        sentence = f"{source}: {skipped} of {len(rows)} prompts have more than {room}"
+        long = f"{skipped} of {len(rows)} prompts have more than {self.longest} tokens, which is"
+        sentence = f"{source}: {long} the model's context, {self.context}, minus --max-new-tokens"
         need(kept, sentence)
         if skipped:
             print("skipped:", sentence)
@@ -213,9 +212,9 @@ class PromptFormat:
         return kept
 
     def warn_of_special_tokens(self, rows: list[dict], source: str) -> None:
-        """Warn of prompts wrapped in a template twice, with two BOS tokens, or already ended."""
+        """Warn about prompts that a template wraps twice, that repeat BOS, or that end with EOS."""
         special = special_tokens(self.tokenizer)
-        first = {}  # token -> what is wrong with it, and the first such prompt
+        first = {}  # token -> (what is wrong with it, the first prompt affected)
         for row in rows:
             text, ids = self.template.replace("{prompt}", text_of(row["prompt"])), row[IDS]
             for token in special:
@@ -223,14 +222,14 @@ class PromptFormat:
                     why = "is already in the prompt, and the template or tokenizer adds it again"
                     first.setdefault(token, (why, text))
             if ids[-1] == self.tokenizer.eos_token_id:
-                why = "ends the prompt before the completion: see add_eos_token of --model"
+                why = "ends the prompt before the completion (see the tokenizer's add_eos_token)"
                 first.setdefault(self.tokenizer.eos_token, (why, text))
         for token, (why, text) in first.items():
             print(f"warning: {source}: {token} {why}; first in '{printable(text[:60])}'")
 
     def train_and_held_out(self, config, rows, held_out) -> tuple[Iterator[dict], list[dict]]:
-        """Return an endless stream of training problems, and the held-out ones, all encoded."""
-        if not config.data:  # a task generates both endlessly
+        """Return an endless stream of training rows and a list of held-out ones, all encoded."""
+        if not config.data:  # a task generates endless rows of both kinds
             held_out = list(itertools.islice(held_out, config.eval_prompts))
             return self.encode_problems(rows), self.encode_rows(held_out, f"--task {config.task}")
         rows = self.encode_rows(rows, f"--data {config.data}")
@@ -243,14 +242,14 @@ class PromptFormat:
                 print(f"warning: --eval-data: {share} are also in --data")
         else:
             rows, held_out = hold_out(rows, f"--data {config.data}")
-        if len(held_out) > config.eval_prompts:  # not the first: a file may be sorted
+        if len(held_out) > config.eval_prompts:  # sampled, because a file may be sorted
             held_out = random.Random(0).sample(held_out, config.eval_prompts)
         return shuffled_epochs(rows, config.seed), held_out
 
 
 def dated(tokenizer, day: datetime) -> str:
-    """Return the chat template with the dates that it writes, strftime_now("%d %b %Y"), filled in.
-    transformers passes a template only plain data, so this function cannot be replaced."""
+    """Return the chat template with each strftime_now("%d %b %Y") replaced by the day's date.
+    transformers passes only plain data to templates, so the function itself can't be replaced."""
     calls = r"""strftime_now\((["'])(.*?)\1\)"""
     return re.sub(calls, lambda call: repr(day.strftime(call[2])), tokenizer.get_chat_template())
 
@@ -259,13 +258,13 @@ def dated(tokenizer, day: datetime) -> str:
 
 
 def completion_text(tokenizer, ids: list[int], eos_ids: Collection[int] = ()) -> str:
-    """Decode a completion as verifiers and people read it, without end, pad and BOS tokens.
+    """Decode a completion for verifiers and people, without its end, pad and BOS tokens.
 
-    Other special tokens stay: many tokenizers have <think> and <answer> among them."""
+    Other special tokens are kept, because <think> and <answer> are often among them."""
     silent = {*eos_ids, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id}
     return tokenizer.decode([token for token in ids if token not in silent])
 
 
 def special_tokens(tokenizer) -> list[str]:
-    """Return the tokens that structure a text, such as <|im_end|>."""
+    """Return a tokenizer's special tokens, such as <|im_end|>, as text."""
     return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

@@ -1,4 +1,4 @@
-"""Metrics of a step for metrics.jsonl, and a few of its completions for samples.jsonl."""
+"""Compute a step's metrics for metrics.jsonl, and pick some completions for samples.jsonl."""
 
 import math
 import statistics
@@ -9,28 +9,28 @@ from torch import Tensor
 from gspo import completion_mean
 from support.data import text_of
 
-SHOWN = 4  # groups of a step in samples.jsonl, prompts of an evaluation in evaluations.jsonl
+SHOWN = 4  # groups per step in samples.jsonl, prompts per evaluation in evaluations.jsonl
 
 
 def number(value: float) -> float | None:
-    """A number that JSON can hold: None for NaN."""
+    """Return a number that JSON can hold, or None for NaN."""
     return None if math.isnan(value) else float(value)
 
 
 def mean(values) -> float:
-    """Mean, ignoring NaN (no verdict). NaN if nothing is left."""
+    """Average the values that are not NaN (no verdict). Returns NaN if there are none."""
     return float(torch.as_tensor(values, dtype=torch.float64).nanmean())
 
 
 def best_of_group(correct: Tensor) -> Tensor:
-    """(groups, G) -> (groups,) the highest value of each group, or NaN if all of it is NaN."""
+    """Return the highest value of each group, (groups, G) -> (groups,), or NaN if all are NaN."""
     best = correct.nan_to_num(-1.0).amax(1)
     return torch.where(best < 0, torch.nan, best)
 
 
 def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
-    """Metrics over every group that a step sampled. dead (groups,) marks those with equal rewards;
-    correct (groups, G) is in [0, 1], or None if the reward does not tell right from wrong."""
+    """Metrics over every group sampled in a step. `dead` (groups,) marks those with equal rewards.
+    `correct` (groups, G) is in [0, 1], or None if the reward can't tell right from wrong."""
     row = {"dead": dead.float().mean(), "prompts_drawn": len(dead)}
     row["verifier_faults"] = sum(bool(verdict.fault) for verdict in verdicts)
     if correct is not None:
@@ -46,10 +46,10 @@ def group_metrics(dead: Tensor, correct: Tensor | None, verdicts: list) -> dict:
 def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates: list) -> dict:
     """Metrics of a step's completions, advantages and updates.
 
-    tensors maps names to the inputs of the losses, plus advantages, returns, new_logprobs (from
+    `tensors` holds the inputs of the losses by name, plus advantages, returns, new_logprobs (from
     each row's latest forward pass) and first_logprobs (from the first update with active rows,
-    which are first_rows). active (N,) marks the rows that got forward passes. updates holds the
-    metrics of each update. A mean over nothing is left out."""
+    which are `first_rows`). `active` (N,) marks the rows that had a forward pass, and `updates`
+    holds the metrics of each update. Means over nothing are left out."""
     rollout, mask = batch.rollout, batch.mask
     row = rollout_metrics(batch, run.reward.terms)
     if run.turns:
@@ -58,14 +58,14 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
     magnitude = advantages.abs() if advantages.dim() == 1 else advantages[mask].abs()
     if len(magnitude) > 0:
         row["advantage_abs"] = magnitude.mean()
-    if returns is not None and mask.any():  # of the critic: 1 if perfect, 0 if constant
+    if returns is not None and mask.any():  # 1 for a perfect critic, 0 for a constant one
         left = (returns - tensors["values"])[mask].var(correction=0)
         row["explained_variance"] = 1 - left / (returns[mask].var(correction=0) + 1e-8)
-    for name in dict.fromkeys(name for metrics in updates for name in metrics):  # in order
+    for name in dict.fromkeys(name for metrics in updates for name in metrics):  # keeps their order
         row[name] = statistics.fmean(each[name] for each in updates if name in each)
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     row |= drift("policy", log_ratios[active], mask[active])
-    # the policy has not moved yet, so any gap is rounding in the sampler, or a bug in it
+    # the policy hasn't moved yet, so any gap comes from rounding in the sampler or from a bug
     sampler_gap = tensors["first_logprobs"] - rollout.sampler_logprobs
     row |= drift("sampler", sampler_gap[first_rows], mask[first_rows])
     if tensors["teacher_logprobs"] is not None and mask.any():
@@ -75,7 +75,7 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
 
 
 def rollout_metrics(batch, terms) -> dict:
-    """Means over the step's training completions; for rewards, over those with a verdict."""
+    """Metrics of the completions trained on. Rewards are averaged over those with a verdict."""
     lengths = batch.rollout.completion_mask.sum(1).float()
     judged = batch.rewards[~batch.rewards.isnan()]
     row = {}
@@ -94,8 +94,8 @@ def rollout_metrics(batch, terms) -> dict:
 
 
 def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far apart two policies are, from their difference in log-probs (n, T): the KL per token
-    in nats (k3), and the standard deviations of the token log-ratios and of log s."""
+    """Compute the KL per token in nats (k3), and the standard deviations of the token log-ratios
+    and of log s, from the difference (n, T) between two policies' log-probs."""
     tokens = log_ratio[mask]
     if len(tokens) == 0:
         return {}
@@ -107,15 +107,14 @@ def drift(prefix: str, log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def readable(verdict, step: int) -> dict:
-    """A completion as a row of samples.jsonl or evaluations.jsonl. The reward is null if there is
-    no verdict."""
-    asked = {"prompt": text_of(verdict.row["prompt"]), "answer": verdict.row["answer"]}
-    reward = number(verdict.reward)
-    return {"step": step, **asked, "completion": verdict.completion, "reward": reward}
+    """Return a row of samples.jsonl or evaluations.jsonl. Without a verdict its reward is null."""
+    prompt = text_of(verdict.row["prompt"])
+    row = {"step": step, "prompt": prompt, "answer": verdict.row["answer"]}
+    return row | {"completion": verdict.completion, "reward": number(verdict.reward)}
 
 
 def readable_answers(verdicts: list, correct: Tensor | None, step: int) -> list[dict]:
-    """The rows of evaluations.jsonl. correct (N, 1) is in [0, 1], or None if it is unknown."""
+    """Return rows of evaluations.jsonl. `correct` (N, 1) is in [0, 1], or None if it is unknown."""
     rows = [readable(verdict, step) for verdict in verdicts[:SHOWN]]
     for i, row in enumerate(rows):
         row["correct"] = None if correct is None else number(correct[i, 0])
@@ -123,8 +122,8 @@ def readable_answers(verdicts: list, correct: Tensor | None, step: int) -> list[
 
 
 def readable_samples(run, batch, tensors: dict, last_rows: Tensor) -> list[dict]:
-    """The rows of samples.jsonl: one completion from each of the first groups, then one group
-    token by token, taken from last_rows (the active rows of the last update)."""
+    """Return rows of samples.jsonl: one completion from each of the first groups, and then, token
+    by token, the first group in `last_rows` (the active rows of the last update)."""
     size, step = run.config.group_size, run.progress.step
     shown = [readable(verdict, step) for verdict in batch.verdicts[::size][:SHOWN]]
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]

@@ -1,4 +1,4 @@
-"""Write the report of one or more runs: curves, a group inside an update, held-out answers.
+"""Write a report of one or more runs: curves, a group inside an update, and held-out answers.
 
     python train.py --report runs/a runs/b
 
@@ -22,7 +22,7 @@ MOST_POINTS, MOST_DOTS = 200, 40  # per curve
 MOST_CARDS = 12  # evaluations per prompt, completions per group
 MOST_TOKENS = 400  # per completion
 CARD = '<div class="card {}"><span class="head">{}</span><pre>{}</pre></div>'
-# algorithm -> the ratio that it clips: one per completion, or one per token
+# algorithm -> the ratio that it clips, either a completion's or a token's
 CLIPS = dict.fromkeys(("gspo", "gspo-token", "luspo"), "s")
 CLIPS |= dict.fromkeys(("grpo", "dr-grpo", "dapo", "ppo", "reinforce++"), "a token's ratio")
 
@@ -33,11 +33,11 @@ class Story(NamedTuple):
     starts: list[dict]  # starts.jsonl, one row per start
     rows: list[dict]  # metrics.jsonl, one row per step
     evaluations: list[dict]  # evaluations.jsonl, one row per answer
-    group: list[dict] | None = None  # samples.jsonl, the last rows with tokens
+    group: list[dict]  # samples.jsonl, the last group with tokens
 
 
 def read_story(folder: Path) -> Story:
-    """Read the folder of a run."""
+    """Read the files in a run's folder."""
     flags = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     files = [folder / f"{name}.jsonl" for name in ("starts", "metrics", "evaluations")]
     group = read_group(folder / "samples.jsonl")
@@ -45,12 +45,12 @@ def read_story(folder: Path) -> Story:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Read a JSONL file. A last line without a line break is still being written."""
+    """Read a JSONL file, except for a last line that is still being written."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def read_group(path: Path) -> list[dict]:
-    """Return the last group with tokens, without reading a long file into memory."""
+    """Return the last group with tokens, without loading the whole file into memory."""
     if not path.exists():
         return []
     with open(path, "rb") as file:
@@ -66,46 +66,46 @@ def points_of(story: Story, metric: str) -> list[tuple[float, float]]:
 
 
 def at_most(most: int, items: list) -> list:
-    """Thin out a list evenly. The first and the last item stay."""
+    """Thin out a list evenly, keeping its first and last items."""
     size = max(1, math.ceil((len(items) - 1) / (most - 1)))
     return items[:-1:size] + items[-1:]
 
 
 def visible(value) -> str:
-    """Escape text for HTML. Characters that hide or reorder text are shown as their code."""
+    """Escape text for HTML, and show characters that hide or reorder text as escape codes."""
     return html.escape(printable_lines(str(value)))
 
 
 class Chart(NamedTuple):
     healthy: str  # what is healthy, and the unit
-    low: float = 0.0  # the axis always shows low and high, so that small changes look small
+    low: float = 0.0  # the axis always includes low and high, so that small changes look small
     high: float = 1e-6
     form: str = ",.3g"
 
 
 CHARTS = {
-    "eval_solved": Chart("Greedy accuracy on held-out prompts. Rises with solved.", 0, 1, ".1%"),
-    "eval_solved_lenient": Chart("The same answers, right in any format.", 0, 1, ".1%"),
-    "solved": Chart("Sampled completions that are right. Rises with the reward.", 0, 1, ".1%"),
+    "eval_solved": Chart("Greedy accuracy on held-out prompts. Should rise.", 0, 1, ".1%"),
+    "eval_solved_lenient": Chart("The same, but answers count in any format.", 0, 1, ".1%"),
+    "solved": Chart("Sampled completions that are right. Should rise.", 0, 1, ".1%"),
     "reward": Chart("Mean over the completions trained on. Should rise.", 0, 1),
     "eval_reward": Chart("Mean greedy reward on held-out prompts. Should rise.", 0, 1),
-    "length_mean": Chart("Tokens. Should not drift toward --max-new-tokens.", form=",.0f"),
+    "length_mean": Chart("In tokens. Should not drift toward --max-new-tokens.", form=",.0f"),
     "truncated": Chart("Should stay near 0; if not, raise --max-new-tokens.", 0, 1, ".1%"),
-    "dead": Chart("Groups of equal rewards. Near 100%, little is learned.", 0, 1, ".1%"),
-    "entropy": Chart("Nats per token. Falls slowly; near 0, exploration is over.", 0, 0.1),
+    "dead": Chart("Groups whose rewards are equal. Near 100%, little is learned.", 0, 1, ".1%"),
+    "entropy": Chart("In nats per token. Should fall slowly; near 0, exploration is over.", 0, 0.1),
     "clip_fraction": Chart("GSPO: half at first, a fifth later. GRPO: up to 2%.", 0, 1, ".1%"),
     "ratio_mean": Chart("GSPO: within 0.003 of 1.", 0.997, 1.003, ".4f"),
-    "approx_kl": Chart("Nats from π_old. Rises before a collapse."),
-    "kl": Chart("Nats from π_ref. Grows slowly."),
+    "approx_kl": Chart("In nats, from π_old. Rises before a collapse."),
+    "kl": Chart("In nats, from π_ref. Should grow slowly."),
     "sampler_kl": Chart("Trainer vs. sampler. In float32, 0 up to rounding.", 0, 1e-3),
     "grad_norm": Chart("Before clipping. Should be steady."),
-    "tool_calls": Chart("Replies of --tool per completion.", 0, 1),
-    "teacher_kl": Chart("Nats from the teacher. Falls."),
+    "tool_calls": Chart("Replies from --tool per completion.", 0, 1),
+    "teacher_kl": Chart("In nats, from the teacher. Should fall."),
 }
 
 
 def chart_figure(metric: str, stories: list[Story]) -> str:
-    """Draw one metric of all runs. Return "" if no run has it."""
+    """Draw one metric of all runs. Returns "" if no run has it."""
     chart = CHARTS[metric]
     curves = [at_most(MOST_POINTS, points_of(story, metric)) for story in stories]
     points = [point for curve in curves for point in curve]
@@ -172,9 +172,9 @@ def inside_update(story: Story) -> str:
 
 
 def judged(row: dict) -> tuple[str, str]:
-    """Return the look of an answer, and its reward in words."""
+    """Return an answer's CSS class, and its reward in words."""
     words = "no verdict" if row["reward"] is None else f"reward {row['reward']:.3g}"
-    if row.get("correct") is None:  # samples.jsonl does not say, nor do some verifiers
+    if row.get("correct") is None:  # unknown in samples.jsonl, and to some verifiers
         return "", words
     look = "right" if row["correct"] > 0.5 else "wrong"
     return look, f"{words}, {look}"
@@ -183,7 +183,7 @@ def judged(row: dict) -> tuple[str, str]:
 def headline(story: Story) -> str:
     """Say what was trained, how, for how long, with what result, and by which command."""
     flags = story.flags
-    seconds = sum(row["seconds_step"] for row in story.rows)  # evaluations not counted
+    seconds = sum(row["seconds_step"] for row in story.rows)  # without evaluations
     lines = [f"{flags['algo']}, {flags['model']} on {flags['data'] or flags['task']}"]
     lines[0] += f", lr {flags['lr']:g}, seed {flags['seed']}: training took {duration(seconds)}"
     forms = {"solved": ".1%", f"pass@{flags['eval_samples']}": ".1%", "reward": ".3g"}
@@ -196,7 +196,7 @@ def headline(story: Story) -> str:
 
 
 def answers(story: Story) -> str:
-    """Show the answers to each held-out prompt over time, prompts that are still wrong first."""
+    """Show how the answers to each held-out prompt changed, starting with those still wrong."""
     by_prompt: dict[str, list[dict]] = {}
     for row in story.evaluations:
         by_prompt.setdefault(row["prompt"], []).append(row)
@@ -213,7 +213,7 @@ def answers(story: Story) -> str:
     return f'<details open="">{"".join(parts)}</details>'
 
 
-# completions are hostile: if one gets past visible(), the page still loads and runs nothing
+# completions may be hostile: if one gets past visible(), the page still loads and runs nothing
 HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
@@ -221,7 +221,7 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 
 
 def write_report(folders: list[Path], page: Path) -> list[str]:
-    """Write one page about runs. Return sentences about them."""
+    """Write a page about one or more runs. Returns sentences about their health."""
     stories = [read_story(folder) for folder in folders]
     title = visible(f"Report of {', '.join(story.name for story in stories)}")
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
@@ -241,11 +241,11 @@ def write_report(folders: list[Path], page: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Write one page about runs, next to the last of them, and print its sentences."""
+    """Write a report into the folder of a single run, or next to the last of several runs."""
     need(arguments, "--report: expected folders of runs")
     folders = [Path(argument) for argument in arguments]
     place = folders[0] if len(folders) == 1 else folders[-1].parent
-    # a missing field: files from another version, or from another program
+    # files from another version or program may lack fields
     with expecting(f"--report {' '.join(arguments)}: cannot make a page from these runs"):
         for sentence in write_report(folders, place / "report.html"):
             print(printable(sentence))

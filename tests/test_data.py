@@ -40,7 +40,7 @@ from tools import BASE, byte_tokenizer, character_tokenizer, copied, good, metri
         ('{"prompt": " ", "answer": "1"}', "line 1: .*no text"),
         ('{"prompt": "a\\ud800", "answer": "1"}', "line 1: .*surrogates"),
         ('{"prompt": [], "answer": "1"}', "line 1: .*expected messages"),
-        ('{"prompt": [{"role": "u", "content": [{"image": "b"}]}], "answer": "1"}', "with texts"),
+        ('{"prompt": [{"role": "u", "content": [{"image": "b"}]}], "answer": "1"}', "messages"),
         ('{"prompt": [{"role": "u", "content": "\\ud800"}], "answer": "1"}', "surrogates"),
         ('{"prompt": [{"role": "assistant", "content": "b"}], "answer": "1"}', "its last message"),
         ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', "line 3: .*answer"),
@@ -179,7 +179,7 @@ def test_a_line_break_of_the_shell_is_one_but_not_in_a_latex_command():
         (conversation(5), TEMPLATE, {"prompt_template": "1"}, "--prompt-template.* list"),
         ("7+5", "{{ raise_exception('roles') }}", {}, "--system.* template accepts.*roles"),
         ("7+é%é", None, {}, "'7\\+é%é'.* another --model .*'%é'"),
-        ("7+5", None, {"vocabulary": 13}, "token 13 of the prompt '7.*beyond the 13"),
+        ("7+5", None, {"vocabulary": 13}, "token 13 of the prompt '7.*vocabulary of 13"),
     ],
 )
 def test_prompts_that_a_model_cannot_read_are_refused(prompt, template, flags, words):

@@ -268,7 +268,7 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (changed(f"{NEWEST}/model.safetensors", lambda content: content[:-9]), DAMAGED),
     (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: EMPTY), DAMAGED),
     (state(lambda moment: moment.flatten()), DAMAGED),
-    (unchanged, "step-1 has 1 steps already; pass a larger --steps; for its report", "--steps 1"),
+    (unchanged, "is already at step 1; pass a larger --steps; for its report", "--steps 1"),
 ]
 for flag in ("--model models/moe", "--lora-rank 2", "--lr-schedule cosine", "--kl-coef 0.1"):
     UNFIT.append((unchanged, f"{flag.split()[0]}: a resumed run keeps its own, ", flag))

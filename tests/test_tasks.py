@@ -132,7 +132,7 @@ def test_a_broken_policy_is_named_by_the_folder_to_delete(place, tmp_path, monke
         whole = (folder / file).read_bytes()
         (folder / file).write_bytes(whole[:99])
         sentence = refused(tmp_path, "--algo gspo")
-        assert f"built-in policy is broken, delete its folder {folder}: " in sentence
+        assert f"built-in policy is broken; delete its folder {folder}: " in sentence
         assert "--model" not in sentence
         (folder / file).write_bytes(whole)
 
