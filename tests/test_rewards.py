@@ -449,8 +449,8 @@ def test_torch_is_left_as_it_was(own):
 WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sentence
     "mth": "--reward mth: no such verifier; did you mean math?; expected file.py:function",
     "x*math": "could not convert string to float: 'x'",
-    "0*math": "a weight of 0, expected up to 1e6",
-    "nan*math": "a weight of nan",
+    "0*math": "--reward 0*math: expected 0 < |weight| <= 1e6",
+    "nan*math": "--reward nan*math: expected 0 < |weight|",
     "math+math": "math is given twice",
     "nowhere.py:fn": "--reward nowhere.py:fn: FileNotFoundError: ",
     "def f(:": "own.py:f: SyntaxError: invalid syntax (own.py, line 1)",
