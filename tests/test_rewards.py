@@ -468,12 +468,12 @@ def test_parse_reward_says_what_is_wrong(broken, words, own):
     assert message.startswith("--reward ") and words in message and "\n" not in message
 
 
-ONE = "it gets one completion at a time; return a number"
+ONE = "for one completion, return a number"
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion, answer, level): return 1": [
         "'level' on ''; expected def f(completion, answer)"
     ],
-    "def f(completion, answer): return '1.0'": [f"it returned '1.0': {ONE}"],
+    "def f(completion, answer): return '1.0'": [f"it returned '1.0'; {ONE}"],
     "def f(completion, answer): return anwser": ["anwser", "own.py, line 1)", "prompt, answer"],
     "async def f(completion, answer): return 1.0": ["it returned <coroutine object f", ONE],
     # of TRL and verl: lists in, lists out
