@@ -71,9 +71,9 @@ BAD_INPUT = [
     ("--algo gsop", "--algo gsop: expected one of .*mean gspo"),
     ("--reward -1*mth", "--reward -1.mth: .*mean math"),
     # flags that do not fit each other, or would do nothing
-    ("--ratio-max 2", "--ratio-max 2.0: gspo has none; it is for cispo"),
+    ("--ratio-max 2", "--ratio-max 2.0: gspo doesn't use it; it is for cispo"),
     ("--algo grpo --critic-lr 1e-3", "--critic-lr 0.001: grpo has no critic; ppo"),
-    ("--algo reinforce --clip-low 0", "--clip-low 0.0: reinforce has none"),
+    ("--algo reinforce --clip-low 0", "--clip-low 0.0: reinforce doesn't use it"),
     ("--algo rloo --teacher models/moe", "--teacher models/moe: rloo has no teacher; opd"),
     ("--completions-per-update 7", "--completions-per-update 7: doesn't divide 16"),
     ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
