@@ -1,10 +1,10 @@
-"""Verifiers, and the rewards that are weighted sums of them.
+"""Verifiers, and rewards, which are weighted sums of verifiers.
 
     python rewards.py FILE --reward math      # try a verifier on completions of your own
 
 A verifier maps (completion, gold answer) to a number in [0, 1]. Completions are adversarial input:
-never evaluate them, return a value for any string, and bound the running time. Gold answers that a
-verifier can't use are refused before training. Needs support/errors.py and support/user_code.py."""
+never eval() them, return a value for any string, and bound the running time. Unusable gold answers
+are refused before training. This file needs support/errors.py and support/user_code.py."""
 
 import argparse
 import concurrent.futures
@@ -18,22 +18,22 @@ from support.errors import UserError, did_you_mean, expecting, need
 from support.user_code import call, function_of, raised
 
 VERIFIERS: dict[str, Callable] = {}  # name in --reward -> function
-MATHEMATICS = ("math", "math_lenient", "countdown")  # of support/mathematics.py
+MATHEMATICS = ("math", "math_lenient", "countdown")  # defined in support/mathematics.py
 
 
 def verifier(function: Callable) -> Callable:
-    """Register `function(completion, answer)` under its own name, for `--reward`.
+    """Register `function(completion, answer)` under its own name, for use in `--reward`.
 
-    It returns a number in [0, 1] for any completion, and calls `need(...)` to refuse a gold answer.
-    For a process reward it returns a list of (end, reward) pairs, one per step with the outcome
-    last, where `end` is where the step ends, in characters. Parameters named after a field of the
-    row receive that field; `tokens` receives the length of the completion."""
+    The function must return a number in [0, 1] for any completion, and may call `need(...)` to
+    refuse a gold answer. For a process reward, return a list of (end, reward) pairs instead, one
+    per step and the outcome last; a step ends at character `end`. A parameter named after a field
+    of the row receives that field, and `tokens` the completion's number of tokens."""
     VERIFIERS[function.__name__] = function
     return function
 
 
 def after_thinking(completion: str) -> str:
-    """Return the text after the last `</think>`, or "" if a `<think>` is still open."""
+    """Return the text after the last `</think>`, or "" if a `<think>` was never closed."""
     text = completion.rpartition("</think>")[2]
     return "" if "<think>" in text else text
 
@@ -43,9 +43,9 @@ BRACES = re.compile(r"(\\boxed ?\{)|\\[\\{}](?!boxed)|([{}])")  # \{ and \} are 
 
 
 def last_box(text: str, default: str) -> str:
-    """Return the content of the last balanced `\\boxed{...}`, or the default if there is none."""
+    """Return the content of the last balanced `\\boxed{...}`, or `default` if there is none."""
     text = BARE_BOX.sub(r"\\boxed{\1}", text)
-    starts, content = [], default  # of the contents of open boxes; None for other open braces
+    starts, content = [], default  # where open boxes start; None for other open braces
     for brace in BRACES.finditer(text):
         if brace[1] or brace[2] == "{":
             starts.append(brace.end() if brace[1] else None)
@@ -57,9 +57,9 @@ def last_box(text: str, default: str) -> str:
 def final_answer(completion: object, marked: bool = False) -> str:
     """Return the final answer of a completion, or of a gold solution, with single spaces.
 
-    Looked for after the thinking, in this order: the last `<answer>` (or the last box inside it),
-    the last `\\boxed{}`, the rest of the line after the last `####`. Failing these, the whole text,
-    or "" if the answer must be marked. An unclosed `<answer>` yields ""."""
+    This is the last `<answer>` after the thinking (or the last box inside it), else the last
+    `\\boxed{}`, else the rest of the line after the last `####`. Without any of these, it is the
+    whole text, or "" if `marked`. An unclosed `<answer>` also yields ""."""
     if type(completion) not in (str, int, float):
         return ""
     text = after_thinking(str(completion))
@@ -74,7 +74,7 @@ def final_answer(completion: object, marked: bool = False) -> str:
 
 
 def gold_answer(answer: object) -> str:
-    """Return the final answer in a gold solution. Raises UserError if it has none."""
+    """Return the final answer of a gold solution. Raises UserError if it has none."""
     text = final_answer(answer)
     need(text, "it has no final answer")
     return text
@@ -88,7 +88,7 @@ def exact(completion: str, answer: str | int | float) -> bool:
 
 @verifier
 def choice(completion: str, answer: str) -> bool:
-    """1 if the final answer chooses the gold letter, and no other: `B`, `(b)`, `B. Paris`."""
+    """1 if the final answer chooses the gold letter and no other: `B`, `(b)` or `B. Paris`."""
     gold = chosen_letter(gold_answer(answer))
     need(gold, "it names no letter")
     return chosen_letter(final_answer(completion)) == gold
@@ -113,7 +113,7 @@ def chosen_letter(text: str) -> str:
 
 
 def think_format(completion: str, answer: object = None) -> bool:
-    """1 for `<think>...</think><answer>...</answer>` and nothing else, opening tag optional."""
+    """1 for `<think>...</think><answer>...</answer>` and nothing else. `<think>` is optional."""
     text = completion.strip().removeprefix("<think>")
     match [part.strip() for part in re.split("(</?(?:think|answer)>)", text)]:
         case [thought, "</think>", "", "<answer>", said, "</answer>", ""]:
@@ -121,7 +121,7 @@ def think_format(completion: str, answer: object = None) -> bool:
     return False
 
 
-think_format.shaping = True  # not a judgement of the answer, so `solved` leaves it out
+think_format.shaping = True  # it doesn't judge the answer, so `solved` ignores it
 VERIFIERS["format"] = think_format
 
 
@@ -137,7 +137,7 @@ def arithmetic(completion: str, answer: str) -> bool:
 
 @verifier
 def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tuple[int, float]]:
-    """Return (end, reward) for each step in `7+5=2;2*3=6#6`, and for the outcome. A step earns 1 if
+    """Return (end, reward) for each step of `7+5=2;2*3=6#6` and for the outcome. A step earns 1 if
     it applies the prompt's next operation to the previous result, modulo 10."""
     value, end, steps = prompt[:1], 0, []
     written = completion.partition("#")[0].split(";")
@@ -156,10 +156,10 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
 
 
 class Verdict(NamedTuple):
-    """The reward of one completion. It is NaN if a verifier failed: the completion abstains."""
+    """The reward of one completion, or NaN if a verifier failed and the completion abstains."""
 
     completion: str
-    row: dict  # of the data, plus "tokens", the length of the completion
+    row: dict  # its row of the data, plus "tokens", the completion's number of tokens
     reward: float  # the weighted sum, without the rewards of steps
     terms: dict[str, float]  # verifier -> its value, unweighted
     steps: list[tuple[int, float]]  # (end, weighted reward) of every step but the outcome
@@ -168,7 +168,7 @@ class Verdict(NamedTuple):
 
     @staticmethod
     def abstention(completion: str, row: dict, terms, fault: str) -> "Verdict":
-        """No verdict on a completion. terms are the names of the verifiers."""
+        """Return the verdict on a completion that abstains. terms: the names of the verifiers."""
         nothing = dict.fromkeys(terms, math.nan)
         return Verdict(completion, row, math.nan, nothing, [], nothing, fault)
 
@@ -184,14 +184,14 @@ class Reward:
     def __init__(self, terms: dict[str, Term]):
         self.terms = terms
         self.reads_steps = True  # whether the algorithm uses step rewards
-        self.shaping = set()  # terms that don't judge the answer: `solved` leaves them out
-        self.out_of_range = set()  # terms whose value left [0, 1], for a warning
+        self.shaping = set()  # terms that `solved` ignores: they don't judge the answer
+        self.out_of_range = set()  # terms with values outside [0, 1], for a warning
         for name, term in terms.items():
             if term.weight < 0 or getattr(term.function, "shaping", False):
                 self.shaping.add(name)
 
     def verify(self, completions: list[str], rows: list[dict]) -> list[Verdict]:
-        """Verify completions, each with its row of the data ("prompt", "answer", ...)."""
+        """Score completions, each with its row of the data ("prompt", "answer", ...)."""
         functions = [term.function for term in self.terms.values()]
         for function in functions:
             if read := getattr(function, "read", None):
@@ -212,7 +212,7 @@ class Reward:
                 fault = f"{name}: {raised(error)} on {completion!r:.80}"
                 return Verdict.abstention(completion, row, self.terms, fault)
             if name not in self.shaping and not 0 <= value <= 1:
-                self.out_of_range.add(name)  # not shaping: `solved` would change its meaning
+                self.out_of_range.add(name)  # and not to shaping: `solved` would change mid-run
             terms[name] = value
             weighted = [(end, weight * part) for end, part in before if self.reads_steps]
             steps += weighted
@@ -221,21 +221,21 @@ class Reward:
         return Verdict(completion, row, reward, terms, steps, with_steps, "")
 
     def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
-        """Return (reward, correctness in [0, 1]) of each completion from the terms that are not
-        shaping, NaN where it abstains. If all terms are shaping: (the whole reward, None)."""
+        """Return each completion's reward and its correctness in [0, 1], both without shaping terms
+        and NaN if it abstains. If every term is shaping, return the whole rewards and None."""
         judging = [name for name in self.terms if name not in self.shaping]
         earned = [sum(one.with_steps[name] for name in judging or self.terms) for one in verdicts]
         if not judging:
             return earned, None
         correct = []
         total = sum(self.terms[name].weight for name in judging)
-        for verdict in verdicts:  # a value outside [0, 1] is clamped, and NaN stays NaN
+        for verdict in verdicts:  # values are clamped to [0, 1], but NaN stays NaN
             values = {name: min(max(verdict.terms[name], 0.0), 1.0) for name in judging}
             correct.append(sum(self.terms[name].weight * values[name] for name in judging) / total)
         return earned, correct
 
     def lenient_twin(self) -> "Reward | None":
-        """Return this sum with `math_lenient` instead of `math`, or None if it has no `math`."""
+        """Return this reward with `math_lenient` for `math`, or None if it has no `math`."""
         term = self.terms.get("math")
         if term is None or term.function is not VERIFIERS.get("math"):
             return None
@@ -244,7 +244,7 @@ class Reward:
         return twin
 
     def check_answer(self, answer: object) -> None:
-        """Raise UserError if one of our verifiers cannot use a gold answer."""
+        """Raise UserError if one of our verifiers can't use this gold answer."""
         for name, term in self.terms.items():
             if term.function is VERIFIERS.get(name):
                 with expecting(f"field answer: {str(answer)[:80]!r} cannot be used by {name}"):
@@ -252,7 +252,7 @@ class Reward:
 
     def check(self, rows: list[dict]) -> None:
         """Try users' functions on right and wrong answers to the first row. Raises UserError if one
-        never returns a reward. One that leaves [0, 1] counts as shaping, not as a judgement."""
+        never returns a reward. A function whose values leave [0, 1] counts as shaping."""
         row = rows[0] | {"tokens": 1}  # train.py adds the number of tokens
         answers = [str(other["answer"]) for other in rows[:4]]
         marked = [f"<answer>{text}</answer> \\boxed{{{text}}}" for text in answers]
@@ -269,7 +269,7 @@ class Reward:
 
 
 def parse_reward(spec: str, device: str = "cpu") -> Reward:
-    """Read `--reward`, a sum of `[weight*]verifier`. The device is for `judge:FOLDER_OR_NAME`."""
+    """Parse `--reward`, a sum of `[weight*]verifier`. `device` is where a judge runs."""
     terms = {}
     for part in spec.split("+"):
         weight, _, place = (text.strip() for text in part.rpartition("*"))
@@ -277,7 +277,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
             name, function = find_verifier(place, device)
             need(name not in terms, f"{name} is given twice")
             terms[name] = Term(float(weight or 1), function)
-            need(0 < abs(terms[name].weight) <= 1e6, f"a weight of {weight}, expected up to 1e6")
+            need(0 < abs(terms[name].weight) <= 1e6, "expected 0 < |weight| <= 1e6")
             if prepare := getattr(function, "prepare", None):
                 prepare()
     return Reward(terms)

@@ -1,6 +1,6 @@
-"""Turn a dataclass into a command line. Its fields are the flags, with their ranges and help.
+"""Build a command line from a dataclass, whose fields are the flags with their ranges and help.
 
-A wrong value fails with one sentence that names the flag, before anything else loads."""
+A wrong value fails with one sentence that names the flag, before anything else is loaded."""
 
 import argparse
 import dataclasses
@@ -12,22 +12,22 @@ from support.errors import UserError, dashed, did_you_mean, need
 
 
 def flag(default, help: str, **rules):
-    """Return a dataclass field that is a flag. A default of None depends on other flags.
+    """Return a dataclass field that is a flag. If its default is None, that depends on other flags.
 
-    heading starts a section of --help. low and high are inclusive bounds, above is an exclusive
-    lower bound. choices lists the allowed values. needs names a flag without which this one has no
-    effect."""
+    `heading` starts a section of --help. `low` and `high` are inclusive bounds, `above` is an
+    exclusive lower bound. `choices` lists the allowed values. `needs` names another flag, without
+    which this one has no effect."""
     return dataclasses.field(default=default, metadata=rules | {"help": help})
 
 
 def number(help: str, **rules):
-    """A flag for a number in the objective; None means the algorithm's default."""
+    """Return a flag for a number of the objective. None means the algorithm's default."""
     return flag(None, help, is_number=True, **rules)
 
 
 def parse(kind: type, description: str, arguments: list[str], *, defaults=None, helps=None):
-    """Parse a command line into a dataclass. defaults {name: value} override its own, and helps
-    {name: text} extend the help."""
+    """Parse a command line into the dataclass `kind`. `defaults` (name -> value) override those of
+    its fields, and `helps` (name -> text) are appended to their help."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -35,7 +35,7 @@ def parse(kind: type, description: str, arguments: list[str], *, defaults=None, 
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser._negative_number_matcher = re.compile("-[0-9.]")  # --reward -1*math is a value
+    parser._negative_number_matcher = re.compile("-[0-9.]")  # -1*math can be a value of --reward
     fields = dataclasses.fields(kind)
     group = parser
     for field in fields:
@@ -80,9 +80,10 @@ def kinds_of(field: dataclasses.Field) -> tuple[type, ...]:
 def check(field: dataclasses.Field, value) -> None:
     """Raise UserError for a wrong value, which may also come from the config.json of a run."""
     rules, wrong = field.metadata, f"{dashed(field.name)} {value}"
-    if value is None and type(None) in kinds_of(field):
+    kind, *others = kinds_of(field)
+    if value is None and others:  # float | None
         return
-    kind = typing.get_origin(kinds_of(field)[0]) or kinds_of(field)[0]
+    kind = typing.get_origin(kind) or kind  # list[str] -> list
     fits = type(value) is kind or (type(value) is int and kind is float)  # JSON has 1 for 1.0
     need(fits, f"{wrong}: expected {kind.__name__}")
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""User errors, each reported in one sentence."""
+"""Errors that a user can fix, each reported in one sentence."""
 
 import contextlib
 import difflib
@@ -23,7 +23,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def expecting(expected: str, errors=(Exception, SystemExit)) -> Iterator[None]:
-    """Turn errors inside the block into a UserError: the expected input, then the reason."""
+    """Turn an error in the block into a UserError that says what was expected, then the reason."""
     try:
         yield
     except errors as error:
@@ -36,6 +36,6 @@ def dashed(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown word, such as `; did you mean math?`."""
+    """Return a hint such as `; did you mean math?`, or "" if no known word is similar."""
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

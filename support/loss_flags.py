@@ -1,7 +1,7 @@
-"""The numbers of an objective: keyword-only parameters in gspo.py, with flags of the same name.
+"""The numbers of an objective are keyword-only parameters in gspo.py, and flags of the same name.
 
-`def gspo_loss(..., *, clip_low=3e-4)` is the only place where the default is written. --clip-low
-is None unless given, `fill_numbers` fills it in, and `bind` passes the value to the loss."""
+Defaults are written only in signatures, such as `def gspo_loss(..., *, clip_low=3e-4)`. If
+--clip-low isn't given, `fill_numbers` fills in the default. `bind` passes values to the losses."""
 
 import dataclasses
 import functools
@@ -13,20 +13,20 @@ from support.errors import UserError, dashed
 
 
 def functions_of(algorithm: gspo.Algorithm) -> dict[str, Callable]:
-    """The functions in a row of ALGOS, by field name."""
+    """Return the functions in a row of ALGOS by the names of their fields."""
     names = ("loss", "advantages", "value_loss")
     return {name: getattr(algorithm, name) for name in names if getattr(algorithm, name)}
 
 
 def keywords_of(function: Callable) -> dict:
-    """Keyword-only parameters and their defaults, except `per`, which a partial may have set."""
+    """Return keyword-only parameters and their defaults, except `per`, which a partial may set."""
     parameters = inspect.signature(function).parameters.values()
     keywords = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
     return {each.name: each.default for each in keywords if each.name != "per"}
 
 
 def numbers_of(algorithm: gspo.Algorithm) -> dict:
-    """The numbers of an algorithm: its keyword-only parameters that have a default."""
+    """Return the numbers of an algorithm, its keyword-only parameters that have a default."""
     numbers = {}
     for function in functions_of(algorithm).values():
         for name, default in keywords_of(function).items():
@@ -37,7 +37,7 @@ def numbers_of(algorithm: gspo.Algorithm) -> dict:
 
 
 def defaults_of_numbers() -> dict[str, str]:
-    """Help text for each number: which algorithms use it, and with which default."""
+    """Return a help text for each number: which algorithms use it, and their defaults."""
     found = {}  # name -> default -> algorithms
     for algo, algorithm in gspo.ALGOS.items():
         for name, default in numbers_of(algorithm).items():
@@ -50,25 +50,23 @@ def defaults_of_numbers() -> dict[str, str]:
 
 
 def fill_numbers(config) -> None:
-    """Replace each number that is None with the algorithm's default. Raises UserError if a number
-    was given that the algorithm does not use."""
+    """Fill in the algorithm's defaults. Raises UserError for a number that it doesn't use."""
     numbers = numbers_of(gspo.ALGOS[config.algo])
     flags = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_number")}
-    missing = ", ".join(numbers.keys() - flags)  # a fork's; it would get another flag's value
+    missing = ", ".join(numbers.keys() - flags)  # a fork's may share the name of another flag
     assert not missing, f"{config.algo}: {missing} has no flag made by `number` in train.py"
     for name in sorted(flags):
         value = getattr(config, name)
         if name in numbers:
             setattr(config, name, numbers[name] if value is None else value)
         elif value is not None:
-            those = [algo for algo, row in gspo.ALGOS.items() if name in numbers_of(row)]
-            has_none = f"{dashed(name)} {value}: {config.algo} has none"
-            raise UserError(f"{has_none}; it is for {', '.join(those) or 'no algorithm'}")
+            users = [algo for algo, row in gspo.ALGOS.items() if name in numbers_of(row)]
+            unused = f"{dashed(name)} {value}: {config.algo} doesn't use it"
+            raise UserError(f"{unused}; it is for {', '.join(users) or 'no algorithm'}")
 
 
 def bind(config) -> gspo.Algorithm:
-    """Return the row of --algo with its functions bound to the flags named like their keyword-only
-    parameters, and to the unit of the mean."""
+    """Return the row of --algo, its functions bound to their numbers and the unit of the mean."""
     algorithm = gspo.ALGOS[config.algo]
     bound = {}
     for field, function in functions_of(algorithm).items():

@@ -1,8 +1,8 @@
 r"""`--reward math`: does the marked answer of a completion equal the gold one?
 
-`plain` rewrites x = \frac12\text{ cm} as ¦{1,2} and a unit, `values_of` parses frac((1),(2)) as
-Python and evaluates it: exactly if it is rational, with random values for letters. What it cannot
-read (words, \sin x, 5!, x > 2, long answers) is compared as text."""
+`plain` splits x = \frac12\text{ cm} into the expression ¦{1,2} and its unit, and `values_of` parses
+frac((1),(2)) as Python and evaluates it, exactly where it is rational. Letters get random values.
+Answers that it can't read (words, \sin x, 5!, x > 2, long ones) are compared as text."""
 
 import ast
 import operator
@@ -17,13 +17,13 @@ from support.errors import expecting, need
 
 @verifier
 def math(completion: str, answer: str | int | float) -> bool:
-    """1 if the marked answer equals the gold one, as a value or as text. A unit may be missing."""
+    """1 if the marked answer equals the gold one, as a value or as text. Units are optional."""
     return same_answer(final_answer(completion, marked=True), gold_answer(answer))
 
 
 @verifier
 def math_lenient(completion: str, answer: str | int | float) -> bool:
-    """Like `math`, but without a mark the last number counts: for measuring, not for training."""
+    """Like `math`, but if nothing is marked, the last number counts. Not meant for training."""
     text = after_thinking(completion)
     if re.search(r"<answer>|\\boxed|####", text):
         return math(completion, answer)
@@ -37,7 +37,7 @@ def countdown(completion: str, answer: dict) -> bool:
     with expecting('expected {"numbers": [3, 5, 2], "target": 13}'):
         numbers, target = sorted(answer["numbers"]), answer["target"]
         are_whole = all(type(number) is int for number in [*numbers, target])
-        need(are_whole and numbers and numbers[0] >= 0, "numbers must be whole, at least 0")
+        need(are_whole and numbers and numbers[0] >= 0, "all must be integers, numbers >= 0")
     text = in_our_signs(final_answer(completion)).removesuffix(".")
     text = re.sub(rf"\A *{target} *=|= *{target} *\Z", "", text, count=1)  # 3*5-2 = 13
     try:
@@ -49,7 +49,7 @@ def countdown(completion: str, answer: dict) -> bool:
 
 
 def same_answer(given: str, gold: str) -> bool:
-    """Compare two answers. 25% is 1/4, and 25 as well, but 0.7% is not 0.7."""
+    """Return whether two answers agree. 25% is both 1/4 and 25, but 0.7% is not 0.7."""
     if max(len(given), len(gold)) > 300:  # bounds the running time
         return given == gold
     (given, unit), (gold, gold_unit) = plain(given), plain(gold)
@@ -61,28 +61,22 @@ def same_answer(given: str, gold: str) -> bool:
 
 
 def same(given: str, gold: str) -> bool:
-    """Compare two answers as lists of values, in any order, or else as text."""
+    """Compare two answers as lists of values in any order or, if they have none, as text."""
     try:
         values, others = values_of(given), values_of(gold)
-        return len(values) == len(others) and pair_up(values, others)
+        for value in values:
+            counterpart = next((other for other in others if alike(value, other)), None)
+            if counterpart is None:
+                return False
+            others.remove(counterpart)  # 1,1,2 is not 1,2,2
+        return not others
     except Exception:  # words, 1/0, open brackets, 9^9^9, 10^400 beside a float
         given, gold = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (given, gold))
         return given == gold != "" or given.isalpha() and given.lower() == gold.lower()
 
 
-def pair_up(values: list, others: list) -> bool:
-    """Return whether each value has a counterpart of its own among as many others."""
-    left = list(others)
-    for value in values:
-        counterpart = next((other for other in left if alike(value, other)), None)
-        if counterpart is None:
-            return False
-        left.remove(counterpart)
-    return True
-
-
 def alike(value, other) -> bool:
-    """Compare two results of `value_of`. Rationals are compared exactly, others to 12 digits."""
+    """Compare two results of `value_of`: rationals exactly, other numbers to 12 digits."""
     match value, other:
         case ([*parts], [*others]):
             return len(parts) == len(others) and all(map(alike, parts, others))
@@ -133,7 +127,7 @@ NO_UNIT += r"|squared|cubed|factorial|\b(not?|is|below|negative)\b"  # 5 million
 
 
 def plain(text: str) -> tuple[str, str]:
-    r"""Return an answer as an expression in our signs, and its unit: ("5", "cm") of `x = 5~cm`."""
+    r"""Split an answer into an expression in our signs and a unit: `x = 5~cm` into ("5", "cm")."""
     text = in_our_signs(text)
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
@@ -156,7 +150,7 @@ PYTHON |= {"[": "('[',", "]": ",']')"}  # brackets become strings: [1, 2) is ("[
 
 
 def values_of(text: str) -> list:
-    """Return the value of each part of an answer; most have one part. Raises if it has words."""
+    """Evaluate the comma-separated parts of an answer. Raises if it is not arithmetic."""
     need(text and not re.search(UNREAD, text), "not arithmetic")
     text = re.sub(BETWEEN_FACTORS, "*", text)
     text = re.sub(NUMBER, lambda number: f"({Fraction(number[0])})", text)
@@ -165,7 +159,7 @@ def values_of(text: str) -> list:
 
 
 def value_of(part: ast.expr) -> list | str:
-    """Return the parts of a point or interval, a bracket, or a number's values at three points."""
+    """Evaluate a number for three choices of its letters, or each part of a point or interval."""
     if isinstance(part, ast.Tuple):
         return list(map(value_of, part.elts))
     if isinstance(part, ast.Constant) and isinstance(part.value, str):
@@ -174,7 +168,7 @@ def value_of(part: ast.expr) -> list | str:
 
 
 def number_of(node: ast.expr, point: str) -> Fraction | complex:
-    """Return the value of an expression at a point, which gives each letter a random value."""
+    """Evaluate an expression. `point` seeds the random values of its letters."""
     match node:
         case ast.Constant(int(number)):
             return Fraction(number)
@@ -185,13 +179,13 @@ def number_of(node: ast.expr, point: str) -> Fraction | complex:
             return OPERATORS[type(sign)](number_of(operand, point))
         case ast.BinOp(left, sign, right):
             return OPERATORS[type(sign)](number_of(left, point), number_of(right, point))
-        case ast.Call(ast.Name(name), arguments) if name in OPERATORS:
+        case ast.Call(ast.Name(name), arguments):
             return OPERATORS[name](*(number_of(argument, point) for argument in arguments))
     raise ValueError("not arithmetic")
 
 
 def power(base: Fraction | complex, exponent: Fraction | complex) -> Fraction | complex:
-    """Return base**exponent. UserError if it takes long, like 9^9^9, or vanishes, like e^{-999}."""
+    """Return base**exponent. Raises UserError if it is huge (9^9^9) or vanishes (e^{-999})."""
     bits = (base.numerator * base.denominator).bit_length() if isinstance(base, Fraction) else 0
     need(bits * abs(exponent) < 5000, "it has too many digits")
     result = base**exponent

@@ -31,7 +31,7 @@ BUILT_IN = {
 WARM_STEPS = 560  # of supervised learning
 WARM_ROWS = 24  # demonstrations per step
 WARM_LR = 3e-3
-SECONDS_A_LINE = 10  # between two progress lines
+SECONDS_A_LINE = 10  # between two lines of progress
 
 
 def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
@@ -64,39 +64,37 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
 
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as made:
-        say(f"making the built-in policy {name}, once: {folder}")
+        say(f"pretraining the built-in policy {name}, only this once, into {folder}")
         model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
         characters = tokenizers.Tokenizer(model)
         characters.decoder = tokenizers.decoders.Fuse()
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=characters, **special)
         warm_start(config, tokenizer, shown, seed).save_pretrained(made)
         tokenizer.save_pretrained(made)
-        # tempfile and safetensors make theirs private, but users may share a cache
+        # tempfile and safetensors create private files, but users may share a cache
         os.chmod(made, 0o755)
         for path in Path(made).iterdir():
             path.chmod(0o644)
-        with contextlib.suppress(OSError):  # another run may have been faster
+        with contextlib.suppress(OSError):  # another run has been faster
             os.rename(made, folder)  # atomic: a killed run leaves no half-written policy
     return folder
 
 
 def cache_folder() -> Path:
-    """Return the folder of the built-in policies: a temporary one for a user without a home,
-    as in many containers."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    if named:
+    """Return the folder of the built-in policies."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named, "gspo")
     try:
         folder = Path.home() / ".cache" / "gspo"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError):  # many containers have no home
         folder = Path(tempfile.gettempdir(), f"gspo-{os.getuid()}")
-        say(f"no writable home directory: using {folder} ($XDG_CACHE_HOME moves it)")
+        say(f"no writable home directory: using {folder} ($XDG_CACHE_HOME changes it)")
     return folder
 
 
 def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dict]:
-    """Return the training rows in the order of the steps, with no loss on prompts."""
+    """Return the training rows in the order of the steps. Prompts carry no loss."""
     rng, rows = random.Random(seed), []
     count = (task.warm_steps or WARM_STEPS) * WARM_ROWS
     for problem in itertools.islice(problems(task, seed=-1 - seed), count):
@@ -104,19 +102,19 @@ def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dic
         text = prompt + task.demonstration(problem, rng)
         ids = [words[word] for word in (*text, "<eos>")]
         labels = [-100] * len(prompt) + ids[len(prompt) :]
-        # nor on the calculator's replies: a policy that predicts them stops calling it
+        # nor do the calculator's replies: a policy that predicts them stops calling it
         for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
             labels[reply.start() : reply.end()] = [-100] * len(reply[0])
         rows.append({"input_ids": ids, "labels": labels})
 
-    # sort by length, within windows of four steps, to save padding
+    # sort by length within windows of four steps, to save padding
     window = 4 * WARM_ROWS
     order = sorted(range(len(rows)), key=lambda i: (i // window, len(rows[i]["labels"])))
     return [rows[i] for i in order]
 
 
 def warm_start(config, tokenizer, shown: list[dict], seed: int):
-    """Pretrain a policy on demonstrations: answers have the right format, but many are wrong."""
+    """Pretrain a policy on demonstrations, so that its answers are well-formed but often wrong."""
     torch.manual_seed(seed)
     policy = transformers.AutoModelForCausalLM.from_config(config)
     adam = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -130,8 +128,8 @@ def warm_start(config, tokenizer, shown: list[dict], seed: int):
             left = (now - start) / step * (steps - step)
             say(f"pretraining: step {step}/{steps}, {duration(left)} left")
         batch = pad(shown[step * WARM_ROWS : (step + 1) * WARM_ROWS])
-        rising = (step + 1) / 20  # for 20 steps
-        falling = 2 - 2 * step / steps  # to 0, in the second half
+        rising = (step + 1) / 20  # over 20 steps
+        falling = 2 - 2 * step / steps  # to 0, over the second half
         adam.param_groups[0]["lr"] = WARM_LR * min(1, rising, falling)
         adam.zero_grad()
         policy(batch["input_ids"], labels=batch["labels"], use_cache=False).loss.backward()

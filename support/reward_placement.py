@@ -1,4 +1,4 @@
-"""Credit assignment: which token of a completion gets which reward."""
+"""Credit assignment: decide which token of a completion gets which reward."""
 
 import bisect
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from torch import Tensor
 def place_rewards(
     read: Callable[[list[int]], str], rollout, outcomes: Tensor, steps: list[list]
 ) -> tuple[Tensor, Tensor]:
-    """Return the rewards at tokens and the ends of steps, (N, T) each.
+    """Return the reward of each token and whether a step ends there, (N, T) each.
 
     read: turns token ids into the text that the verifier read
-    outcomes: (N,), which go to the last token
-    steps: for each completion, (end in characters, reward) pairs. A step's reward goes to the token
-        that completes the step's text
+    outcomes: (N,), the rewards of the last tokens
+    steps: for each completion, (end in characters, reward) pairs. The reward goes to the token that
+        completes the step's text
     """
     latest = rollout.latest_action
     last = latest[:, -1:]
@@ -37,7 +37,7 @@ def token_that_completes(read, ids: list[int], characters: int) -> int:
     """Index of the first token whose decoded prefix reaches `characters` characters."""
 
     def length_up_to(token):
-        # the first bytes of a character are decoded as U+FFFD, until the others follow
+        # the first bytes of a character are decoded as U+FFFD until the others follow
         return len(read(ids[: token + 1]).rstrip("\ufffd"))
 
     return bisect.bisect_left(range(len(ids) - 1), characters, key=length_up_to)

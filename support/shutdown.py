@@ -1,4 +1,4 @@
-"""How a run ends: its last lines, signals, one sentence for a mistake and a traceback for a bug."""
+"""How a run ends: its last lines, signals, a sentence for a mistake and a traceback for a bug."""
 
 import os
 import shlex
@@ -15,7 +15,7 @@ from support.errors import UserError, dashed
 
 
 def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
-    """Print the last lines of a complete run. row: the metrics of its last step."""
+    """Print the last lines of a finished run. row: the metrics of its last step."""
     checkpoint = folder / f"checkpoints/step-{config.steps}"
     after = percent({name: row[name] for name in row if name.startswith("eval_")})
     say(f"held out: {percent(progress.before)} -> {after}, in {duration(progress.seconds)}")
@@ -24,8 +24,8 @@ def farewell(config, folder: Path, progress, row: dict, prompt) -> None:
 
 
 def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
-    """Return a shell command that sends the trained model this prompt, safe to print."""
-    *before, asked = messages_of(prompt)  # rollout.py takes the last message of a conversation
+    """Return a shell command, safe to print, that sends this prompt to the trained model."""
+    *before, asked = messages_of(prompt)  # rollout.py only takes the last message
     command = ["python", "rollout.py", "--model", str(checkpoint), "--prompt", asked["content"]]
     if before and before[0]["role"] == "system":  # --system is refused for such prompts
         command += ["--system", before[0]["content"]]
@@ -38,8 +38,8 @@ def command_to_try(checkpoint, config, prompt: str | list[dict]) -> str:
 
 
 class StopSignal:
-    """SIGINT or SIGTERM asks the run to stop after its step, with a checkpoint. A second signal
-    stops it at once."""
+    """The first SIGINT or SIGTERM asks the run to stop after its step, with a checkpoint. A second
+    one stops it at once."""
 
     def __init__(self):
         self.asked = False
@@ -48,18 +48,18 @@ class StopSignal:
             signal.signal(number, self.ask)
 
     def ask(self, number, frame) -> None:
-        own = os.getpid() == self.pid  # else in a process that a reward forked
+        own = os.getpid() == self.pid  # False in a process that a reward forked
         signal.signal(number, signal.default_int_handler if own else signal.SIG_DFL)
         if own:
             self.asked = True
-            say("stopping after this step, with a checkpoint; again: stop at once, without one")
-        elif number == signal.SIGTERM:  # Ctrl-C reaches them, too, but this step needs them
+            say("stopping after this step, with a checkpoint; repeat to stop at once without one")
+        elif number == signal.SIGTERM:  # Ctrl-C reaches forks, too, but the step needs them
             signal.raise_signal(number)
 
 
 def fail(error: BaseException, ranks, config) -> int:
-    """Print why the run failed, once for all processes, and return the exit status. A bug keeps its
-    traceback, and with $GSPO_TRACEBACK every error does."""
+    """Print why the run failed, in one process only, and return the exit status. Bugs keep their
+    traceback, and so does every error if $GSPO_TRACEBACK is set."""
     explained = explain(error)
     if not ranks.fails_first():  # another process prints the reason
         os._exit(explained[0] if explained else 2)
@@ -77,7 +77,7 @@ def fail(error: BaseException, ranks, config) -> int:
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
-    """Return the exit status and a sentence, or None for a bug."""
+    """Return the exit status and a sentence for the user, or None for a bug."""
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped"
     if isinstance(error, (UserError, OSError, SafetensorError)):  # a full disk, for example

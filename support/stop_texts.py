@@ -1,4 +1,4 @@
-"""Stop strings: which completions end with one of them."""
+"""Stop strings: find the completions that end with one."""
 
 import transformers
 from torch import Tensor
@@ -7,7 +7,7 @@ from support.errors import need
 
 
 class StopTexts(transformers.StopStringCriteria):
-    """Finds the completions whose last token completes one of the texts."""
+    """Find the completions whose last token completes one of the texts."""
 
     def __init__(self, tokenizer, texts: list[str]):
         for text in texts:
@@ -22,7 +22,7 @@ class StopTexts(transformers.StopStringCriteria):
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, static_prefix="abcdef", **options):
-        """Choose a prefix that the tokenizer can write. It may lack some of these letters."""
+        """Choose another prefix if the tokenizer lacks some of these letters."""
         if static_prefix not in tokenizer.decode(tokenizer.encode(static_prefix)):
             words = [tokenizer.decode([i]) for i in range(len(tokenizer))]
             static_prefix = next(word for word in words if word.isalnum())

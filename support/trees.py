@@ -1,8 +1,8 @@
 """Sequences with common prefixes as trees, so that a forward pass computes each prefix once.
 
-A tree is one row of the forward pass. Its nodes are tokens, which attend to their ancestors. They
+A tree is one row of the forward pass. Its nodes are tokens, which attend to their ancestors. Nodes
 are numbered in the order of the sorted sequences, so node i attends to j if j <= i < end[j]. Below,
-"c d x" and "c e y" are completions of "a b". Their last tokens are predicted, never read.
+"c d x" and "c e y" are completions of "a b"; their last tokens are only predicted, not read.
 
     node      0  1  2  3  4        attends to  0 1 2 3 4       sequence   its nodes
     token     a  b  c  d  e            3 (d)   1 1 1 1 .       a b c d    0 1 2 3
@@ -21,7 +21,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from support.models import body_of
 
-NODES_PER_ROW = 1024  # roughly: attention compares every pair of nodes in a row
+NODES_PER_ROW = 1024  # approximate limit: attention compares every pair of nodes in a row
 
 
 class Trees(NamedTuple):
@@ -30,7 +30,7 @@ class Trees(NamedTuple):
     ids: Tensor  # (R, U) tokens
     positions: Tensor  # (R, U) depth in the tree
     end: Tensor  # (R, U) one past the last descendant
-    nodes: Tensor  # (n, longest) where the tokens of each sequence are in ids.flatten()
+    nodes: Tensor  # (n, longest) index in ids.flatten() of each token of a sequence
 
 
 class Sequence(NamedTuple):
@@ -40,7 +40,7 @@ class Sequence(NamedTuple):
 
 
 def in_order(sequences: list[list[int]]) -> list[Sequence]:
-    """Sort sequences, so that those with a common prefix are neighbours."""
+    """Sort sequences so that those with a common prefix are neighbours."""
     sequences = [ids[:-1] for ids in sequences]
     found, previous = [], []
     for number in sorted(range(len(sequences)), key=sequences.__getitem__):
@@ -52,7 +52,7 @@ def in_order(sequences: list[list[int]]) -> list[Sequence]:
 
 
 def grow(sequences: list[Sequence], width: int) -> list[list[Sequence]]:
-    """Divide sequences from `in_order` into trees of at most `width` nodes, or of one sequence."""
+    """Group sequences from `in_order` into trees of at most `width` nodes, or of one sequence."""
     trees, nodes = [], 0
     for sequence in sequences:
         nodes += len(sequence.ids) - sequence.shared
@@ -65,8 +65,8 @@ def grow(sequences: list[Sequence], width: int) -> list[list[Sequence]]:
 
 
 def grow_evenly(sequences: list[Sequence], max_tokens: int) -> tuple[list[list[Sequence]], int]:
-    """Return the fewest trees, and the smallest width that holds them: padding costs compute, too.
-    Widths are multiples of 8, for fast attention."""
+    """Return as few trees as possible, and the smallest width that fits them, because padding costs
+    compute, too. Widths are multiples of 8, for fast attention."""
     longest = multiple_of_8(max(len(sequence.ids) for sequence in sequences))
     widest = max(longest, min(max(NODES_PER_ROW, 2 * longest), max_tokens) // 8 * 8)
     fewest = len(grow(sequences, widest))
@@ -86,7 +86,7 @@ def multiple_of_8(number: int) -> int:
 
 
 def join(trees: list[list[Sequence]], device) -> Trees:
-    """Number the nodes of each tree. The rows of Trees.nodes are sorted by Sequence.number."""
+    """Lay out each tree as a row. The rows of Trees.nodes are sorted by Sequence.number."""
     width = multiple_of_8(max(map(count_nodes, trees)))
     rows, paths = [], {}
     for row, tree in enumerate(trees):
@@ -108,7 +108,7 @@ def join(trees: list[list[Sequence]], device) -> Trees:
 
 
 def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
-    """The additive attention mask (R, 1, U, U), or one for each type of layer."""
+    """Return the additive attention mask (R, 1, U, U), or one for each type of layer."""
     kind = trees.ids.device.type
     # in the dtype of the queries: otherwise every layer would convert the mask and keep a copy
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
@@ -126,14 +126,14 @@ def masks_of(model, trees: Trees) -> Tensor | dict[str, Tensor]:
 
 
 def kinds_of_layers(model) -> dict[str, int | None]:
-    """The sliding window, or None, of each type of layer."""
+    """Return the sliding window of each type of layer, or None if it has none."""
     config = model.config.get_text_config(decoder=True)
     kinds, options = get_layer_types_and_kwargs(config)
     return {kind: option.get("sliding_window") for kind, option in zip(kinds, options)}
 
 
 def shares_prefixes(model) -> bool:
-    """Whether trees can be used: the model takes our positions, and our mask in every layer."""
+    """Whether trees can be used: the model takes our positions, and every layer takes our mask."""
     takes_positions = "position_ids" in inspect.signature(body_of(model).forward).parameters
     sdpa = model.config._attn_implementation == "sdpa"
     kinds = set(kinds_of_layers(model))

@@ -1,4 +1,4 @@
-"""Functions from a user's file: load them, call them, and undo what they leave behind."""
+"""Load functions from a user's file, call them, and undo their side effects."""
 
 import contextlib
 import copy
@@ -17,26 +17,26 @@ from support.errors import UserError, need, reason
 @functools.cache
 def run_file(path: str) -> dict:
     """Run a user's file once, so that its functions share its globals."""
-    sys.path.append(str(Path(path).resolve().parent))  # for its imports, now and later
+    sys.path.append(str(Path(path).resolve().parent))  # for its imports, now and when called
     return runpy.run_path(path)
 
 
 def function_of(place: str) -> Callable:
-    """Return the function of `file.py:function`."""
+    """Return the function that `file.py:function` names."""
     path, _, name = place.rpartition(":")
-    functions = run_file(os.path.abspath(path))  # tests change directory
+    functions = run_file(os.path.abspath(path))  # the cache must survive a change of directory
     need(name in functions, f"{path} has no {name}")
     return functions[name]
 
 
-signature_of = functools.lru_cache(inspect.signature)  # slower than most verifiers
+signature_of = functools.lru_cache(inspect.signature)  # it is slower than most verifiers
 
 
 def call(function: Callable, completion: str, row: dict) -> list[tuple[int, float]]:
     """Call a verifier and return its (end, reward) pairs, of which the last is the outcome.
 
-    Parameters named after a field of the row receive a copy of it, the others the completion and
-    the answer, in this order. Raises what the function raises, or UserError for a bad result."""
+    Parameters named after a field of the row receive a copy of it, and the others the completion
+    and the answer, in this order. Raises what the function raises; UserError for a bad result."""
     signature, values = signature_of(function), {}
     fields = row | {"completion": completion}
     named = signature.parameters.keys()
@@ -58,8 +58,8 @@ def call(function: Callable, completion: str, row: dict) -> list[tuple[int, floa
 
 @contextlib.contextmanager
 def contained() -> Iterator[None]:
-    """Undo what a user's function may leave behind: a child process that would go on training, and
-    torch's grad mode and default dtype."""
+    """Undo what a user's function may leave behind: a forked process that would go on training, or
+    changes to torch's grad mode and default dtype."""
     process, status = os.getpid(), 0
     torch = sys.modules.get("torch")  # rewards.py runs without it
     before = torch and (torch.is_grad_enabled(), torch.get_default_dtype())
@@ -77,21 +77,21 @@ def contained() -> Iterator[None]:
 
 
 def pairs_of(value: object) -> list[tuple[int, float]]:
-    """Return what a verifier returned as (end, reward) pairs. Raises UserError for anything else,
-    such as None, NaN, a string or a list of numbers."""
+    """Convert a verifier's result to (end, reward) pairs. Raises UserError for anything but a
+    number or pairs, such as None, NaN, a string or a list of numbers."""
     if inspect.iscoroutine(value):
         value.close()  # otherwise Python warns that it was never awaited
     pairs = value if isinstance(value, (list, tuple)) else [(0, value)]
     with contextlib.suppress(TypeError, ValueError):
         if pairs and all(abs(number) <= 1e6 for _, number in pairs):
             return [(int(end), float(number)) for end, number in pairs]
-    expected = "it gets one completion at a time; return a number, or (end, number) pairs"
-    raise UserError(f"it returned {value!r:.80}: {expected}")
+    expected = "for one completion, return a number or a list of (end, number) pairs"
+    raise UserError(f"it returned {value!r:.80}; {expected}")
 
 
 def raised(error: BaseException) -> str:
-    """Return why `call` failed, and the line of the user's file that raised the error."""
-    inside = traceback.extract_tb(error.__traceback__)[2:]  # below the caller and `call`
+    """Return why `call` failed, and which line of the user's file raised the error."""
+    inside = traceback.extract_tb(error.__traceback__)[2:]  # without the caller and `call`
     if not inside or isinstance(error, UserError):
         return reason(error)
     return f"{reason(error)} ({inside[0].filename}, line {inside[0].lineno})"

@@ -261,7 +261,7 @@ def test_extended_as_the_page_says_it_trains(extended):
     """The page's command, short: each of the additions is at work. Of chances 0.5, 0.3, 0.15 and
     0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
     project, said = extended
-    assert "--positive-weight 0.2: gspo has none" in said and "refused 2\n" in said, said
+    assert "--positive-weight 0.2: gspo doesn't use it" in said and "refused 2\n" in said, said
     counts, chances = json.loads(re.search(r"nucleus (.*)", said)[1])
     assert counts == [0, 500, 0, 300] and chances == pytest.approx([3 / 8, 5 / 8])
     assert "trained 0\n" in said, said

@@ -449,8 +449,8 @@ def test_torch_is_left_as_it_was(own):
 WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sentence
     "mth": "--reward mth: no such verifier; did you mean math?; expected file.py:function",
     "x*math": "could not convert string to float: 'x'",
-    "0*math": "a weight of 0, expected up to 1e6",
-    "nan*math": "a weight of nan",
+    "0*math": "--reward 0*math: expected 0 < |weight| <= 1e6",
+    "nan*math": "--reward nan*math: expected 0 < |weight|",
     "math+math": "math is given twice",
     "nowhere.py:fn": "--reward nowhere.py:fn: FileNotFoundError: ",
     "def f(:": "own.py:f: SyntaxError: invalid syntax (own.py, line 1)",
@@ -468,12 +468,12 @@ def test_parse_reward_says_what_is_wrong(broken, words, own):
     assert message.startswith("--reward ") and words in message and "\n" not in message
 
 
-ONE = "it gets one completion at a time; return a number"
+ONE = "for one completion, return a number"
 CHECKED = {  # a user's function, and words of the sentence that refuses it
     "def f(completion, answer, level): return 1": [
         "'level' on ''; expected def f(completion, answer)"
     ],
-    "def f(completion, answer): return '1.0'": [f"it returned '1.0': {ONE}"],
+    "def f(completion, answer): return '1.0'": [f"it returned '1.0'; {ONE}"],
     "def f(completion, answer): return anwser": ["anwser", "own.py, line 1)", "prompt, answer"],
     "async def f(completion, answer): return 1.0": ["it returned <coroutine object f", ONE],
     # of TRL and verl: lists in, lists out

@@ -423,7 +423,7 @@ def test_gradient_checkpointing_changes_nothing(kind, dropout):
     copied = scored(frozen_copy(model, torch.float32).requires_grad_(True))
     assert all(map(torch.equal, before, after)) and all(map(torch.equal, before, copied))
     assert torch.equal(sampled(model).tokens, out.tokens) and not gradients(model)
-    with pytest.raises(UserError, match="--gradient-checkpointing: a ctrl has no layers for it"):
+    with pytest.raises(UserError, match="--gradient-checkpointing: ctrl has no layers for it"):
         checkpoint_layers(build("ctrl"))
 
 

@@ -119,7 +119,7 @@ def test_seeds_ends_and_stops(sampler):
 def test_a_completion_that_the_kv_cache_has_no_room_for_is_refused(sampler):
     """A token takes 1 kB, a block 128 kB. The engine starts with a part of so long a context."""
     model = model_of(LONG)
-    with pytest.raises(UserError, match="--cache-gb: has room for 768 of 2048 tokens"):
+    with pytest.raises(UserError, match="--cache-gb: it holds 768 of 2048 tokens"):
         sampler(model, PROMPTS, uniforms(limit=2000), **OPTIONS | {"cache_gb": 1e-3})
 
 

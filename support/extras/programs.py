@@ -24,11 +24,11 @@ _builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
 @verifier
 def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
-    (results as JSON, where 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
+    (results are JSON, in which 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
     The program is the last fenced block of Python that defines the function (possibly as a method
-    of `class Solution`) or reads its input. Cases share CODE_SECONDS, plus START_SECONDS per run.
-    A program that fails earns 0, whatever it has printed."""
+    of `class Solution`) or reads the input. All cases share CODE_SECONDS, plus START_SECONDS per
+    run. A program that fails earns 0, whatever it has printed."""
     with expecting('expected {"fn": name, "cases": [pair, ...]} or {"stdin": [pair, ...]}'):
         given, expected = zip(*answer["cases" if "fn" in answer else "stdin"], strict=True)
     text = after_thinking(completion)
@@ -38,7 +38,7 @@ def code(completion: str, answer: dict) -> bool:
 
 
 def check_sandbox() -> None:
-    """Print which sandbox layers are active. Raises UserError if it cannot run programs."""
+    """Print which layers of the sandbox are active. Raises UserError if programs can't run."""
     layers, output = sandbox.run_program("")
     print(f"--reward code: sandbox layers: {layers}", file=sys.stderr)
     need(output is not None, "--reward code needs seccomp, on Linux on x86-64 or aarch64")
@@ -64,7 +64,7 @@ def passes_calls(text: str, name: str, arguments: tuple, results: tuple) -> bool
 
 def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
     """Run each pair of input and output in a process of its own."""
-    need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is no string")
+    need(all(isinstance(part, str) for part in inputs + outputs), "an input or output is not text")
     source = last_program(text, r"\b(?:input|stdin|open)\b")
     deadline = time.monotonic() + sandbox.CODE_SECONDS + sandbox.START_SECONDS * len(inputs)
     for given, expected in zip(inputs, outputs):
@@ -79,14 +79,14 @@ def passes_texts(text: str, inputs: tuple, outputs: tuple) -> bool:
 
 FENCED = re.compile(
     r"^[ \t]*(([`~])\2{2,})[ \t]*([\w+-]*)[^`~\n]*(?:\n|\Z)"  # ```python
-    r"(.*?)(^[ \t]*\1\2*[ \t]*$|\Z)",  # the block, and ```, or nothing if it is still open
+    r"(.*?)(^[ \t]*\1\2*[ \t]*$|\Z)",  # the block, then ```, or nothing if it is still open
     re.MULTILINE | re.DOTALL,
 )
 
 
 def last_program(text: str, wanted: str) -> str:
-    """Return the source of the last fenced block of Python that matches `wanted`, or of the last
-    one. Blocks without a tag count only if no block has one. Empty if a block is still open."""
+    """Return the last fenced block of Python that matches `wanted`, or else the last one. Blocks
+    without a tag only count if none is tagged Python. Returns "" if a block is still open."""
     blocks = {}
     for *_, tag, source, end in FENCED.findall("\n".join(text.splitlines())):
         if not end:

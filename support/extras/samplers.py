@@ -1,7 +1,7 @@
-"""Samplers other than rollout.generate, with its signature: --sampler vllm, or FILE:FUNCTION.
+"""Samplers to use instead of rollout.generate, with its signature: --sampler vllm or FILE:FUNCTION.
 
-Such a sampler is checked twice: on every call, its results (`checked`); at start-up, whether it
-follows the model's weights (`check_weights`)."""
+`checked` checks a sampler's results on every call, and `check_weights` checks at start-up that it
+follows the model's weights."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ LARGEST_GAP = 0.3
 
 
 def load_sampler(config) -> Callable:
-    """Return the sampler of --sampler, with checks of its results. No model is loaded yet."""
+    """Return the sampler of --sampler with checks of its results. No model is loaded yet."""
     if config.sampler != "vllm":
         with expecting(f"--sampler {config.sampler}: expected vllm or file.py:function"):
             return checked(function_of(config.sampler))
-    # with a broken torchvision, importing vllm fails, too
+    # importing vllm also fails if torchvision is broken
     with expecting(f"--sampler vllm: needs {PIP_INSTALL}", (ImportError, RuntimeError)):
         from vllm.platforms import current_platform
 
@@ -39,7 +39,7 @@ def load_sampler(config) -> Callable:
 
 
 def checked(sampler: Callable) -> Callable:
-    """Wrap a sampler in checks: UserError for a result that a run must not learn from."""
+    """Wrap a sampler so that it raises UserError for a result that a run must not learn from."""
 
     def expect(holds, expected: str) -> None:
         need(bool(holds), f"--sampler: expected {expected}")
@@ -79,7 +79,7 @@ def rollout_of(
 ) -> Rollout:
     """Return a Rollout, on the CPU, of token ids and log-probs, N lists each.
 
-    What follows the first stop string is cut off: an engine that knows none keeps writing."""
+    Completions are cut after the first stop string, which the engine may not know."""
     lengths, ended = [], []
     for ids in completions:
         stop = first_stop(stops, list(ids), 0)  # the length with it
@@ -95,9 +95,9 @@ def rollout_of(
 def check_weights(config, sampler: Callable, model, prompts: list[list[int]], endings) -> None:
     """Raise UserError unless the sampler follows the model's weights.
 
-    A sampler whose own copy isn't updated raises no error: rewards just stay where they were. So we
-    negate all weights, compare the sampler's log-probs with the scorer's, negate the weights back,
-    and compare again. Negation is exact and self-inverse, takes no memory, and changes what every
+    If a sampler's own copy isn't updated, nothing fails; rewards just don't improve. So we negate
+    all weights, compare the sampler's log-probs with the scorer's, negate the weights again, and
+    compare once more. Negation is exact, undoes itself, takes no memory, and changes what every
     layer computes."""
     generator = torch.Generator().manual_seed(0)
     uniforms = torch.rand(len(prompts), 4, 8, generator=generator)

@@ -3,8 +3,8 @@
     python -I support/extras/sandbox.py FD      # an open file with the task, in JSON
 
 For Linux on x86-64 and aarch64. A program is one process with limits on time, memory and output. It
-reaches no network, no other process and, if the kernel has Landlock, no file but Python's own. Not
-covered: it can read names, sizes, times and extended attribute names of any file (stat, listxattr),
+can't reach the network, other processes or, if the kernel has Landlock, any file but Python's own.
+It can still read the name, size, times and extended attribute names of any file (stat, listxattr),
 watch any folder for events (inotify), see which processes exist and how busy the machine is, and
 exploit bugs in the kernel."""
 
@@ -22,22 +22,22 @@ from fcntl import F_DUPFD_CLOEXEC, F_SETLKW
 from termios import FIOCLEX, FIONBIO, FIONCLEX, FIONREAD, TCGETS
 
 CODE_SECONDS = 5  # wall-clock and CPU time of one run
-START_SECONDS = 0.2  # on top of that, for the start of the interpreter
+START_SECONDS = 0.2  # on top of that, to start the interpreter
 CODE_BYTES = 1 << 20  # of output; memory may be a thousand times that
-MAX_THREADS = 256  # no kernel limit counts threads without forbidding them
-WATCH_SECONDS = 0.005  # between two counts
+MAX_THREADS = 256  # enforced by the parent: kernel limits can only forbid threads
+WATCH_SECONDS = 0.005  # between two such checks
 LAYERS = ("landlock", "seccomp")  # guards files; refuses system calls, and is required
-# more than one arena would reserve too much of the memory for each thread
+# with more than one arena, each thread would reserve too much of the memory
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 
 
 def run_program(
     source: str, given: str = "", name: str = "__main__", seconds: float = 0
 ) -> tuple[dict[str, bool], str | None]:
-    """Return which layers were active, and the program's output, or None if it failed: by a signal,
-    a non-zero exit status, a timeout (`seconds`, default CODE_SECONDS), or no seccomp. `given` is
-    its standard input, `name` its `__name__`."""
-    import subprocess  # the child needs neither
+    """Return which layers were active, and the program's output, or None if it failed: a signal, a
+    non-zero exit status, a timeout (`seconds`, default CODE_SECONDS), or no seccomp. `given` is its
+    standard input, `name` its `__name__`."""
+    import subprocess  # here, because the child needs neither
     import tempfile
 
     task = {"source": source, "name": name, "seconds": seconds or CODE_SECONDS, "layers": LAYERS}
@@ -45,7 +45,7 @@ def run_program(
         tempfile.TemporaryDirectory() as folder,
         tempfile.TemporaryFile("w+") as file,
         tempfile.TemporaryFile() as stdin,
-        tempfile.TemporaryFile() as stdout,  # a pipe could be held open
+        tempfile.TemporaryFile() as stdout,  # not a pipe, which could be held open
     ):
         stdin.write(given.encode(errors="replace"))
         stdin.seek(0)
@@ -60,7 +60,7 @@ def run_program(
             pass_fds=[file.fileno()],
             cwd=folder,
             env=ENVIRONMENT,
-            start_new_session=True,  # it gets no terminal, and no Ctrl-C
+            start_new_session=True,  # without a terminal or Ctrl-C
         )
         deadline = time.monotonic() + START_SECONDS + task["seconds"]
         while child.poll() is None:
@@ -113,25 +113,25 @@ depends on an argument, see HARMLESS: clone 56/220, prlimit64 302/261, ioctl 16/
 HARMLESS = {  # call -> index of an argument, and a test that it must pass for one of the values
     "clone": (0, HAS_BITS, [0x00010000]),  # CLONE_THREAD
     "prlimit64": (0, EQUAL, [0]),  # its own limits
-    "prctl": (0, AT_LEAST, [PR_SET_PDEATHSIG + 1]),  # it must die with the trainer
-    # copies, flags and locks of descriptors, but no signals to processes
+    "prctl": (0, AT_LEAST, [PR_SET_PDEATHSIG + 1]),  # the program must die with the trainer
+    # may copy, configure and lock descriptors, but not send signals to processes
     "fcntl": (1, EQUAL, [*range(F_SETLKW + 1), F_DUPFD_CLOEXEC]),
-    # is it a terminal, how much can be read, blocking or not, close-on-exec or not
+    # may test for a terminal, count readable bytes, set blocking and close-on-exec
     "ioctl": (1, EQUAL, [TCGETS, FIONREAD, FIONBIO, FIOCLEX, FIONCLEX]),
-    # stream sockets only: a pair of datagram sockets could send to any service that has a path
+    # only stream sockets: datagram sockets could send to any service that has a path
     "socketpair": (1, EQUAL, [0x1, 0x801, 0x80001, 0x80801]),
 }
 
 
 def main(file_descriptor: int) -> None:
-    """Read the task, give up all rights, write which layers are active, and become the program."""
+    """Read the task, drop all rights, write down which layers are active, and run the program."""
     with open(file_descriptor, "r+") as file:  # closed before the program begins
         task = json.load(file)
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != task["parent"]:  # the trainer has died before this line
+        if os.getppid() != task["parent"]:  # the trainer has already died
             sys.exit(1)
-        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # landlock and seccomp require it
-        LIBC.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # drop those of root
+        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # required by landlock and seccomp
+        LIBC.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # root's
         protections = {"landlock": restrict_files, "seccomp": refuse_calls}
         layers = {name: protections[name]() for name in task["layers"]}
         json.dump(layers, file)
@@ -154,7 +154,7 @@ def restrict_files() -> bool:
     version = LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)
     handled = (1 << min(12 + version, 15)) - 1  # versions 1, 2 and 3 have 13, 14 and 15 rights
     ruleset = LIBC.syscall(LANDLOCK_CREATE_RULESET, struct.pack("Q", handled), 8, 0)
-    # the path may include a user's folder, too
+    # sys.path may include a user's folder, too
     python = tuple(os.path.realpath(root) + os.sep for root in (sys.prefix, sys.base_prefix))
     modules = [path for path in sys.path if os.path.realpath(path).startswith(python)]
     for path in filter(os.path.isdir, [*modules, "/lib", "/lib64", "/usr/lib"]):
@@ -163,7 +163,7 @@ def restrict_files() -> bool:
         LIBC.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0)
         os.close(folder)
     restricted = LIBC.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) == 0
-    return restricted and version >= 3  # older versions do not forbid emptying a file
+    return restricted and version >= 3  # older versions can't forbid truncating a file
 
 
 def numbers_of_calls(machine: str) -> dict[str, int]:

@@ -3,8 +3,8 @@
     --tool calculator                    answers <calc>12*34</calc> with =408
     --tool my_tool.py:reply@</count>     calls reply(text) after a completion has written </count>
 
-The tool's reply is appended, and the policy continues. The reply's tokens are not the policy's
-actions: `completion_mask` excludes them."""
+The tool's reply is appended, and the policy continues. `completion_mask` excludes the tokens of the
+reply, because they aren't actions of the policy."""
 
 import re
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Tool(NamedTuple):
     """A function that replies to completions while they are sampled."""
 
     function: Callable[[str], str | None]  # completion so far -> reply, or None
-    after: str  # the trigger text: the function is called when a completion has just written it
+    after: str  # trigger text: the function is called once a completion has written it
 
 
 def calculate(completion: str) -> str:
@@ -55,14 +55,13 @@ def first_stop(stops: Callable | None, ids: list[int], start: int) -> int | None
     if stops is None:
         return None
     beginnings = [torch.tensor(ids[:end]) for end in range(start + 1, len(ids) + 1)]
-    no_token = 2**31 - 1  # no stop string is found in this padding
+    no_token = 2**31 - 1  # padding in which no stop string is found
     ends = stops(pad_sequence(beginnings, True, no_token, padding_side="left")).nonzero()
     return start + 1 + int(ends[0]) if len(ends) else None
 
 
 class Turns:
-    """Wraps `generate` to add a tool: it also stops at tokens that may complete the trigger text,
-    appends the reply, and goes on."""
+    """Wrap `generate` to add a tool: stop where it may have been asked, append its reply, go on."""
 
     def __init__(self, generate: Callable, tool: Tool, tokenizer):
         self.generate = generate
@@ -83,7 +82,7 @@ class Turns:
     def __call__(
         self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options
     ) -> Rollout:
-        """Sample completions with replies. Uniforms belong to positions: turns change no token."""
+        """Sample completions with replies. Uniforms go by position, so turns change no token."""
         options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
         prompts = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
         uniforms = uniforms.flatten(0, 1)  # (N, T)
@@ -129,7 +128,7 @@ class Turns:
         return self.read(ids).count(after) > self.read(ids[:-1]).count(after)
 
     def reply(self, row: int, text: str) -> list[int]:
-        """Return the tokens of the tool's reply, as plain text without control tokens."""
+        """Return the tool's reply as tokens of plain text, without control tokens."""
         try:
             said = self.tool.function(text)
             if said is None:
@@ -141,8 +140,8 @@ class Turns:
             return []
 
     def abstain(self, verdicts: list, ranks) -> list:
-        """Return the verdicts on the latest completions, but none where the tool failed: a number
-        there could teach the policy to make it fail."""
+        """Return the verdicts on the latest completions, with abstentions where the tool failed: a
+        reward could teach the policy to make it fail."""
         faults = [fault for faults in ranks.gather(self.faults) for fault in faults]
         for i, verdict in enumerate(verdicts):
             if faults[i]:

@@ -1,12 +1,12 @@
-"""Sample with vLLM in the trainer's own process: --sampler vllm. docs/vllm.md has the rest."""
+"""Sample with vLLM in the trainer's own process (--sampler vllm). See docs/vllm.md."""
 
 import os
 import tempfile
 
-# read when vllm is imported
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine can read the trainer's tensors
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it starts with 60 lines of warnings
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # it would bind our threads, too
+# must be set before importing vllm
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # lets the engine read the trainer's tensors
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # else it starts with 60 lines of warnings
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it binds our threads, too
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -17,14 +17,14 @@ from support.extras.samplers import rollout_of
 from support.models import body_of, context_of
 
 ON_GPU = {"gpu_memory_utilization": 0.4, "enable_sleep_mode": True}  # of the whole card
-# chunked prefill fails there with a seed: CPU Generator does not use offset
+# on a CPU, seeds make chunked prefill fail: "CPU Generator does not use offset"
 ON_CPU = {"kv_cache_memory_bytes": 10**9, "enable_chunked_prefill": False, "enforce_eager": True}
 
 
 class VllmSampler:
     """A sampler with the signature of rollout.generate."""
 
-    engine = None  # started by the first call, which brings the model
+    engine = None  # started by the first call, which passes the model
 
     @torch.no_grad()
     def __call__(self, model, prompts, uniforms, *, eos_ids, pad_id, temperature, cache_gb, stops):
@@ -37,14 +37,14 @@ class VllmSampler:
         load_weights(self.engine, model)
         width = max(map(len, prompts)) + max_new_tokens
         room = self.engine.model_config.max_model_len  # vLLM would shorten a completion silently
-        need(width <= room, f"--cache-gb: has room for {room} of {width} tokens, prompt included")
+        need(width <= room, f"--cache-gb: it holds {room} of {width} tokens, prompt included")
         options = {"temperature": temperature, "max_tokens": max_new_tokens}
         options |= {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        # without ignore_eos the end token in the model's config would count, too
+        # without ignore_eos, vLLM would also stop at the end token in the model's config
         options |= {"stop_token_ids": eos_ids, "ignore_eos": True}
-        # one request per completion: one with n=G would take the seeds s, s + 1, ..., which may be
-        # another's. Thanks to the prefix cache, each prompt is read only once all the same
-        seeds = (uniforms[..., 0].flatten() * 2**24).long().tolist()  # all bits of a float32
+        # one request per completion: a request with n=G would use the seeds s, s + 1, ..., which
+        # others may have. The prefix cache still reads each prompt only once
+        seeds = (uniforms[..., 0].flatten() * 2**24).long().tolist()  # every bit of a float32
         params = [SamplingParams(seed=seed, **options) for seed in seeds]
         prompt_of = [prompt for prompt in prompts for _ in range(group_size)]
         asked = [{"prompt_token_ids": prompt} for prompt in prompt_of]
@@ -52,19 +52,19 @@ class VllmSampler:
         if on_gpu:
             self.engine.sleep(level=2)  # weights and KV cache are freed until the next call
         ids = [output.token_ids for output in outputs]
-        logprobs = [output.logprobs.logprobs for output in outputs]  # flat: a number for each token
+        logprobs = [output.logprobs.logprobs for output in outputs]  # flat: one per token
         return rollout_of(prompt_of, ids, logprobs, eos_ids, pad_id, stops).to(model.device)
 
 
 def start_engine(model, on_gpu: bool, cache_gb: float | None) -> LLM:
     """Start an engine for the model's architecture, without its weights."""
     context, options = context_of(model.config), dict(ON_GPU if on_gpu else ON_CPU)
-    # -1: what the KV cache holds. dtype "auto" would be the one in config.json
+    # -1 means as much as the KV cache holds. dtype "auto" would mean the one in config.json
     options |= {"max_model_len": context if context < 2**15 else -1, "dtype": model.dtype}
     options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     options |= {"logprobs_mode": "processed_logprobs"}  # at the temperature
-    # vLLM packs weights on a CPU: a tied head would keep its first ones. The trainer's head is in
-    # float32, too; on a CPU that is 18 times as slow
+    # on a CPU, vLLM packs weights, so a tied head would keep its first ones. The trainer's head is
+    # in float32, too, but on a CPU that takes 18 times as long
     head = {"tie_word_embeddings": False, "head_dtype": "float32" if on_gpu else "model"}
     if cache_gb:
         options["kv_cache_memory_bytes"] = int(cache_gb * 1e9)
@@ -85,6 +85,6 @@ def load_weights(engine: LLM, model) -> None:
         weights.pop("lm_head.weight", None)
     for layer in engine_model.modules() if model.device.type == "cpu" else ():
         if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
-            layer.quant_method.moe_kernel = None  # pack again: else they are read as if packed
+            layer.quant_method.moe_kernel = None  # pack again, or they are read as if packed
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-    engine.reset_prefix_cache()  # it holds keys and values of the old weights
+    engine.reset_prefix_cache()  # its keys and values are of the old weights
