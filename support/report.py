@@ -142,7 +142,7 @@ def inside_update(story: Story) -> str:
     """Show the completions of a group, each token shaded by how far its probability moved."""
     group, flags = story.group, story.flags
     legend = (
-        f"Completions of one prompt at the last update of step {visible(group[0]['step'])}. Since "
+        f"Completions for one prompt at the last update of step {visible(group[0]['step'])}. Since "
         'they were sampled, <span class="more by3">blue</span> tokens have become likelier and '
         '<span class="less by3">orange</span> ones less likely (hover over a token for its ratio). '
         "A is a completion's advantage, s the geometric mean of its ratios."
@@ -151,7 +151,8 @@ def inside_update(story: Story) -> str:
     if clips := CLIPS.get(flags["algo"]):
         low, high = 1 - flags["clip_low"], 1 + flags["clip_high"]
         band = f"A &gt; 0 and {clips} above {high:g}, or A &lt; 0 and {clips} below {low:g}"
-        legend += f' <span class="clipped">Underlined</span> tokens are clipped: {band}.'
+        units = "completions" if clips == "s" else "tokens"
+        legend += f' <span class="clipped">Underlined</span> {units} are clipped: {band}.'
     parts = [f"<h2>Inside an update of {visible(story.name)}</h2><p>{legend}</p>"]
     parts.append(f'<pre class="prompt">{visible(group[0]["prompt"])}</pre><div class="cards">')
     darkest = max(abs(move) for row in group for move in row["log_ratios"]) or 1e-9

@@ -12,7 +12,7 @@ from pathlib import Path
 import common
 from support import report
 
-SHOWN = ("eval_solved", "entropy", "clip_fraction", "ratio_mean")
+SHOWN = ("eval_solved", "solved", "clip_fraction", "entropy")
 WIDTH, HEIGHT, SCALE = 1000, 472, 1.5  # the README is about 800 pixels wide
 
 
