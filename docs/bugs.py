@@ -1,8 +1,8 @@
-"""Find the bug! Six losses, one bug in each, and six messages from colleagues who ran into them.
+"""Find the bug! Here are six losses with one bug each, and messages from colleagues who met them.
 
-None of them raises an error, and several of these mistakes have been made in public code. Start
-from the symptom: what would have to be wrong? Then fix the loss right here, in your copy of the
-project, and see whether you got it:
+None of the bugs raises an error, and several have been made in public code. Start from the symptom:
+what would have to be wrong? Then fix the loss right here, in your copy of the project, and check
+your fix:
 
     python docs/exercises.py bugs
 
@@ -31,8 +31,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=
 def gspo_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """“One-token answers train beautifully. Of our 4,000-token answers, half are clipped after a
-    single update, and ratio_mean is 40 one minute and 0.01 the next.”"""
+    """“One-token completions train beautifully. Of our 4,000-token completions, half are clipped
+    after a single update, and ratio_mean is 40 one minute and 0.01 the next.”"""
     log_ratio = torch.where(mask > 0, logprobs - old_logprobs.detach(), 0.0).sum(1, keepdim=True)
     advantages = completion_mean(as_columns(advantages), mask)
     ratio = log_ratio.exp()
@@ -93,8 +93,8 @@ def sapo_loss(logprobs, old_logprobs, advantages, mask, denom=None, *, tau_pos=1
 def gspo_token_loss(
     logprobs, old_logprobs, advantages, mask, denom=None, *, clip_low=3e-4, clip_high=4e-4
 ):
-    """“If all answers have the same length, it matches gspo_loss to the last digit. On real data,
-    an answer of 900 tokens counts as much as nine answers of 100.”"""
+    """“If all completions have the same length, this loss matches gspo_loss to the last digit. On
+    real data, a completion of 900 tokens counts as much as nine completions of 100.”"""
     log_ratio = completion_mean(logprobs - old_logprobs.detach(), mask).detach()  # log s, (N, 1)
     advantages = as_columns(advantages)
     logprobs = torch.where(mask > 0, logprobs, 0.0)

@@ -31,7 +31,7 @@ EXERCISES = {  # name: (file, tests, hint)
     "group_advantages": (
         "gspo.py",
         ("test_gspo.py::test_group_advantages_match_scalar_loop", "test_gspo.py::test_dead_group_"),
-        "five lines for the default; then add the other divisors and groups of equal rewards",
+        "five lines for the default; then add the other divisors and groups with equal rewards",
     ),
     "gspo_loss": (
         "gspo.py",
@@ -61,7 +61,7 @@ BUGS = {"grpo": "", "gspo": " wide", "cispo": "", "dapo": "", "sapo": "", "gspo_
 
 # ---- the batch of the lesson ---------------------------------------------------------------------
 
-# two answers to "Is 7 prime?", and two to "Is 9 prime?"
+# two completions of "Is 7 prime?", and two of "Is 9 prime?"
 TOKENS = (("Yes", ",", "prime", "<end>"), ("No", "<end>"), ("<end>",), ("No", ".", "<end>"))
 REWARDS = (1.0, 0.0, 0.0, 1.0)
 RATIOS = ((1.0, 1.25, 1.0, 1.0), (0.125, 8.0), (0.98,), (0.9, 1.0, 0.95))  # pi / pi_old
@@ -149,7 +149,7 @@ def run_tests(tests: dict[str, tuple[str, ...]], *words: str) -> Chosen:
 
 
 def check(names: list[str]) -> bool:
-    """Test exercises; if it is just one, only up to its first failure."""
+    """Run the tests of some exercises. If there is only one, stop at its first failure."""
     most = f"--maxfail={1 if len(names) == 1 else 0}"
     right = run_tests({name: EXERCISES[name][1] for name in names}, "--tb=short", most).right
     for name in names:

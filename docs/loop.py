@@ -40,7 +40,7 @@ else:
     from support.tasks import TASKS
 
     MODEL, LR = built_in_policy(TASKS["arithmetic"], "tiny"), 2e-4
-    problem = TASKS["arithmetic"].problem  # 7+5*3= is answered 7+5=2;2*3=6#6
+    problem = TASKS["arithmetic"].problem  # the completion of 7+5*3= is 7+5=2;2*3=6#6
 
 rng = random.Random(0)
 torch.manual_seed(0)
