@@ -55,7 +55,7 @@ def last_box(text: str, default: str) -> str:
 
 
 def final_answer(completion: object, marked: bool = False) -> str:
-    """Return the final answer of a completion, or of a gold solution, with single spaces.
+    """Return the final answer of a completion or gold solution, whitespace collapsed.
 
     This is the last `<answer>` after the thinking (or the last box inside it), else the last
     `\\boxed{}`, else the rest of the line after the last `####`. Without any of these, it is the

@@ -43,7 +43,7 @@ from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, sh
 PROMPT_TOKENS = 2**14  # prefilled at once, padding included
 LOGITS_AT_ONCE = 2**26  # float32: 256 MB
 # use trees only if they have at most this fraction of the rows' tokens, and if their mask is
-# smaller than the activations it saves (> 4096 floats per token even for tiny models)
+# smaller than the activations they save (> 4096 floats per token even for tiny models)
 WORTHWHILE = 0.7
 MASK_ELEMENTS_PER_SAVED_TOKEN = 4096
 
@@ -61,7 +61,7 @@ class Rollout(typing.NamedTuple):
     lengths: Tensor  # (N,) completion tokens, the end token included
     completion_mask: Tensor  # (N, T) the policy's own tokens: neither padding nor a tool's reply
     sampler_logprobs: Tensor  # (N, T) float32, 0 outside the mask
-    truncated: Tensor  # (N,) no end token within max_new_tokens
+    truncated: Tensor  # (N,) no end within max_new_tokens
 
     def to(self, device) -> "Rollout":
         return Rollout(*[column.to(device) for column in self])
@@ -156,7 +156,7 @@ def generate(
 
     uniforms (P, group_size, max_new_tokens), in [0, 1), decide the tokens: the same numbers give
     the same completions, up to rounding, whatever cache_gb (memory for KV caches, in GB) is.
-    Temperature 0 is greedy. stops ends completions at stop strings, see `StopTexts`.
+    Temperature 0 is greedy. `stops` ends completions at stop strings (`StopTexts`).
 
     Samples that agree so far share a row of the KV cache. Example: the second token
     of three samples of "a b" and three of "c", where sample 5 ends:
@@ -292,7 +292,7 @@ def nbytes(layer) -> int:
 
 
 def free_gb(device: torch.device) -> float:
-    """GB for KV caches: 80% of what is free on a GPU, else half of the machine's or container's."""
+    """GB for KV caches: 80% of a GPU's free memory, else half of the machine's or container's."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -78,14 +78,14 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclasses.dataclass
 class Config:
-    """The flags. A default of None depends on the model, the task or the algorithm."""
+    """The flags. None means off, or a default that depends on the model, task or algorithm."""
 
     algo: str = flag("gspo", "algorithm", heading="what to run", choices=tuple(gspo.ALGOS))
     model: str = flag("tiny", "built-in policy (tiny, tiny-moe), folder, or Hugging Face hub name")
     task: str = flag("arithmetic", "built-in task", choices=tuple(TASKS))
     data: str | None = flag(None, "JSONL file of training rows with prompt and answer")
     eval_data: str | None = flag(None, "JSONL file, default: a tenth of --data", needs="data")
-    reward: str | None = flag(None, "'math + 0.1*format' or file.py:function, default: the task's")
+    reward: str | None = flag(None, "'math+0.1*format', file.py:function; default: task's or math")
     teacher: str | None = flag(None, "opd: teacher model, a folder or hub name")
     tool: str | None = flag(None, "calculator, or file.py:function@TRIGGER_TEXT")
     sampler: str | None = flag(None, "vllm, or file.py:function like rollout.generate")
@@ -110,7 +110,7 @@ class Config:
     kl_coef: float | None = flag(None, "KL penalty coefficient, default: grpo 0.04, else 0", low=0)
     ref_every: int = flag(0, "steps between reference updates, 0: never", low=0, needs="kl_coef")
     dynamic_sampling: bool | None = flag(None, "replace dead groups, default: only with dapo")
-    overlong_cache: int | None = flag(None, "penalize this many tokens before the limit", low=0)
+    overlong_cache: int | None = flag(None, "penalty ramp before the limit, in tokens", low=0)
     overlong_filter: bool = flag(False, "leave truncated completions out of the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
     clip_low: float | None = number("clip the ratio below 1 - clip_low", low=0)
@@ -137,7 +137,7 @@ class Config:
     lora_rank: int = flag(0, "rank of LoRA adapters, 0: train all weights", low=0)
     lora_alpha: float | None = flag(None, "default: 2 x rank", above=0, needs="lora_rank")
 
-    eval_every: int = flag(10, "steps apart, 0: only before and after", heading="evaluation", low=0)
+    eval_every: int = flag(10, "in steps, 0: only before and after", heading="evaluation", low=0)
     eval_prompts: int = flag(256, "held-out prompts, answered greedily", low=1)
     eval_samples: int = flag(8, "k of pass@k, before and after training; 0: none", low=0)
 
@@ -173,8 +173,8 @@ def train(run: "Run", output: Output) -> None:
     for step in range(progress.step + 1, config.steps + 1):
         log.start_step()
 
-        # 1. Snapshot: copy the policy's weights to the sampler, unless it is the policy itself, and
-        #    every --ref-every steps to the reference.
+        # 1. Snapshot: copy the policy's weights every --stale-steps steps to the sampler, unless it
+        #    is the policy itself, and every --ref-every steps to the reference.
         if models.sampling_model is not policy and (step - 1) % config.stale_steps == 0:
             refresh(models.sampling_model, policy)
         if config.ref_every and step > 1 and (step - 1) % config.ref_every == 0:
@@ -190,7 +190,7 @@ def train(run: "Run", output: Output) -> None:
         # 3. Score the active rows without gradients (40 of 64, say, if 3 of 8 groups are dead):
         #    log-probs under pi_old (the policy before its updates), the reference and a teacher,
         #    and a critic's values. The updates reuse these micro-batches: the same shapes give the
-        #    same bits, so the ratios in the first update are exactly 1.
+        #    same bits, so the trainer's ratios in the first update are exactly 1.
         active = mask.any(1)
         if skip_dead_groups:  # all rewards equal, shaping included; the metric `dead` ignores it
             dead = gspo.dead_groups(token_rewards, step_ends, config.group_size)
@@ -388,8 +388,8 @@ def sample_and_verify(
 
 
 def judge_groups(reward: verifiers.Reward, verdicts: list, group_size: int):
-    """Return which groups have equal rewards, ignoring shaping, (groups,), and correctness in
-    [0, 1], (groups, G), NaN without a verdict; None if no verifier tells right from wrong."""
+    """Return which groups (groups,) have equal rewards, ignoring shaping, and the correctness
+    (groups, G) in [0, 1], NaN without a verdict; None if no verifier tells right from wrong."""
     rewarded, correct = reward.without_shaping(verdicts)
     # float32, like the advantages: a difference that float32 cannot hold teaches nothing
     rewarded = torch.tensor(rewarded, dtype=torch.float32).view(-1, group_size)
@@ -556,7 +556,7 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
 
 
 class Run:
-    """Everything that outlives a step. Bad input is caught before any weights are loaded."""
+    """Everything that outlives a step. Most bad input is caught before weights are loaded."""
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config = config
@@ -565,7 +565,7 @@ class Run:
         self.autocast = functools.partial(torch.autocast, config.device, **bfloat16)
         if config.device == "cpu" and torch.version.cuda and not torch.cuda.is_available():
             say(f"--device cpu: torch is built for CUDA {torch.version.cuda}, but finds no GPU")
-        torch.manual_seed(config.seed)  # for a fork's random weights: the same in all processes
+        torch.manual_seed(config.seed)  # so that any random weights agree in all processes
 
         # 1. reward, data and sampler
         self.algorithm = bind(config)  # a row of ALGOS, its numbers set by the flags
@@ -610,8 +610,8 @@ class Run:
         longer = [*ids, ids[-1]]  # a different length, to expose padding bugs
         self.share_prefixes = check_scorer(policy, [ids, longer], self.endings["pad_id"])
         if config.device == "cuda" and config.dtype == "bfloat16":
-            # TF32 for the float32 head, which would otherwise dominate. It moves log s by 5e-5, a
-            # bfloat16 body moves it by 2.5e-3. Set after check_scorer, which would refuse it
+            # TF32 for the float32 head, else the slowest part. It moves log s by 5e-5; a bfloat16
+            # body, by 2.5e-3. Set after check_scorer, because TF32 would fail that check
             torch.set_float32_matmul_precision("high")
         self.models = Models(config, self.algorithm, policy)
         if config.sampler:  # stale weights would raise no error
@@ -624,7 +624,7 @@ class Run:
             run_folder.restore(saved, config, self.models, self.optimizer)
         trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
         size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
-        size += ", scored with shared prefixes" if self.share_prefixes else ", scored text by text"
+        size += ", scored with shared prefixes" if self.share_prefixes else ", scored row by row"
         say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
         self.log = console.Log(config.device, self.progress.seconds)
 
@@ -648,8 +648,8 @@ def main(arguments: list[str] | None = None) -> int:
             progress, answers = run.progress, []
             if not progress.before:  # a resumed run has it in its checkpoint
                 progress.before, answers = evaluate(run, pass_k=config.eval_samples)
-            say(f"{len(run.held_out)} held-out prompts, at first: {percent(progress.before)}")
-            # nothing is written before this, so an early failure leaves no run folder
+            say(f"{len(run.held_out)} held-out prompts, initially: {percent(progress.before)}")
+            # no run folder exists before this, so an early failure leaves none
             train(run, open_output(config, ranks, progress, answers))
         return 0
     except BaseException as error:

@@ -46,7 +46,7 @@ def warnings_of(run, row: dict) -> dict[str, str]:
         sentences["sampler"] = f"{found}: does --sampler use another temperature? See --tis-cap"
     ratio = row.get("ratio_mean", 1.0)
     if not 0.5 < ratio < 2:
-        todo = "lower --lr. In a loss of your own, check that `per` is the unit of its mean"
+        todo = "lower --lr. In a loss of your own, check that its mean matches `per`"
         sentences["ratio"] = f"the mean ratio is {ratio:.3g}, but it should be near 1: {todo}"
     if run.progress.quiet_steps == 10:
         why = "all rewards are equal (change --reward or the prompts, or raise --group-size)"
@@ -93,7 +93,7 @@ def health(rows: list[dict], flags: dict, before: dict | None = None) -> list[st
 
 
 def of_evaluations(rows: list[dict], flags: dict, before: dict) -> list[str]:
-    """Name the held-out metrics that are more than two standard errors below their best."""
+    """Name held-out metrics over 5 points and two standard errors below their best."""
     found = []
     evaluations = [before, *rows]
     for name in dict.fromkeys(name for row in evaluations for name in row):

@@ -65,7 +65,7 @@ def step_metrics(run, batch, tensors: dict, active: Tensor, first_rows, updates:
         row[name] = statistics.fmean(each[name] for each in updates if name in each)
     log_ratios = tensors["new_logprobs"] - tensors["old_logprobs"]
     row |= drift("policy", log_ratios[active], mask[active])
-    # the policy hasn't moved yet, so any gap comes from rounding in the sampler or from a bug
+    # the policy has hardly moved, so a gap means rounding, a bug or a stale sampler
     sampler_gap = tensors["first_logprobs"] - rollout.sampler_logprobs
     row |= drift("sampler", sampler_gap[first_rows], mask[first_rows])
     if tensors["teacher_logprobs"] is not None and mask.any():

@@ -160,7 +160,7 @@ def end_and_pad_ids(model, tokenizer) -> dict:
 
 
 def frozen_copy(model, dtype: torch.dtype):
-    """Copy a model with its weights, but not its buffers, cast to dtype. deepcopy finds the cast
+    """Copy a model, casting its weights but not its buffers to dtype. deepcopy finds the cast
     weights in its memo, so it never makes a float32 copy."""
     memo = {}
     for weight in model.parameters():
@@ -196,7 +196,7 @@ class Models:
     """The policy and the models around it. Those that the run doesn't need are None."""
 
     def __init__(self, config, algorithm, policy):
-        self.policy = self.sampling_model = policy  # in float32 the policy itself samples
+        self.policy = self.sampling_model = policy  # may become a copy below
         self.ref_policy = self.teacher = self.critic = None
         self.routing = None  # for a mixture of experts: extras.experts.Experts
         dtype = getattr(torch, config.dtype)

@@ -1,4 +1,4 @@
-"""Write a report of one or more runs: curves, a group inside an update, and held-out answers.
+"""Write a report on one or more runs: curves, a group inside an update, and held-out answers.
 
     python train.py --report runs/a runs/b
 
@@ -72,7 +72,7 @@ def at_most(most: int, items: list) -> list:
 
 
 def visible(value) -> str:
-    """Escape text for HTML, and show characters that hide or reorder text as escape codes."""
+    """Escape text for HTML, and replace characters that hide or reorder text with escapes."""
     return html.escape(printable_lines(str(value)))
 
 
@@ -224,12 +224,12 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 def write_report(folders: list[Path], page: Path) -> list[str]:
     """Write a page about one or more runs. Returns sentences about their health."""
     stories = [read_story(folder) for folder in folders]
-    title = visible(f"Report of {', '.join(story.name for story in stories)}")
+    title = visible(f"Report on {', '.join(story.name for story in stories)}")
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
     body = [HEAD, f"<style>{style}</style><title>{title}</title><h1>{title}</h1>"]
     said = []
     for i, story in enumerate(stories):
-        sentences = health(story.rows, story.flags, story.starts[0]) or ["nothing unhealthy"]
+        sentences = health(story.rows, story.flags, story.starts[0]) or ["no problems found"]
         said += [f"{story.name}: {sentence}" for sentence in sentences]
         body.append(f'<b><span class="key color{i}">{visible(story.name)}</span></b>')
         body += [headline(story), *(f"<p>{visible(sentence)}</p>" for sentence in sentences)]
