@@ -114,7 +114,7 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
     cards += [("card ", "step 0: no verdictx"), ("card right", "step 9: reward 0.25, rightx")]
     assert page.of_class("card") == [*cards, ("card ", "step 9: reward 0.25x")]
     said = capsys.readouterr().out
-    for name, sentence in (("first", "50% of completions are trunc"), ("second", "nothing unheal")):
+    for name, sentence in (("first", "50% of completions are trunc"), ("second", "no problems")):
         assert f"{name}: {sentence}" in said and sentence in "".join(page.root.itertext())
 
 
