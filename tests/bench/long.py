@@ -1,12 +1,11 @@
-"""Runs the experiment on learning rates, one process per run, and prints its tables.
+"""Runs the experiment on learning rates, one process per run, and prints its main tables.
 
-    python tests/bench/long.py                     # every missing run
-    python tests/bench/long.py --table --write     # the tables, and no run
+    python tests/bench/long.py            # every missing run
+    python tests/bench/long.py --table    # the tables, and no run
 
 A finished run is a line in --out, so the command can be stopped and rerun at any time. Delete
 lines to repeat runs. docs/runs/rates/ has the plan and the results."""
 
-import collections
 import itertools
 import math
 import statistics
@@ -43,25 +42,15 @@ ROWS = {  # name -> flags of train.py
     "gspo, luspo's band": "--algo gspo --clip-low 2e-3 --clip-high 2.5e-3",
 }
 MAIN, OTHERS = tuple(ROWS)[:5], tuple(ROWS)[5:11]
-BANDS = (  # of gspo, from the narrowest to the widest
-    "gspo, 1e-4",
-    "gspo",
-    "gspo, 1e-3",
-    "gspo, luspo's band",
-    "gspo, 3e-3",
-    "gspo, 1e-2",
-    "gspo, 3e-2",
-    "gspo, 0.2",
-)
+BANDS = tuple(ROWS)[11:]  # of gspo
 RATES = (1e-4, 2e-4, 2.8e-4, 4e-4, 5.6e-4, 8e-4)
 BAND_RATES = (1e-4, 2e-4, 4e-4)
-NORM = "--max-grad-norm 0.03"
 PARTS = (  # rows, rates, seeds, further flags
     (MAIN, RATES, SEEDS, ""),
-    (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, NORM),
+    (("gspo", "grpo"), (4e-4, 5.6e-4), SEEDS, "--max-grad-norm 0.03"),
     (OTHERS, RATES, SEEDS[:5], ""),
     (BANDS, BAND_RATES, SEEDS, ""),
-    (("gspo, luspo's band",), RATES, SEEDS, ""),
+    (BANDS[-1:], RATES, SEEDS, ""),
 )
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "policy_sequence_std")
 Runs = list[dict]
@@ -143,12 +132,17 @@ def at_own_best(ends: dict[int, dict[float, float]]) -> dict[int, float]:
     return found
 
 
-# ---- numbers of runs -----------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
-
-def start(run: dict) -> float:
-    """Return the held-out percent before training."""
-    return 100 * run["solved"]["0"]
+MEAN, LARGEST, BEST = "mean over the rates", "log2 of the largest rate", "at its own best rate"
+NARROW = (("gspo, 1e-3", "gspo", BAND_RATES), ("gspo, 1e-2", "gspo, 3e-2", BAND_RATES))
+COMPARISONS = {  # rows and rates, with p corrected for their number
+    **dict.fromkeys(
+        (MEAN, LARGEST, BEST),
+        (("gspo", "grpo", RATES), ("gspo", "gspo, 0.2", RATES), ("gspo, 3e-3", "gspo", RATES)),
+    ),
+    f"{MEAN}, second plan": (("luspo", "gspo, luspo's band", RATES), *NARROW),
+}
 
 
 def outcome(run: dict) -> float:
@@ -157,52 +151,21 @@ def outcome(run: dict) -> float:
 
 
 def gain(run: dict) -> float:
-    return outcome(run) - start(run)
+    return outcome(run) - 100 * run["solved"]["0"]
 
 
-def where(runs: Runs, **settings) -> Runs:
-    return [run for run in runs if all(run[name] == value for name, value in settings.items())]
-
-
-def of_rows(runs: Runs, rows) -> Runs:
-    """Return the runs of these rows, in their order, of the seeds that have as many as any."""
-    found = [run for row in rows for run in where(runs, row=row)]
-    count = collections.Counter(run["seed"] for run in found)
-    return [run for run in found if count[run["seed"]] == max(count.values())]
-
-
-def values_of(runs: Runs, name: str) -> list:
-    return list(dict.fromkeys(run[name] for run in runs))
-
-
-def runs_with(rows: Runs, more: str) -> Runs:
-    """Return the runs with these further flags, in the order of seeds and rates."""
-    return sorted(where(rows, more=more), key=lambda run: (run["seed"], run["lr"]))
-
-
-def primary(runs: Runs) -> dict[str, dict[str, dict[int, float]]]:
-    """Return name -> row -> seed -> number, of the numbers that are compared."""
-    means, largest, best = {}, {}, {}
-    for row in values_of(runs, "row"):
-        ends, means[row], largest[row] = {}, {}, {}
-        for seed in values_of(runs, "seed"):
-            some = where(runs, row=row, seed=seed)
-            ends[seed] = {run["lr"]: outcome(run) for run in some}
-            means[row][seed] = statistics.fmean(ends[seed].values())
-            largest[row][seed] = math.log2(largest_rate({run["lr"]: gain(run) for run in some}))
-        best[row] = at_own_best(ends)
-    return {MEANS: means, "log2 of the largest rate": largest, "at its own best rate, points": best}
-
-
-# ---- tables --------------------------------------------------------------------------------------
-
-MEANS = "mean over the rates, points"
-COMPARISONS = (("gspo", "grpo"), ("gspo", "gspo, 0.2"), ("gspo, 3e-3", "gspo"))
-HEAD = ["", "difference", "95% interval", "pairs above", "p", "p, Holm", "by warm start"]
-
-
-def short(lr: float) -> str:
-    return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
+def cells(runs: Runs, said) -> str:
+    """Return said(outcomes over seeds) by row and rate, in italics where the row breaks, that is,
+    ends below its start on average."""
+    lines = [["", *(f"{lr:g}" for lr in RATES)]]
+    for row in MAIN:
+        line = [f"`{row}`"]
+        for lr in RATES:
+            there = [run for run in runs if (run["row"], run["lr"]) == (row, lr)]
+            text = said([outcome(run) for run in there])
+            line.append(f"*{text}*" if statistics.fmean(map(gain, there)) < 0 else text)
+        lines.append(line)
+    return markdown(*lines)
 
 
 def spread(values: list[float]) -> str:
@@ -210,93 +173,36 @@ def spread(values: list[float]) -> str:
     return f"{mean:.0f} ± {half:.0f}"
 
 
-def cells(runs: Runs, said=None) -> str:
-    """Return the outcomes by row and rate: mean over seeds and its 95% interval. In italics
-    where the row breaks, that is, ends below its start on average."""
-    rates = values_of(runs, "lr")
-    lines = [["", *map(short, rates)]]
-    for row in values_of(runs, "row"):
-        line = [f"`{row}`"]
-        for lr in rates:
-            there = where(runs, row=row, lr=lr)
-            text = (said or spread)([outcome(run) for run in there])
-            line.append(f"*{text}*" if statistics.fmean(map(gain, there)) < 0 else text)
-        lines.append(line)
-    return markdown(*lines)
-
-
-def numbers(runs: Runs) -> str:
-    """Return the numbers of each row: mean over seeds and its 95% interval. For the largest
-    rate, the geometric mean."""
-    means, largest, best = primary(runs).values()
-    lines = [["", "mean over the rates", "largest rate", "at its own best rate", "which is"]]
-    for row in means:
-        middle, half = interval([*largest[row].values()])
-        rates = [short(2 ** (middle + some)) for some in (0, -half, half)]
-        ends = {lr: sum(map(outcome, where(runs, row=row, lr=lr))) for lr in RATES}
-        line = [f"`{row}`", spread([*means[row].values()])]
-        line.append(f"{rates[0]} ({rates[1]} to {rates[2]})")
-        lines.append([*line, spread([*best[row].values()]), short(max(ends, key=ends.get))])
-    return markdown(*lines)
-
-
-def by_warm_start(gaps: dict[int, float]) -> str:
-    """Return the mean difference for each warm start."""
-    found = [[gaps[seed] for seed in gaps if seed % WARM_STARTS == i] for i in range(WARM_STARTS)]
-    return ", ".join(f"{statistics.fmean(some):+.1f}" for some in found)
-
-
-def compared(pairs: list[tuple[str, str, dict]]) -> list[list[str]]:
-    """Return lines of a table: two rows of the experiment, paired by seed, and p corrected for the
-    number of lines. pairs: their names, and row -> seed -> number."""
-    gaps = [{seed: of[one][seed] - of[other][seed] for seed in of[one]} for one, other, of in pairs]
-    ps = [permutation_p([*each.values()]) for each in gaps]
-    lines = []
-    for (one, other, _), each, p, corrected in zip(pairs, gaps, ps, holm(ps)):
-        mean, half = interval([*each.values()])
-        line = [f"{one} − {other}", f"{mean:+.2f}", f"{mean - half:+.2f} to {mean + half:+.2f}"]
-        above = sum(gap > 0 for gap in each.values())
-        line += [f"{above} of {len(each)}", f"{p:.3f}", f"{corrected:.3f}", by_warm_start(each)]
-        lines.append(line)
-    return lines
+def by_seed(runs: Runs, name: str, row: str, rates: tuple) -> dict[int, float]:
+    """Return seed -> the number with this name of a row."""
+    ends, gains = {}, {}
+    for run in runs:
+        if run["row"] == row and run["lr"] in rates:
+            ends.setdefault(run["seed"], {})[run["lr"]] = outcome(run)
+            gains.setdefault(run["seed"], {})[run["lr"]] = gain(run)
+    if name == BEST:
+        return at_own_best(ends)
+    if name == LARGEST:
+        return {seed: math.log2(largest_rate(gains[seed])) for seed in gains}
+    return {seed: statistics.fmean(ends[seed].values()) for seed in ends}
 
 
 def comparisons(runs: Runs) -> str:
-    """Compare rows by their primary numbers, with p of each and p corrected for the three."""
-    lines = [["", *HEAD]]
-    for name, by_row in primary(runs).items():
-        pairs = [(one, other, by_row) for one, other in COMPARISONS]
-        lines += [[name, *line] for line in compared(pairs)]
+    """Compare rows, paired by seed: mean difference with interval, p, and p corrected by Holm."""
+    lines = [["", "", "difference", "95% interval", "pairs above", "p", "p, Holm"]]
+    for name, pairs in COMPARISONS.items():
+        gaps = []
+        for one, other, rates in pairs:
+            ones, others = [by_seed(runs, name, row, rates) for row in (one, other)]
+            gaps.append([ones[seed] - others[seed] for seed in ones])
+        ps = [permutation_p(each) for each in gaps]
+        for (one, other, _), each, p, corrected in zip(pairs, gaps, ps, holm(ps)):
+            mean, half = interval(each)
+            line = [name, f"{one} − {other}", f"{mean:+.2f}"]
+            line += [f"{mean - half:+.2f} to {mean + half:+.2f}"]
+            line += [f"{sum(gap > 0 for gap in each)} of {len(each)}", f"{p:.3f}"]
+            lines.append([*line, f"{corrected:.3f}"])
     return markdown(*lines)
-
-
-def tables(rows: Runs) -> str:
-    """Return the tables of docs/runs/rates/README.md."""
-    plain = runs_with(rows, "")
-    runs, others = of_rows(plain, MAIN), of_rows(plain, OTHERS)
-    narrow = of_rows([run for run in plain if run["lr"] in BAND_RATES], BANDS)
-    eleven, both = of_rows(plain, MAIN + OTHERS), of_rows(plain, ("luspo", "gspo, luspo's band"))
-    limited = of_rows(runs_with(rows, NORM), ("gspo", "grpo"))
-    starts = ", ".join(f"{start(run):.0f}" for run in where(runs, row="gspo", lr=RATES[0]))
-    said = f"{len(SEEDS)} seeds from {SEEDS[0]} on, which start at {starts}%."
-    three = primary(narrow)[MEANS]
-    pairs = [("luspo", "gspo, luspo's band", primary(both)[MEANS])]
-    pairs += [("gspo, 1e-3", "gspo", three), ("gspo, 1e-2", "gspo, 3e-2", three)]
-    titles = {
-        "Outcome, mean and 95% interval.": f"{cells(runs)}\n\n{said}",
-        "Numbers of a row.": numbers(runs),
-        "Comparisons, paired by seed.": comparisons(runs),
-        f"With `{NORM}`. Outcome.": f"{cells(limited)}\n\n10 seeds a row.",
-        "Other objectives. Outcome.": f"{cells(others)}\n\n5 seeds a row.",
-        "Numbers of every row, of the seeds that all have.": numbers(eleven),
-        "Bands. Outcome, mean and 95% interval.": f"{cells(narrow)}\n\n10 seeds a row.",
-        "`gspo` with the band of `luspo`, and `luspo`.": cells(both),
-        "Three comparisons, mean over their rates.": markdown(HEAD, *compared(pairs)),
-    }
-    return "\n\n".join(f"**{title}**\n\n{table}" for title, table in titles.items())
-
-
-# ---- the command ---------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -304,16 +210,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument(
-        "--write", action="store_true", help="put them into the README of docs/runs/rates"
-    )
     given = parser.parse_args()
     if not given.table:
         common.run_missing(train_once, every_run(), given.out, given.jobs)
-    found = tables(read_rows(given.out))
-    print(found)
-    if given.write:
-        common.put("docs/runs/rates/README.md", "rates", found)
+    runs = [run for run in read_rows(given.out) if run["more"] == ""]
+    print(f"{cells(runs, spread)}\n\n{comparisons(runs)}")
 
 
 if __name__ == "__main__":
