@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 import common
 import gspo
 import rollout
+import train
 from counting import Counting
 from support import pretrain, tasks
 from support.models import Models, make_optimizer, refresh
@@ -69,21 +69,9 @@ def count_memory(
     shape: dict, rank: int = 0, checkpointing: bool = False, dtype: str = "bfloat16"
 ) -> Memory:
     """Peak memory of each phase of a run. rank: of adapters, 0 to train all weights."""
-    config = SimpleNamespace(
-        clip_low=None,
-        completions_per_update=1,
-        epochs=1,
-        prompts_per_step=1,
-        group_size=1,
-        seed=0,
-        device="cpu",
-        dtype=dtype,
-        lr=0.0,
-        kl_coef=0.0,
-        teacher="",
-    )
-    config.stale_steps, config.old_logprobs, config.gradient_checkpointing = 1, "", checkpointing
-    config.lora_rank, config.lora_alpha = rank, 2.0 * rank
+    flags = f"--device cpu --dtype {dtype} --lora-rank {rank} --lr 1e-4"  # below it, bfloat16 warns
+    flags += " --gradient-checkpointing" if checkpointing else ""
+    config = train.parse_flags(flags.split())
     with Counting() as counting:
         policy = AutoModelForCausalLM.from_config(Qwen3Config(**shape), dtype=torch.float32).eval()
         counting.bytes_peak = counting.bytes_now  # without the head that is then tied
