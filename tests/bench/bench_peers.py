@@ -1,22 +1,17 @@
 """Time our train.py against TRL's GRPOTrainer on a CPU: same policy, data, rewards, settings.
 
-TRL lives in an environment of its own, whose Python is an argument:
+TRL lives in an environment of its own. docs/peers.md has the commands with a real model:
 
     python3 -m venv TRL && TRL/bin/pip install trl
-    python tests/bench/bench_peers.py --trl-python TRL/bin/python --steps 36 --turns 5
-    python tests/bench/bench_peers.py --trl-python TRL/bin/python --model FOLDER --data sums.jsonl \
-        --reward math_lenient --prompts-per-step 16 --max-new-tokens 12 --lr 1e-5 --steps 4 \
-        --turns 1
+    python tests/bench/bench_peers.py --trl-python TRL/bin/python --steps 12
 
 All train with GSPO: one ratio per completion, the same band, a mean over completions, no KL; AdamW
 without weight decay, constant learning rate, float32, equally many updates per rollout. TRL is set
-up as a careful user would: one rollout for all of its updates, no gradient checkpointing, no bf16,
-no logging. trl-defaults sets only importance_sampling_level="sequence" in the objective, with one
-update per rollout; trl-wide is the same with as many updates as the others.
+up as a careful user would. trl-defaults sets only importance_sampling_level="sequence" in the
+objective, with one update per rollout; trl-wide is the same with as many updates as the others.
 
-Contestants take turns, and the order changes. Each prints a line after every step: the clock starts
-when the model is loaded and is read when the line arrives. Then the trained built-in policy answers
-the same held-out problems greedily, sampled by our train.py."""
+Contestants take turns, and the order changes. The clock starts when the model is loaded and is read
+after every step. Then our train.py samples greedy answers of the trained built-in policy."""
 
 import collections
 import itertools
@@ -45,13 +40,14 @@ PEERS = {  # contestant -> its name in the table
 }
 # the rest of a step is the updates
 PHASES = ("seconds_sample", "seconds_verify", "seconds_score")
-LEVEL = 0.8  # mean reward of three steps in a row, whose first time is shown
-BATCH = {"group_size": 8, "updates": 4, "clip_low": 3e-4, "clip_high": 4e-4}
+LEVEL = 0.8  # mean reward of three steps in a row
+UPDATES = 4  # a rollout
+SHARED = {"group_size": 8, "clip_low": 3e-4, "clip_high": 4e-4}
 
 
 def prepare(given, folder: Path) -> dict:
     """Return the settings of all contestants. Write the prompts if they are the task's."""
-    settings = vars(given) | BATCH | {"held_out": None}
+    settings = vars(given) | SHARED | {"held_out": None}
     if given.model == "tiny":
         task = tasks.TASKS["arithmetic"]
         settings |= {"model": str(pretrain.built_in_policy(task, "tiny")), "reward": task.verifier}
@@ -69,9 +65,9 @@ def prepare(given, folder: Path) -> dict:
 
 def run(peer: str, settings: dict, folder: Path) -> dict:
     """In a process of its own: its steps, each with seconds, phases, reward."""
-    settings = settings | {"peer": peer}
-    if peer == "trl-defaults":
-        settings["updates"] = 1
+    updates = 1 if peer == "trl-defaults" else UPDATES
+    completions = settings["prompts_per_step"] * settings["group_size"]
+    settings |= {"peer": peer, "updates": updates, "per_update": completions // updates}
     command = [settings["trl_python"], __file__, "--trl-worker", str(folder), json.dumps(settings)]
     if peer == "ours":
         command = train_command(settings, folder)
@@ -89,21 +85,17 @@ def run(peer: str, settings: dict, folder: Path) -> dict:
     assert len(ends) == len(steps) == settings["steps"], f"{peer}: {len(ends)} lines of steps"
     begun = max(when for when, _ in lines if when < ends[0])  # printed as training begins
     for step, before, end in zip(steps, [begun, *ends], ends):
-        step["elapsed"], step["seconds"] = end - begun, end - before
+        step["seconds"] = end - before
         step["seconds_update"] = step["seconds"] - sum(step[phase] for phase in PHASES)
     held_out = held_out_accuracy(settings, folder) if settings["held_out"] else None
     gb = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
     return {"steps": steps, "held_out": held_out, "peak_gb": gb}
 
 
-def completions_per_update(settings: dict) -> int:
-    return settings["prompts_per_step"] * settings["group_size"] // settings["updates"]
-
-
 def train_command(settings: dict, folder: Path, **flags) -> list[str]:
     """Our train.py with these settings. The flags come last, so they win."""
     given = {"algo": "gspo", "runs": folder, "name": "run", "warmup_steps": 0, "device": "cpu"}
-    given |= {"completions_per_update": completions_per_update(settings), "save_every": 0}
+    given |= {"completions_per_update": settings["per_update"], "save_every": 0}
     # one prompt: no time goes to evaluation
     given |= {"eval_data": settings["data"], "eval_prompts": 1, "eval_samples": 0, "eval_every": 0}
     names = ["model", "data", "reward", "prompts_per_step", "group_size", "steps"]
@@ -217,7 +209,7 @@ def trl_config(trl, settings: dict, folder: Path):
     return trl.GRPOConfig(
         **objective,
         # one rollout of all completions, then one optimizer step for each part of it
-        per_device_train_batch_size=completions_per_update(settings),
+        per_device_train_batch_size=settings["per_update"],
         steps_per_generation=settings["updates"],
         num_generations=settings["group_size"],
         max_completion_length=settings["max_new_tokens"],
@@ -249,13 +241,11 @@ def mean(result: dict, name: str) -> float:
     return statistics.fmean(step.get(name, 0.0) for step in result["steps"][1:] or result["steps"])
 
 
-def reached(result: dict) -> dict:
-    """Return the step that ends the first three in a row with the mean reward LEVEL, or {}."""
-    steps = result["steps"]
-    for three in zip(steps, steps[1:], steps[2:]):
-        if statistics.fmean(step["reward"] for step in three) >= LEVEL:
-            return three[-1]
-    return {}
+def steps_to_level(result: dict) -> int | None:
+    """Return the step that ends the first three in a row with the mean reward LEVEL."""
+    rewards = [step["reward"] for step in result["steps"]]
+    means = [statistics.fmean(rewards[step - 3 : step]) for step in range(3, len(rewards) + 1)]
+    return next((step for step, mean in enumerate(means, start=3) if mean >= LEVEL), None)
 
 
 def table(turns: list[dict]) -> str:
@@ -266,8 +256,7 @@ def table(turns: list[dict]) -> str:
         "– rewards": lambda r: mean(r, "seconds_verify"),
         "– old log-probs": lambda r: mean(r, "seconds_score"),
         "– updates, and the rest": lambda r: mean(r, "seconds_update"),
-        f"seconds to reward {LEVEL}": lambda r: reached(r).get("elapsed"),
-        f"steps to reward {LEVEL}": lambda r: reached(r).get("step"),
+        f"steps to reward {LEVEL}": steps_to_level,
         "held out after them, greedy": lambda r: r["held_out"],
         "share clipped": lambda r: mean(r, "clip_fraction"),
         "share of dead groups": lambda r: mean(r, "dead"),
@@ -320,8 +309,8 @@ def main() -> None:
                 seconds = mean(done[peer], "seconds")
                 print(f"turn {turn + 1}, {peer}: {seconds:.3g} s a step", flush=True)
             turns.append(done)
-    size = f"{given.prompts_per_step} x {BATCH['group_size']} completions"
-    print(f"\n{given.model}, {size}, {BATCH['updates']} updates a rollout\n")
+    size = f"{given.prompts_per_step} x {SHARED['group_size']} completions"
+    print(f"\n{given.model}, {size}, {UPDATES} updates a rollout\n")
     print(table(turns))
 
 
