@@ -8,9 +8,10 @@ from tools import BASE, digests, good, metrics, newest, same_run, timeless, writ
 pytestmark = pytest.mark.usefixtures("place")
 
 
-@pytest.mark.parametrize("flags", ["--stale-steps 2", "--dtype bfloat16"])
-def test_evaluating_changes_nothing_in_training(flags, tmp_path):
-    """An evaluation may refresh a sampler that is a copy, but not one that must stay stale."""
+@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --stale-steps 2"])
+def test_an_evaluation_is_that_of_the_checkpoint_and_changes_nothing_in_training(flags, tmp_path):
+    """The sampler is a copy: it must have the weights after the step, or else stay stale."""
+    flags = f"{flags} --lr 1e-2"
     often = good(tmp_path / "often", f"{BASE} --steps 3 --eval-every 1 {flags}").folder
     never = good(tmp_path / "never", f"{BASE} --steps 3 --eval-every 0 {flags}").folder
     for row, expected in zip(timeless(often)[:-1], timeless(never)[:-1], strict=True):
@@ -18,10 +19,14 @@ def test_evaluating_changes_nothing_in_training(flags, tmp_path):
         assert row == expected
     assert digests(often) == digests(never)
 
+    model = f"--model {newest(often)} --reward pay.py:even --steps 1"
+    again = good(tmp_path / "again", f"{model} {flags}").folder
+    [before], [start] = metrics(again, "starts"), metrics(often, "starts")
+    assert before["eval_solved"] == metrics(often)[-1]["eval_solved"] != start["eval_solved"]
+
 
 def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
-    """Whole groups in a random order, which the seed and the step decide, as they decide on
-    everything else: all prompts are equal, and samples differ."""
+    """Whole groups in a random order, which the seed and the step decide, like all else."""
     write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 40)
     flags = "--prompts-per-step 8 --group-size 2 --completions-per-update 4 --eval-samples 2"
     flags += " --data same.jsonl --eval-data same.jsonl"
@@ -40,15 +45,3 @@ def test_each_step_has_its_own_order_of_updates(seen, tmp_path):
     assert len({*orders, tuple(range(16))}) == 5
     same_run(folders[0], folders[1])
     assert texts[0][:16] not in (texts[0][16:], texts[2][:16])  # of the first step
-
-
-@pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --stale-steps 2"])
-def test_an_evaluation_is_that_of_the_checkpoint(flags, tmp_path):
-    """In bfloat16 the sampler is a copy, which must have the weights after the step."""
-    first = good(tmp_path / "first", f"{BASE} --lr 1e-2 {flags}").folder
-    model = f"--model {newest(first)} --reward pay.py:even --steps 1"
-    again = good(tmp_path / "again", f"{model} {flags}")
-    before = (again.folder / "starts.jsonl").read_text()
-    assert f'"eval_solved": {metrics(first)[-1]["eval_solved"]}' in before
-    start = (first / "starts.jsonl").read_text()
-    assert f'"eval_solved": {metrics(first)[-1]["eval_solved"]}' not in start  # it did change

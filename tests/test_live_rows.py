@@ -29,17 +29,34 @@ def kinds_of_updates(steps) -> set[str]:
     return {{0: "dead", 1: "live"}.get(share, "mixed") for share in shares}
 
 
+def check_live_rows(step) -> int:
+    """Updates are of all rows, and their micro-batches of the live ones. Return how many live."""
+    every = torch.cat([update.rows for update in step.updates])
+    assert sorted(every.tolist()) == list(range(24))
+    for update in step.updates:
+        live = [row for row in update.rows.tolist() if step.tensors.advantages[row] != 0]
+        for rows in (update.active_rows, rows_of(update)):
+            assert sorted(rows.tolist()) == sorted(live)
+    return int(step.tensors.advantages.count_nonzero())
+
+
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo"])  # a mean over completions, and over tokens
 def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, tmp_path):
-    """Against a run in which all rows are scored and trained on: weights to rounding, and as many
-    steps of AdamW for every parameter. An update of dead rows alone is a step, by momentum. Metrics
-    that need no log-probs include dead groups. The others are means over updates that have a live
-    row, and the loss of a skipped row is 0."""
+    """Against a run in which all rows are scored and trained on. An update of dead rows alone is a
+    step, by momentum. Metrics that need no log-probs include dead groups."""
+    flags = f"{MIXED} --algo {algorithm} --micro-batch-tokens 30"
+    calls = watched(monkeypatch, train, "completion_logprobs")
     with gradients() as some:
-        one = good(tmp_path / "live", f"{MIXED} --algo {algorithm}").folder
+        one = good(tmp_path / "live", flags).folder
+    alive = sum(check_live_rows(step) for step in seen.steps)
+    scored = {True: 0, False: 0}  # with and without a gradient
+    for (_, completions, *_), _, (logprobs, _) in calls:
+        scored[logprobs.requires_grad] += len(completions.lengths)
+    assert scored[True] == scored[False] == alive < 3 * 24
+
     monkeypatch.setattr(gspo, "dead_groups", lambda rewards, *_: torch.zeros(6) > 0)
     with gradients() as all_of_them:
-        other = good(tmp_path / "all", f"{MIXED} --algo {algorithm}").folder
+        other = good(tmp_path / "all", flags).folder
     assert len(some) == len(all_of_them) == 3 * 3
     assert kinds_of_updates(seen.steps[3:]) == {"live"}
 
@@ -84,29 +101,9 @@ def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
             assert sorted(rows_of(update).tolist()) == sorted(update.rows.tolist()), flags
 
 
-def test_updates_are_of_all_rows_and_micro_batches_of_the_live_ones(seen, tmp_path, monkeypatch):
-    """Each once. So are passes of the model, before the updates and in them."""
-    calls = watched(monkeypatch, train, "completion_logprobs")
-    good(tmp_path, f"{MIXED} --micro-batch-tokens 30")
-    alive = 0
-    for step in seen.steps:
-        every = torch.cat([update.rows for update in step.updates])
-        assert sorted(every.tolist()) == list(range(24))
-        for update in step.updates:
-            live = [row for row in update.rows.tolist() if step.tensors.advantages[row] != 0]
-            for rows in (update.active_rows, rows_of(update)):
-                assert sorted(rows.tolist()) == sorted(live)
-            alive += len(live)
-    scored = {True: 0, False: 0}
-    for (_, completions, *_), _, (logprobs, _) in calls:
-        scored[logprobs.requires_grad] += len(completions.lengths)
-    assert scored[True] == scored[False] == alive < 3 * 24
-
-
 @pytest.mark.parametrize("algorithm", ["gspo", "dapo"])
 def test_metrics_are_means_over_live_rows(algorithm, seen, tmp_path):
-    """With one update a rollout every ratio is 1, and so is their mean. The entropy is that of the
-    live rows, in the unit of the algorithm."""
+    """In the unit of the algorithm. With one update a rollout every ratio is 1."""
     flags = f"{MIXED} --algo {algorithm} --completions-per-update 24 --steps 1"
     [row] = metrics(good(tmp_path, flags).folder)
     [(batch, [update], *_)] = seen.steps
