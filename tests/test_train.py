@@ -1,9 +1,9 @@
 """The loop of train.py: from the rollout to the gradient, and the metrics."""
 
+import dataclasses
 import math
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -58,11 +58,9 @@ def gpt2(models):
     ],
 )
 def test_the_first_ratio_is_exactly_1(algorithm, flags, gpt2, seen, tmp_path):
-    """The log-probs of pi_old, without gradients, and those of the updates are bit-identical, row
-    for row, as long as nothing moves."""
-    good(
-        tmp_path, f"{BASE} --algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 --steps 1 {flags}"
-    )
+    """Log-probs of pi_old, without gradients, are bit-identical to those of the updates."""
+    flags = f"--algo {algorithm} --micro-batch-tokens 24 --lr 1e-30 --steps 1 {flags}"
+    good(tmp_path, f"{BASE} {flags}")
     for step in seen.steps:
         rows = torch.cat([rows_of(update) for update in step.updates])
         old = step.tensors.old_logprobs
@@ -99,6 +97,10 @@ def same_gradient(ours, theirs, tolerance=1e-4):
     assert scale > 0
     for one, other in zip(ours, theirs, strict=True):
         assert float((one - other).abs().max()) < tolerance * scale
+
+
+def norm_of(gradient) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in gradient))
 
 
 def pays_of(batch) -> list[float]:
@@ -139,12 +141,8 @@ def reference_apart(monkeypatch):
 def test_first_gradient_is_reinforce_by_plain_forwards(
     algorithm, unit, advantages, seen, reference_apart, tmp_path
 ):
-    """At ratio 1 every loss has the gradient of -A log pi, in the mean of its own unit.
-
-    Sampling, rewards, advantages, scoring and accumulation at once, against one plain forward per
-    row: sum_i A_i / (N L_i) sum_t (completion), sum_i A_i sum_t / sum L (token), / (N T_max).
-    The KL term is 0.3 times the mean of e^x - x - 1, x = ref - new, in the same unit.
-    """
+    """At ratio 1 every loss has the gradient of -A log pi, in the mean of its own unit. The KL term
+    is 0.3 times the mean of e^x - x - 1, x = ref - new."""
     # answers to 1+1= are right and to 2+1= wrong: no advantage, and the KL needs these rows
     write_rows("rows.jsonl", [{"prompt": f"{i}+1=", "answer": "0"} for i in (1, 2, 3, 4)])
     flags = f"--algo {algorithm} {ONE_UPDATE} --temperature 0.8 --kl-coef 0.3"
@@ -193,20 +191,11 @@ def test_many_micro_batches_have_the_gradient_of_one(flags, tmp_path):
         assert many[name] == pytest.approx(one[name], rel=1e-2, abs=1e-5), name
 
 
-def test_gradients_are_clipped_to_the_norm(tmp_path):
-    with gradients() as steps:
-        result = good(tmp_path, f"{BASE} {ONE_UPDATE} --max-grad-norm 1e-3")
-    norm = math.sqrt(sum(float(tensor.square().sum()) for tensor in steps[0]))
-    assert norm == pytest.approx(1e-3, rel=1e-2)
-    assert metrics(result.folder)[0]["grad_norm"] > 0.01  # the norm before clipping
-
-
 # ---- to the advantages
 
 
 def test_dynamic_sampling_refills_until_the_batch_is_alive(seen, monkeypatch, tmp_path):
-    """Prompts on 1 are always right, on 2 always wrong: neither may be left in the batch, and
-    completions stay beside their own prompts, answers and texts."""
+    """Prompts on 1 are always right, on 2 always wrong: neither may be left in the batch."""
     monkeypatch.setattr(train, "MAX_REFILLS", 40)
     mixed = [{"prompt": f"{first}+{i}=", "answer": str(i)} for first in "1234" for i in range(9)]
     write_rows("mixed.jsonl", mixed)
@@ -235,8 +224,7 @@ def test_dynamic_sampling_reads_the_rewards_that_the_algorithm_reads(seen, tmp_p
 
 
 def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
-    """Five rollouts of four prompts a step, all dead: nothing moves, not by costs of length. A
-    verifier's failures in dropped groups are counted."""
+    """Five rollouts of four prompts a step, all dead. Faults in dropped groups are counted."""
     rows = [{"prompt": f"{1 + (i > 0)}+{i % 9}=", "answer": "0"} for i in range(40)]
     write_rows("dead.jsonl", rows)
     flags = f"{BASE} --data dead.jsonl --algo dapo"
@@ -250,8 +238,7 @@ def test_dynamic_sampling_is_bounded_and_warns_once(tmp_path):
 
 @pytest.mark.parametrize("flags", ["--algo grpo", "--algo ppo", "--algo dapo --entropy-coef 0.1"])
 def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tmp_path):
-    """A truncated row is excluded from the loss, even where a bonus needs every row. Nothing moves,
-    so every ratio is 1: an update of truncated completions alone has none."""
+    """Nothing moves, so every ratio is 1: an update of truncated completions alone has none."""
     flags += " --no-dynamic-sampling --overlong-filter --steps 1 --max-new-tokens 6"
     flags += " --completions-per-update 2 --lr 1e-30"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
@@ -284,8 +271,7 @@ def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
 
 
 def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_path):
-    """--stale-steps 2: fresh in steps 1 and 3, behind in 2. pi_old is the trainer's still. The
-    weights are min(pi_old / pi_sampler, 1.02) per token."""
+    """Fresh in steps 1 and 3, behind in 2. The weights are min(pi_old / pi_sampler, 1.02)."""
     flags = f"{BASE} --algo grpo --kl-coef 0 --stale-steps 2 --steps 3 --tis-cap 1.02"
     drift = [row["sampler_kl"] for row in metrics(good(tmp_path, flags).folder)]
     assert max(drift[0], drift[2]) < 1e-8 < 1e-5 < drift[1]
@@ -299,12 +285,15 @@ def test_a_stale_sampler_is_one_step_behind_and_tis_weighs_its_tokens(seen, tmp_
     assert min(weights) < 0.99 and 0.1 < statistics.fmean(x == 1.02 for x in weights) < 0.9
 
 
-def test_an_entropy_bonus_raises_the_entropy(tmp_path):
+def test_an_entropy_bonus_raises_the_entropy_and_gradients_are_clipped(tmp_path):
     """All rewards are equal: the loss is - coef x mean entropy, which grows step by step."""
     flags = f"{BASE} --reward pay.py:always --steps 3 --lr 3e-3 --seed 2 --entropy-coef 0.5"
-    rows = metrics(good(tmp_path, flags).folder)
+    with gradients() as steps:
+        rows = metrics(good(tmp_path, f"{flags} --max-grad-norm 1e-3").folder)
     assert rows[-1]["entropy"] > rows[0]["entropy"] + 1e-3
     assert rows[0]["loss"] == pytest.approx(-0.5 * rows[0]["entropy"], rel=1e-4)
+    assert norm_of(steps[0]) == pytest.approx(1e-3, rel=1e-2)
+    assert rows[0]["grad_norm"] > 2e-3  # the norm before clipping
 
 
 def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
@@ -323,22 +312,9 @@ def test_a_learning_rate_warms_up_and_falls_by_its_schedule(tmp_path):
 # ---- rewards that are not 0 or 1
 
 
-OTHER = """
-def far(completion, answer):
-    return 2 + 2 * completion[:1].isdigit()
-
-def short(completion, answer):
-    return -len(completion) / 50
-
-def right(completion, answer, prompt):
-    return float(prompt[0] == "1" or completion[:1] in ("0", "2", "4"))
-"""
-
-
 def test_a_reward_outside_0_to_1_is_never_called_solved(tmp_path):
     """2 or 4. A warning says why there is no `solved`."""
-    Path("other.py").write_text(OTHER)
-    result = good(tmp_path, f"{BASE} --steps 1 --reward other.py:far --algo dapo")
+    result = good(tmp_path, f"{BASE} --steps 1 --reward pay.py:far --algo dapo")
     [row] = metrics(result.folder)
     assert row["grad_norm"] > 0 and row["eval_reward"] >= 2
     assert not {"solved", "dead_right", "dead_wrong", "eval_solved"} & row.keys()
@@ -346,14 +322,12 @@ def test_a_reward_outside_0_to_1_is_never_called_solved(tmp_path):
 
 
 def test_what_shapes_a_reward_is_not_counted_as_right(seen, tmp_path):
-    """Groups of "1+" are all right, whatever their lengths cost: solved and dead. Their rewards
-    still differ, so that they move the policy."""
-    Path("other.py").write_text(OTHER)
+    """Groups of "1+" are all right: solved and dead. Yet their rewards differ, and train."""
     write_rows("rows.jsonl", [{"prompt": f"{1 + i % 2}+{i}=", "answer": "0"} for i in range(16)])
     flags = f"{BASE} --steps 1 --data rows.jsonl --eval-data rows.jsonl --prompts-per-step 8"
-    [row] = metrics(good(tmp_path, f"{flags} --reward other.py:right+0.2*other.py:short").folder)
+    [row] = metrics(good(tmp_path, f"{flags} --reward pay.py:first+-0.2*pay.py:even").folder)
     [step] = seen.steps
-    correct = [each.terms["right"] for each in step.batch.verdicts]
+    correct = [each.terms["first"] for each in step.batch.verdicts]
     groups = [correct[i : i + 4] for i in range(0, 32, 4)]
     assert row["solved"] == pytest.approx(sum(correct) / 32)
     assert row["solved_any"] == sum(max(group) for group in groups) / 8
@@ -368,8 +342,7 @@ def test_what_shapes_a_reward_is_not_counted_as_right(seen, tmp_path):
 
 
 def test_a_critic_starts_at_0_and_is_the_value_after_a_cut(monkeypatch, seen, tmp_path):
-    """V after the end token is 0, after a cut it is the critic's. explained_variance is 1 -
-    var(return - value) / var(return) over the tokens. So are the means: not over padding."""
+    """After the end token V is 0, after a cut the critic's. Metrics are means over tokens."""
     calls = spied(monkeypatch, "ppo", "advantages")
     flags = f"{BASE} --algo ppo --max-new-tokens 12 --critic-lr 3e-3"
     rows = metrics(good(tmp_path, flags).folder)
@@ -407,10 +380,8 @@ def test_kl_in_the_reward_is_k1_per_token(monkeypatch, seen, tmp_path):
 
 
 def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
-    reads = gspo.ALGOS["ppo"].reads
-    row = gspo.Algorithm(
-        gspo.gspo_token_loss, "completion", gspo.ppo_advantages, reads, value_loss=gspo.value_loss
-    )
+    row = gspo.ALGOS["ppo"]
+    row = dataclasses.replace(row, loss=gspo.gspo_token_loss, per="completion")
     monkeypatch.setitem(gspo.ALGOS, "ppo", row)
     calls = spied(monkeypatch, "ppo", "value_loss")
     good(tmp_path, f"{BASE} --algo ppo --steps 1")
@@ -419,12 +390,7 @@ def test_a_critic_has_the_unit_of_the_policys_loss(monkeypatch, tmp_path):
 
 def test_a_dead_group_with_an_advantage_is_an_error(monkeypatch, tmp_path):
     """Its rows get no forward pass: the advantage would be without effect, silently."""
-
-    def with_bonus(rewards, group_size):
-        return gspo.group_advantages(rewards, group_size) + 0.1
-
-    row = gspo.Algorithm(gspo.gspo_loss, "completion", with_bonus, skip_dead_groups=True)
-    monkeypatch.setitem(gspo.ALGOS, "gspo", row)
+    spied(monkeypatch, "gspo", "advantages", lambda _, advantages: advantages + 0.1)
     with pytest.raises(AssertionError, match="skip_dead_groups"):
         good(tmp_path, f"{BASE} --steps 1 --reward pay.py:never")
 
@@ -447,8 +413,7 @@ def test_a_loss_may_read_another_tensor_of_the_step(seen, monkeypatch, tmp_path)
 
 
 def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
-    """Nor is it in the mean and std of its group. The console names the error, without the escape
-    sequence of its message."""
+    """The console names the error, without the escape sequence of its message."""
     reward = "pay.py:even + pay.py:broken"  # it raises where the length is odd, and else pays 0
     result = good(tmp_path, f"{BASE} --steps 1", "--reward", reward)
     [row], [step] = metrics(result.folder), seen.steps
@@ -469,8 +434,7 @@ def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
 
 
 def test_metrics_agree_with_the_samples(seen, tmp_path):
-    """Rewards, lengths and truncation are plain means over the rows of the step. Groups are made by
-    position: here all rows have the same prompt."""
+    """Plain means over the rows. Groups are made by position: here all have the same prompt."""
     write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
     flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
@@ -493,8 +457,7 @@ def test_metrics_agree_with_the_samples(seen, tmp_path):
 
 
 def test_token_rows_of_samples_fit_the_metrics(tmp_path):
-    """A step of one group, which is one update. The ratios of its second pass have the KL and the
-    spread that metrics.jsonl has."""
+    """The ratios of a group's second pass have the KL and the spread that metrics.jsonl has."""
     flags = f"{BASE} --steps 1 --prompts-per-step 1 --completions-per-update 4 --epochs 2"
     flags += " --max-new-tokens 12 --lr 1e-2"
     folder = good(tmp_path, flags).folder
@@ -536,9 +499,7 @@ def test_metrics_stay_finite_in_small_and_empty_corners(flags, tmp_path):
 
 
 def test_evaluation_is_greedy_and_pass_k_samples(monkeypatch, tmp_path):
-    """Held-out prompts, once at temperature 0. Before and after, k times at that of training.
-    Steps and refills have random numbers of their own. Every evaluation has the same, to compare.
-    """
+    """Steps and refills have random numbers of their own, and all evaluations the same ones."""
     calls = watched(monkeypatch, train, "generate")
     flags = "--algo dapo --reward pay.py:never --eval-every 1 --eval-samples 3 --temperature 0.7"
     rows = metrics(good(tmp_path, f"{BASE} {flags}").folder)
@@ -588,16 +549,15 @@ def test_a_bad_update_is_skipped_and_counted(poison, where, monkeypatch, tmp_pat
     folder, told = result.folder, f"step 1: skipped an update, not finite: {where}"
     assert result.out.count("skipped an update") == 1 and told in result.out
     assert len(steps) == 7  # of 8
-    norms = [math.sqrt(sum(float(each.square().sum()) for each in step)) for step in steps[3:]]
-    assert metrics(folder)[1]["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-4)
+    expected = statistics.fmean(norm_of(step) for step in steps[3:])
+    assert metrics(folder)[1]["grad_norm"] == pytest.approx(expected, rel=1e-4)
     assert all(torch.isfinite(tensor).all() for step in steps for tensor in step)
     assert [row["bad_updates"] for row in metrics(folder)] == [1, 0]
     assert all(math.isfinite(value) for row in metrics(folder) for value in row.values())
 
 
 def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
-    """A fork's own, such as the logarithm of a fraction of 0. It is left out of the row, and the
-    console says so. One that the first update lacks is the mean of the others."""
+    """A fork's own: the console says so. One that update 1 lacks is a mean of the others."""
 
     def with_metric(number, result):
         loss, extra = result
@@ -612,8 +572,8 @@ def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
 
 
 def test_bad_updates_in_a_row_stop_the_run(monkeypatch, tmp_path):
-    """A good one resets the count, a resume does not: with four updates a step, 1 to 4 are bad and
-    6 to the end, so that the last of step 3 is the sixth in a row."""
+    """A good one, the fifth, resets the count, a resume does not: of 4 updates in each step, the
+    last of step 3 is the sixth in a row."""
 
     def spoil(number, result):
         loss, extra = result

@@ -51,6 +51,13 @@ def by_prompt(completion, answer, prompt):
     """1 for prompts that start with 1, 0 with 2, and something in between for the rest."""
     return {"1": 1.0, "2": 0.0}.get(prompt[0], even(completion, answer))
 
+def far(completion, answer):
+    return 2 + 2 * completion[:1].isdigit()
+
+def first(completion, answer, prompt):
+    """1 for prompts that start with 1, and for completions that start with an even digit."""
+    return float(prompt[0] == "1" or completion[:1] in ("0", "2", "4"))
+
 def broken(completion, answer):
     if len(completion) % 2:
         raise ArithmeticError("\\x1b[31mboom")
