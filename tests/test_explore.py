@@ -20,11 +20,10 @@ import gspo  # noqa: E402
 
 PAGE = ROOT / "docs/explore.html"
 CASES = re.compile(r'(?<=id="cases">\n).*?(?=\n</script>)', re.DOTALL)
-NAMES = ("seed", "length", "spread", "advantage", "grpo", "gspo")
 GIVEN = (  # the page's first view; a long answer and A < 0; GSPO with GRPO's band
-    (4, 24, 0.125, 1, 0.2, 4e-4),
-    (2, 300, 0.1, -1, 0.2, 3e-4),
-    (12, 8, 0.4, 1, 0.2, 0.2),
+    dict(seed=4, length=24, spread=0.125, advantage=1, grpo=0.2, gspo=4e-4),
+    dict(seed=2, length=300, spread=0.1, advantage=-1, grpo=0.2, gspo=3e-4),
+    dict(seed=12, length=8, spread=0.4, advantage=1, grpo=0.2, gspo=0.2),
 )
 
 
@@ -40,20 +39,20 @@ def log_ratios(seed: int, length: int, spread: float) -> list[float]:
     return found
 
 
-def case(seed, length, spread, advantage, grpo, gspo_band) -> dict:
+def case(given: dict) -> dict:
     """s, the tokens without a gradient under GRPO, and whether the answer has none under GSPO."""
-    logs = torch.tensor([log_ratios(seed, length, spread)], dtype=torch.float64)
-    mask, gradients = torch.ones_like(logs), []
-    for loss, band in ((gspo.grpo_loss, grpo), (gspo.gspo_loss, gspo_band)):
+    ratios = log_ratios(given["seed"], given["length"], given["spread"])
+    logs = torch.tensor([ratios], dtype=torch.float64)
+    batch = torch.zeros_like(logs), torch.tensor([float(given["advantage"])]), logs == logs
+    gradients = []
+    for name in ("grpo", "gspo"):
         logprobs = logs.clone().requires_grad_()
-        advantages = torch.tensor([float(advantage)], dtype=torch.float64)
-        value, metrics = loss(
-            logprobs, torch.zeros_like(logs), advantages, mask, clip_low=band, clip_high=band
-        )
+        bounds = dict.fromkeys(("clip_low", "clip_high"), given[name])
+        value, metrics = getattr(gspo, f"{name}_loss")(logprobs, *batch, **bounds)
         value.backward()
         gradients.append(logprobs.grad[0])
     return {
-        "given": dict(zip(NAMES, (seed, length, spread, advantage, grpo, gspo_band))),
+        "given": given,
         "s": round(metrics["ratio_mean"].item(), 12),
         "tokens": (gradients[0] == 0).nonzero()[:, 0].tolist(),
         "answer": bool((gradients[1] == 0).all()),
@@ -61,7 +60,7 @@ def case(seed, length, spread, advantage, grpo, gspo_band) -> dict:
 
 
 def table() -> str:
-    return "[" + ",\n".join(json.dumps(case(*given)) for given in GIVEN) + "]"
+    return "[" + ",\n".join(json.dumps(case(given)) for given in GIVEN) + "]"
 
 
 def test_cases_of_the_page_are_those_of_gspo():

@@ -28,10 +28,8 @@ from tools import metrics  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
 LESSON = PAGE.read_text(encoding="utf-8")
-# a comment that GitHub hides, and the block below it
-DIFF = re.compile(r"<!-- diff (\w+) (\w+) -->\n```diff\n.*?```\n", re.DOTALL)
-SOURCE = re.compile(r"<!-- source (\w+) -->\n```python\n.*?```\n", re.DOTALL)
-BODY = re.compile(r"<!-- body (\w+) -->\n```python\n.*?```\n", re.DOTALL)
+# a comment that GitHub hides, `diff old new`, `source name` or `body name`, and the block below it
+CODE = re.compile(r"<!-- (diff|source|body) (\w+) ?(\w*) -->\n```\w+\n.*?```\n", re.DOTALL)
 README = ROOT / "README.md"
 
 
@@ -49,34 +47,28 @@ def lines_of(name: str) -> list[str]:
     return [f"def {name}({', '.join(own)}):", *source.splitlines()[function.body[1].lineno - 1 :]]
 
 
-def shown(old: str, new: str) -> str:
-    """The comment and the block: both functions whole, - of the old one, + of the new one."""
-    before, after = lines_of(old), lines_of(new)
-    changes = [*difflib.unified_diff(before, after, lineterm="", n=len(before))][3:]
-    return f"<!-- diff {old} {new} -->\n```diff\n" + "\n".join(changes) + "\n```\n"
-
-
-def quoted(name: str) -> str:
-    """The comment and the block of a whole function."""
-    source = inspect.getsource(getattr(gspo, name))
-    return f"<!-- source {name} -->\n```python\n{source}```\n"
-
-
-def body(name: str) -> str:
-    """The comment and the block of a function without its docstring."""
-    return f"<!-- body {name} -->\n```python\n" + "\n".join(lines_of(name)) + "\n```\n"
+def block(found: re.Match) -> str:
+    """The comment and the block: a whole function, one without its docstring, or a diff of two."""
+    kind, name, new = found.groups()
+    language, lines = "python", lines_of(name)
+    if kind == "source":
+        lines = inspect.getsource(getattr(gspo, name)).splitlines()
+    if kind == "diff":
+        language = "diff"
+        lines = [*difflib.unified_diff(lines, lines_of(new), lineterm="", n=len(lines))][3:]
+    comment = found[0].splitlines()[0]
+    return "\n".join([comment, f"```{language}", *lines, "```\n"])
 
 
 def with_code(text: str) -> str:
-    text = SOURCE.sub(lambda found: quoted(found[1]), text)
-    text = BODY.sub(lambda found: body(found[1]), text)
-    return DIFF.sub(lambda found: shown(found[1], found[2]), text)
+    return CODE.sub(block, text)
 
 
 def test_code_of_the_lesson_is_that_of_gspo():
-    assert len(DIFF.findall(LESSON)) == LESSON.count("```diff") > 3
-    assert SOURCE.findall(LESSON) == ["reinforce_loss"]
-    assert BODY.findall(README.read_text()) == ["gspo_loss"]
+    found = CODE.findall(LESSON)
+    assert [kind for kind, *_ in found].count("diff") == LESSON.count("```diff") > 3
+    assert ("source", "reinforce_loss", "") in found
+    assert CODE.findall(README.read_text()) == [("body", "gspo_loss", "")]
     for page in (PAGE, README):
         text = page.read_text()
         assert with_code(text) == text, "a loss has changed: python tests/test_lesson.py"
@@ -115,21 +107,12 @@ def test_clip_fraction_is_that_of_the_default_run():
     assert "half at first" in report.CHARTS["clip_fraction"].healthy
 
 
-RATE_ROWS = {
-    "gspo": "gspo, ε 3e-4, 4e-4",
-    "gspo, 3e-3": "gspo, ε 3e-3",
-    "gspo, 0.2": "gspo, ε 0.2",
-    "luspo": "luspo, ε 2e-3, 2.5e-3",
-    "grpo": "grpo, no KL",
-}
-
-
 def test_accuracies_by_learning_rate_are_those_of_the_runs():
-    """Section 11: the mean of steps 12 and 16 over the seeds, in italics where it is below the mean
-    start."""
+    """Section 11: the mean of steps 12 and 16, in italics where it is below the mean start."""
+    bands = ["gspo, ε 3e-4, 4e-4", "gspo, ε 3e-3", "gspo, ε 0.2", "luspo, ε 2e-3, 2.5e-3"]
     runs = [run for run in metrics(ROOT / "docs/runs/rates", "rows") if run["more"] == ""]
     table = long.cells(runs, said=lambda ends: f"{fmean(ends):.0f}")
-    for name, line in zip(RATE_ROWS.values(), table.splitlines()[2:], strict=True):
+    for name, line in zip([*bands, "grpo, no KL"], table.splitlines()[2:], strict=True):
         assert f"| {name} |{line.split('|', 2)[2]}" in LESSON, line
 
 
