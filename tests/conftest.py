@@ -4,6 +4,7 @@ fixtures that several test files share."""
 import os
 import sys
 from collections import namedtuple
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+def pytest_collection_finish():
+    if "forks" in sys.modules:
+        forkserver.ensure_running()  # it imports torch while the first tests run
 
 
 @pytest.fixture(scope="session")

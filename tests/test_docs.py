@@ -241,10 +241,9 @@ print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}"
 """
 
 
-@pytest.fixture(scope="module")
-def extended(tmp_path_factory):
-    """A copy of the project, in which the steps of the page were done, and the output of PROGRAM
-    in it."""
+@pytest.fixture(scope="module", autouse=True)
+def extending(tmp_path_factory):
+    """A copy of the project with the steps of the page, in which PROGRAM runs beside the tests."""
     project = copy_of_project(tmp_path_factory.mktemp("extended") / "project")
     for step in blocks("extending.md", "python"):
         applied(step, project)
@@ -252,14 +251,20 @@ def extended(tmp_path_factory):
     flags = command.partition("train.py ")[2] + f" {RUN} --steps 2 --group-size 16 --track csv"
     here = {"out": project / "out", "folder": project, "XDG_CACHE_HOME": str(project / "cache")}
     process = fork(program, PROGRAM, *shlex.split(flags), **here)
-    process.join(300)
+    yield project, process
     process.kill()  # if a step never ends
+
+
+@pytest.fixture(scope="module")
+def extended(extending):
+    """The copy, and what PROGRAM printed."""
+    project, process = extending
+    process.join(300)
     return project, (project / "out").read_text()
 
 
 def test_extended_as_the_page_says_it_trains(extended):
-    """The page's command, short: each of the additions is at work. Of chances 0.5, 0.3, 0.15 and
-    0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
+    """Of chances 0.5, 0.3, 0.15 and 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
     project, said = extended
     assert "--positive-weight 0.2: gspo doesn't use it" in said and "refused 2\n" in said, said
     counts, chances = json.loads(re.search(r"nucleus (.*)", said)[1])
@@ -307,8 +312,7 @@ def test_the_value_head_of_the_page_is_trained_saved_and_resumed(extended):
 
 
 def test_the_sampler_of_the_page_trains(place, monkeypatch):
-    """It samples evaluations, too: ours only samples for the check of the model. Its recorded
-    log-probs are those of the trainer: sampler_kl is rounding."""
+    """It samples evaluations, too: ours only samples for the check of the model."""
     ours = watched(monkeypatch, rollout, "generate")
     Path("my_sampler.py").write_text(example("extending.md", "# my_sampler.py"))
     flags = f"{RUN} --sampler my_sampler.py:generate --model models/tiny --reward pay.py:even"
