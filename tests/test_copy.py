@@ -58,8 +58,7 @@ def policy(tmp_path_factory):
 
 
 def run_loop(model, steps=2, lr="1e-3", chat=None) -> SimpleNamespace:
-    """Run the loop with a random policy that is rewarded for even digits: its names, and the
-    gradients of its updates."""
+    """Run the loop, rewarded for even digits: its names, and the gradients of its updates."""
     changes = {
         "STEPS, PROMPTS, GROUP_SIZE, UPDATES, TEMPERATURE = 40, 16, 8, 4, 1.0": (
             f"STEPS, PROMPTS, GROUP_SIZE, UPDATES, TEMPERATURE = {steps}, 2, 8, 4, 0.7"
@@ -84,9 +83,8 @@ def logprobs_of(loop):
 
 
 def test_loop_masks_to_the_first_end_token_and_scores_each_row_as_if_alone(policy):
-    """Against loops over tokens: every completion without padding, by one softmax a token. Some
-    completions end early, some never, and some rows are padded on the left. A step has four
-    updates, of which the clip may stop all completions but those of the first."""
+    """Against loops over tokens: every completion without padding, by one softmax a token. A step
+    has four updates, of which the clip may stop all completions but those of the first."""
     loop = run_loop(policy)
     found, lengths = logprobs_of(loop), []
     for tokens, seen, mask, logprobs in zip(loop.tokens, loop.seen, loop.mask, found):
@@ -101,7 +99,7 @@ def test_loop_masks_to_the_first_end_token_and_scores_each_row_as_if_alone(polic
             token = expected[place - 1, row[place]]
             torch.testing.assert_close(logprobs[t], token, atol=1e-5, rtol=1e-5)
         lengths.append(length)
-    assert min(lengths) < max(lengths) and not loop.seen[:, 0].all()
+    assert min(lengths) < max(lengths) and not loop.seen[:, 0].all()  # padded on both sides
 
     assert len(loop.gradients) == 4 * loop.STEPS
     first = loop.gradients[::4]
@@ -142,8 +140,7 @@ def corrections():
 
 
 def test_term_advantages_match_scalar_loop(corrections):
-    """Each term z-scored in its group, the weighted sums z-scored over the batch. The group whose
-    terms are all equal has exactly 0."""
+    """Each term z-scored in its group, the weighted sums z-scored over the batch."""
     weights, generator = [1.0, 0.1, -0.5], torch.Generator().manual_seed(0)
     for size in (2, 4, 8):
         rewards = (torch.rand(24, 3, generator=generator) * 3).round().double()
@@ -227,25 +224,18 @@ IN_TRL = {  # the table of copying.md: our loss -> TRL's settings
 
 
 def trl_trainer(kind, model, folder, **settings):
-    """A trainer of TRL's: rollouts of 16 completions, two updates of two micro-batches each."""
+    """A trainer of TRL's for micro-batches of 4 completions, two of them an update."""
     import datasets
     import trl
 
-    sizes = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 4,
-        "num_generations": 4,
-        "max_completion_length": 12,
-    }
-    plain = {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}}
+    settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    settings |= {"num_generations": 4, "max_completion_length": 12, "beta": 0.0}
+    settings |= {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}}
     return kind(
         model=str(model),
-        reward_funcs=lambda completions, **_: [len(text) % 3 / 2 for text in completions],
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],  # nothing is sampled
         train_dataset=datasets.Dataset.from_list([{"prompt": f"{i}+{i}="} for i in range(8)]),
-        args=trl.GRPOConfig(
-            beta=0.0, output_dir=str(folder), report_to="none", **sizes, **plain, **settings
-        ),
+        args=trl.GRPOConfig(output_dir=str(folder), report_to="none", **settings),
     )
 
 
@@ -263,8 +253,7 @@ def weight_gradients(model, losses) -> list[torch.Tensor]:
 @needs("trl")
 @pytest.mark.parametrize("extra", ["nothing", "tools and token weights", "weights"])
 def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
-    """In the last of three micro-batches, with the optional inputs of TRL: log-probs before the
-    updates, a mask without the tokens of tools, weights against the mismatch of vLLM."""
+    """In the last of three micro-batches, with the optional inputs of TRL."""
     import trl
 
     scope = {}
@@ -296,7 +285,7 @@ def test_trl_subclass_has_the_gradient_of_one_batch(extra, models, tmp_path):
 
 @needs("trl")
 def test_trl_script_takes_four_updates_a_rollout_and_clips(models, tmp_path, monkeypatch):
-    """The page's script with a tiny model, two rollouts: GSPO's settings reach TRL's trainer."""
+    """The page's script, two rollouts: GSPO's settings reach TRL's trainer."""
     source = replaced(
         BLOCKS["trl_gspo.py"],
         {
@@ -376,12 +365,12 @@ def test_page_names_the_settings_that_are_tested():
 # ---- verl ----------------------------------------------------------------------------------------
 
 
-def verl_config(low, high, **more):
+def verl_config(low, high, **settings):
     from verl.workers.config import ActorConfig
 
-    sizes = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4}
-    clips = {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high}
-    return ActorConfig(**sizes, **clips, **more)
+    settings |= {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4}
+    settings |= {"clip_ratio": low, "clip_ratio_low": low, "clip_ratio_high": high}
+    return ActorConfig(**settings)
 
 
 RAGGED = torch.arange(7) < torch.tensor([7, 3, 1, 5])[:, None]
