@@ -21,8 +21,7 @@ def tokenizer_of_bytes():
 
 @pytest.mark.parametrize("make", [byte_tokenizer, tokenizer_of_bytes])
 def test_a_step_ends_with_the_token_that_completes_its_text(make):
-    """The first n such that decode(ids[:n]) starts with the text. 。 and → are three tokens, 🙂 is
-    four. A few decodings find it."""
+    """Where 。 and → are three tokens, and 🙂 is four. A few decodings find it."""
     tokenizer = make()
     for text in ("abc. a→b。c", "。a→", "a 🙂b 🙂 b.", "abc" * 30 + "→"):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -43,9 +42,8 @@ def test_a_step_ends_with_the_token_that_completes_its_text(make):
 
 
 def test_step_rewards_stand_at_the_token_that_completes_the_step():
-    """Row 0 is ab|c|def|end with ends 2, 3, 5 in characters: a step that ends inside def (5) is
-    complete with def. Row 1 is c|ab: an end beyond the text is at the last token, values add up.
-    The completion's own reward, 8 and 16, is at the last token."""
+    """Row 0 is ab|c|def|end: a step that ends inside def is complete with def. Row 1 is c|ab: an
+    end beyond the text is at the last token, where the completion's own reward is added."""
     tokenizer = byte_tokenizer([("a", "b"), ("d", "e"), ("de", "f")], eos_token="<end>")
     first, second = tokenizer.encode("abcdef"), tokenizer.encode("cab")
     tokens, lengths = torch.tensor([[*first, 0], [*second, 3, 3]]), torch.tensor([4, 2])

@@ -323,8 +323,7 @@ SUMS = [  # sum, completions, reward, rewarded, correct
 def test_only_what_is_no_shaping_says_what_is_right(
     spec, completions, reward, rewarded, correct, own
 ):
-    """It is decided by a few answers to the first row, and a function may raise on some of them.
-    Shares count in part."""
+    """A few answers to row 1 decide, on which a function may raise. Shares count in part."""
     verdicts, *rest = scored(spec.format(own(MINE)), *completions)
     assert [verdict.reward for verdict in verdicts] == pytest.approx(reward)
     assert rest == [pytest.approx(rewarded), correct and pytest.approx(correct)]

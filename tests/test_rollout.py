@@ -3,6 +3,7 @@ models, in both layouts: rows and trees."""
 
 import math
 import os
+import re
 
 import pytest
 import torch
@@ -77,8 +78,7 @@ def assert_same_results(found, expected, name=None):
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "trocr", "mamba"])
 def test_greedy_completions_are_those_of_transformers_generate(kind):
-    """Prompts of several lengths, two end tokens, batches smaller than the samples. The recorded
-    log-probs are those of temperature 1."""
+    """In batches smaller than the samples. The recorded log-probs are those of temperature 1."""
     model = tiny(kind)
     out = sampled(model, group_size=2, temperature=0, eos_ids=[2, 3], cache_gb=2e-5)
     with torch.no_grad():
@@ -125,32 +125,21 @@ def test_scores_are_the_models_own_in_value_and_gradient(kind, wants_trees):
 
 
 ARCHITECTURES = {
-    "gemma3": "rows and trees; checkpointed",  # composite, with windows
-    "phi3 + longrope": "rows and trees, up to the original context; checkpointed",
-    "falcon_h1": "rows; checkpointed",  # the head multiplies
-    "xglm": "rows; checkpointed",  # a body inside the body
-    "llama4_text": "rows; checkpointed",  # attention by length
+    "gemma3": "right: rows and trees; checkpointed",  # composite, with windows
+    "phi3 + longrope": "right: rows and trees, up to the original context; checkpointed",
+    "falcon_h1": "right: rows; checkpointed",  # the head multiplies
+    "xglm": "right: rows; checkpointed",  # a body inside the body
+    "llama4_text": "right: rows; checkpointed",  # attention by length
+    "roberta": "refused: .* our sampler are up to .* the roberta's own forward",
+    "modernbert-decoder": "refused: .* our scorer are up to",  # the head has layers of its own
+    "rwkv": "refused: .* a rwkv does not use transformers' KV cache",
 }
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_architectures_are_sampled_and_scored_as_their_own_forward_pass_does(kind):
-    """To 1e-3, on sequences longer than every window and limit of the tiny model. Gradient
-    checkpointing is bit-identical."""
-    assert examine(kind) == ("right", ARCHITECTURES[kind])
-
-
-REFUSED = {
-    "roberta": "our sampler are up to .* the roberta's own forward",
-    "modernbert-decoder": "our scorer are up to",  # the head has layers of its own
-    "rwkv": "a rwkv does not use transformers' KV cache",
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_that_we_would_score_differently_is_refused(kind):
-    with pytest.raises(UserError, match=REFUSED[kind]):
-        R.check_scorer(build(kind), PROMPTS[:2], pad_id=0)
+def test_architectures_are_scored_as_their_own_forward_pass_does_or_refused(kind):
+    """To 1e-3, on sequences longer than every window and limit of the tiny model."""
+    assert re.match(ARCHITECTURES[kind], ": ".join(examine(kind)))
 
 
 def test_a_scorer_that_errs_is_found_and_trees_that_err_are_not_used(monkeypatch):
@@ -168,8 +157,7 @@ def test_a_scorer_that_errs_is_found_and_trees_that_err_are_not_used(monkeypatch
 
 
 def test_a_large_vocabulary_is_drawn_from_as_exactly_as_float32_can():
-    """151,936 tokens, like Qwen's: the token that a float64 cumulative sum selects, except within
-    1e-6 of a boundary."""
+    """The token that a float64 cumulative sum selects, except within 1e-6 of a boundary."""
     logits = 3 * torch.randn(1, 151_936, generator=torch.Generator().manual_seed(0))
     uniforms = random_numbers(20)
     tokens, logprobs = R.sample_token(logits.expand(20, -1), uniforms, 2.0)
@@ -217,8 +205,7 @@ def test_uniforms_alone_decide(kind, cache_gb):
 
 
 def test_kv_caches_use_most_of_the_free_memory(monkeypatch, tmp_path):
-    """80% of the 10 GB that are free on a GPU, 3 of them in PyTorch's cache, or half of the memory
-    of this machine or container."""
+    """80% of the 10 GB that are free on a GPU, or half of the memory of machine or container."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7e9, 20e9))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 8e9)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5e9)
@@ -248,8 +235,7 @@ def test_rows_and_joined_rollouts_keep_every_token():
 
 
 def rollout_of(groups, forced=0.0):
-    """Return a rollout of pairs (prompt, completions). A fraction `forced` of the completions'
-    tokens is a tool's."""
+    """A rollout of pairs (prompt, completions). A fraction `forced` of tokens is a tool's."""
     rows = [(prompt, completion) for prompt, group in groups for completion in group]
     prompts, completions = [list(column) for column in zip(*rows)]
     lengths = torch.tensor([len(completion) for completion in completions])
@@ -338,7 +324,7 @@ def test_groups_stay_together_and_trees_are_balanced():
     assert len(used) == 2 and used.min() > 0.8 * used.max()
 
 
-GROUPS = {  # groups, completions of each, tokens of a prompt, and of the longest completion
+GROUPS = {  # number, completions of each, tokens of a prompt, and of the longest completion
     (4, 8, 100, 20): True,
     (4, 8, 10, 200): False,  # 10 of 200 tokens are shared
     (8, 1, 100, 20): False,  # nothing is
@@ -428,8 +414,7 @@ def test_gradient_checkpointing_changes_nothing(kind, dropout):
 
 
 def test_the_head_never_holds_more_logits_than_a_chunk(monkeypatch):
-    """2,000 tokens of a vocabulary of 400, 655 at a time. The backward pass recomputes all chunks
-    but the last, and its gradients are those of a single chunk."""
+    """2,000 tokens, 655 at a time. The backward pass recomputes all chunks but the last."""
     assert R.LOGITS_AT_ONCE <= 2**26  # float32: 256 MB
     monkeypatch.setattr(R, "LOGITS_AT_ONCE", 2**18)
     model, out = tiny(vocab_size=400), rollout_of([([5] * 4, [[5] * 100] * 20)])
@@ -458,8 +443,7 @@ def test_entropies_without_a_gradient_leave_that_of_the_log_probs():
 
 
 def test_under_autocast_experts_are_computed_in_bf16(tmp_path, monkeypatch):
-    """Like every other linear map, in the backward pass, too, and with gradient checkpointing.
-    Without autocast nothing changes."""
+    """In the backward pass and with checkpointing, too. Without autocast nothing changes."""
     from support.extras.gradient_checkpointing import checkpoint_layers
 
     tiny("qwen3_moe").save_pretrained(tmp_path)
