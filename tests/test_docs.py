@@ -154,7 +154,7 @@ def test_flags_that_the_pages_name_exist():
     fields = {f"--{name.replace('_', '-')}" for name in train.Config.__dataclass_fields__}
     ours = re.compile(r"(?<![\w-])`(--[a-z-]+)(?: [^`]*)?`")
     elsewhere = {"--slow", "--help", "--report", "--write", "--out", "--eps-clip"}
-    elsewhere |= {"--seeds", "--turns", "--threads", "--measure"}
+    elsewhere |= {"--seeds", "--turns", "--threads"}
     for page, text in PAGES.items():
         if page not in ("extending.md", "copying.md"):
             named = {flag.replace("--no-", "--") for flag in ours.findall(text)}

@@ -8,7 +8,7 @@ import transformers
 
 import bench_memory
 import common
-from bench_memory import CARDS, HEAD, LESS, PUBLISHED, ROOM, SHAPES, count_memory, measure
+from bench_memory import CARDS, HEAD, LESS, PUBLISHED, ROOM, SHAPES, count_memory
 from counting import Counting
 
 TINY = SHAPES["tiny"]
@@ -88,11 +88,3 @@ def test_the_table_says_what_fits():
             ways = {"yes": max(*others, updating), f"with `{LESS}`": max(*others, less), "no": 0}
             expected = next(way for way, peak in ways.items() if peak <= card - ROOM)
             assert fits == expected, row
-
-
-@pytest.mark.slow
-def test_training_is_measured(place, monkeypatch):
-    monkeypatch.setattr(bench_memory, "CACHE_GB", 0.01)
-    row = measure("tiny")
-    assert row["step"] == 2 and row["grad_norm"] > 0
-    assert 0.1 < row["memory_gb"] < 50

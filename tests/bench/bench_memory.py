@@ -1,30 +1,22 @@
-"""Memory of training, counted for models of any size or measured on this machine.
+"""Memory of training, counted for models of any size.
 
     python tests/bench/bench_memory.py                  # the table of docs/memory.md: minutes
     python tests/bench/bench_memory.py --write          # the same, written into the page
-    python tests/bench/bench_memory.py --measure 0.6B    # train that shape on a GPU
 
 The count is the bytes of all floating-point tensors alive at a time (counting.py) while our own
 functions load, sample, score and train with fused attention, as on a GPU. CUDA
 itself and its allocator's fragmentation are not counted; ROOM allows for them."""
 
-import json
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import common
 import gspo
 import rollout
 import train
 from counting import Counting
-from support import pretrain, tasks
 from support.models import Models, make_optimizer, refresh
 
 GB = 1e9
@@ -166,41 +158,10 @@ def memory_table(names: list[str]) -> str:
     return common.markdown(*lines)
 
 
-# rewards differ between almost all texts: with equal ones there is nothing to train
-REWARD = "def by_text(completion, answer):\n    return sum(completion.encode()) % 7 / 6\n"
-
-
-def measure(name: str) -> dict:
-    """Train random weights of a shape for two steps in a separate process. Returns the last row of
-    metrics, whose memory and seconds are those of a real model, and the counted memory."""
-    longest, prompts, tokens = (28, 8, 1024) if name == "tiny" else (LONGEST, 32, TOKENS)
-    built_in = pretrain.built_in_policy(tasks.TASKS["arithmetic"], "tiny")
-    tokenizer = AutoTokenizer.from_pretrained(built_in)
-    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-    with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPES[name], **ends))
-        for part in (model, tokenizer):
-            part.save_pretrained(f"{folder}/model")
-        Path(folder, "pay.py").write_text(REWARD)
-        flags = f"--model {folder}/model --reward {folder}/pay.py:by_text --steps 2 "
-        flags += f"--eval-samples 0 --eval-prompts 8 --cache-gb {CACHE_GB} "
-        flags += f"--max-new-tokens {longest} --prompts-per-step {prompts} "
-        flags += f"--micro-batch-tokens {tokens} --runs {folder} --name run"
-        command = [sys.executable, str(common.ROOT / "train.py"), *flags.split()]
-        subprocess.run(command, check=True)
-        row = common.read_rows(f"{folder}/run/metrics.jsonl")[-1]
-    return row | {"counted_gb": count_deep(SHAPES[name], 0, "float32").peak / GB}
-
-
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--measure", choices=list(SHAPES), help="train this shape")
     parser.add_argument("--write", action="store_true", help="write the table into docs/memory.md")
     given = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
-    if given.measure:
-        print(json.dumps(measure(given.measure), indent=1))
-        return
     table = memory_table(PUBLISHED)
     print(table)
     if given.write:
