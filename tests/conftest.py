@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "bench")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "bench"), str(TESTS.parent / "docs")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models so small wait for a second thread
 if not any("on_a_gpu" in word for word in sys.argv):  # bf16 and its rounding would be the default
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported

@@ -1,7 +1,8 @@
 """docs/exercises.py: empty functions and planted bugs fail the tests, and the originals pass."""
 
-import importlib.util
 import re
+
+import exercises
 
 from forks import QUICK, fork, program
 from tools import ROOT
@@ -12,11 +13,6 @@ sys.argv = ["docs/exercises.py", *sys.argv[1:]]
 sys.path.insert(0, "docs")
 runpy.run_path("docs/exercises.py", run_name="__main__")
 """
-
-
-SPEC = importlib.util.spec_from_file_location("exercises", ROOT / "docs/exercises.py")
-exercises = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(exercises)
 
 
 def test_empty_functions_and_bugs_fail_and_the_originals_are_right(tmp_path):

@@ -350,11 +350,7 @@ PARAMETERS = {  # of a user's function, and what they get, by their name where t
     "text, gold": {"text": "c", "gold": "6"},
     "prompt, completion, answer": {"prompt": "1+5?", "completion": "c", "answer": "6"},
     "answer, completion": {"answer": "6", "completion": "c"},
-    "solution_str, ground_truth, extra=None": {
-        "solution_str": "c",
-        "ground_truth": "6",
-        "extra": None,
-    },
+    "solution_str, gold, extra=None": {"solution_str": "c", "gold": "6", "extra": None},
     "completion": {"completion": "c"},
     "text, /, *, tokens": {"text": "c", "tokens": 3},
     "*both": {"both": ("c", "6")},
@@ -445,51 +441,36 @@ def test_torch_is_left_as_it_was(own):
     assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
 
 
-WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sentence
-    "mth": "--reward mth: no such verifier; did you mean math?; expected file.py:function",
-    "x*math": "could not convert string to float: 'x'",
-    "0*math": "--reward 0*math: expected 0 < |weight| <= 1e6",
-    "nan*math": "--reward nan*math: expected 0 < |weight|",
-    "math+math": "math is given twice",
-    "nowhere.py:fn": "--reward nowhere.py:fn: FileNotFoundError: ",
-    "def f(:": "own.py:f: SyntaxError: invalid syntax (own.py, line 1)",
-    "raise RuntimeError('one\\ntwo')": "own.py:f: RuntimeError: one",
-    "ff = 3": "own.py has no f",
-}
-
-
-@pytest.mark.parametrize("broken, words", WRONG_REWARDS.items())
-def test_parse_reward_says_what_is_wrong(broken, words, own):
-    """The cause comes first, and in one line."""
-    with pytest.raises(UserError) as error:
-        rewards.parse_reward(f"{own(broken)}:f" if " " in broken else broken)
-    message = str(error.value)
-    assert message.startswith("--reward ") and words in message and "\n" not in message
-
-
 ONE = "for one completion, return a number"
-CHECKED = {  # a user's function, and words of the sentence that refuses it
-    "def f(completion, answer, level): return 1": [
-        "'level' on ''; expected def f(completion, answer)"
-    ],
-    "def f(completion, answer): return '1.0'": [f"it returned '1.0'; {ONE}"],
-    "def f(completion, answer): return anwser": ["anwser", "own.py, line 1)", "prompt, answer"],
+WRONG_REWARDS = {  # a sum, or the source of a user's file, and words of the sentence
+    "mth": ["--reward mth: no such verifier; did you mean math?; expected file.py:function"],
+    "x*math": ["could not convert string to float: 'x'"],
+    "0*math": ["--reward 0*math: expected 0 < |weight| <= 1e6"],
+    "nan*math": ["--reward nan*math: expected 0 < |weight|"],
+    "math+math": ["math is given twice"],
+    "nowhere.py:fn": ["--reward nowhere.py:fn: FileNotFoundError: "],
+    "def f(:": ["own.py:f: SyntaxError: invalid syntax (own.py, line 1)"],
+    "raise RuntimeError('one\\ntwo')": ["own.py:f: RuntimeError: one"],
+    "ff = 3": ["own.py has no f"],
+    "def f(text, answer, level): return 1": ["f: ", "'level' on ''; expected def f(completion, an"],
+    "def f(completion, answer): return '1.0'": [f"f: it returned '1.0'; {ONE}"],
+    "def f(completion, answer): return anwser": ["f: ", "anwser", "own.py, line 1)", "prompt, ans"],
     "async def f(completion, answer): return 1.0": ["it returned <coroutine object f", ONE],
     # of TRL and verl: lists in, lists out
     "def f(completions, answer, **kw): return [1.0 for text in completions + '.']": ["[1.0]", ONE],
-    "def f(data_source, solution_str, ground_truth): return 1": ["'ground_truth'"],
+    "def f(data_source, solution_str, ground_truth): return 1": ["f: ", "'ground_truth'"],
 }
 
 
-@pytest.mark.parametrize("source", CHECKED)
-def test_check_refuses_functions_that_cannot_work(source, own):
-    """In one sentence, before any model is loaded, and without a warning of Python's."""
-    reward = rewards.parse_reward(f"math + {own(source)}:f")
+@pytest.mark.parametrize("broken", WRONG_REWARDS)
+def test_a_reward_that_cannot_work_is_refused_in_one_sentence(broken, own):
+    """The cause comes first, before any model is loaded and without a warning of Python's."""
+    spec = f"math + {own(broken)}:f" if " " in broken else broken
     with warnings.catch_warnings(action="error"), pytest.raises(UserError) as error:
-        reward.check([ROW])
+        rewards.parse_reward(spec).check([ROW])
     message = str(error.value)
-    assert message.startswith("--reward f: ") and "\n" not in message and len(message) < 400
-    assert all(word in message for word in CHECKED[source]), message
+    assert message.startswith("--reward ") and "\n" not in message and len(message) < 400
+    assert all(word in message for word in WRONG_REWARDS[broken]), message
 
 
 def test_a_reward_has_a_lenient_twin_where_it_has_our_math(own):

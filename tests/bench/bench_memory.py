@@ -4,8 +4,8 @@
     python tests/bench/bench_memory.py --write          # the same, written into the page
 
 The count is the bytes of all floating-point tensors alive at a time (counting.py) while our own
-functions load, sample, score and train with fused attention, as on a GPU. CUDA
-itself and its allocator's fragmentation are not counted; ROOM allows for them."""
+functions load, sample, score and train with fused attention, as on a GPU. CUDA itself and its
+allocator's fragmentation are not counted; ROOM allows for them."""
 
 from typing import NamedTuple
 
