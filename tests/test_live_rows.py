@@ -82,17 +82,6 @@ def test_rows_without_advantage_change_no_weight(algorithm, monkeypatch, seen, t
     assert live["loss"] == pytest.approx(every["loss"] * live_updates, rel=0.01, abs=1e-6)
 
 
-def test_without_a_live_row_nothing_moves_and_no_metric_is_made_up(seen, tmp_path):
-    """Nor does AdamW without a moment yet: the weights stay, to the bit."""
-    folder = good(tmp_path, MIXED.replace("by_prompt", "always")).folder
-    made_up = {"loss", "grad_norm", "ratio_mean", "clip_fraction", "entropy", "policy_kl"}
-    for row in metrics(folder):
-        assert row["advantage_abs"] == 0 and row["dead"] == 1 and not made_up & row.keys()
-        assert row["length_mean"] > 0 and row["reward"] == pytest.approx(0.7)
-    assert kinds_of_updates(seen.steps) == {"dead"}
-    assert distance(newest(folder), "models/tiny") == 0
-
-
 def test_where_something_else_reads_logprobs_all_rows_stay(seen, tmp_path):
     """KL, entropy bonus and critic are of dead groups, too."""
     for flags in ("--kl-coef 0.1", "--entropy-coef 0.01", "--algo ppo"):

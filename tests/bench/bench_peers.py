@@ -32,12 +32,7 @@ from common import read_rows
 from support import pretrain, tasks
 from support.data import messages_of
 
-PEERS = {  # contestant -> its name in the table
-    "ours": "ours",
-    "trl": "TRL",
-    "trl-defaults": "TRL, its defaults",
-    "trl-wide": "TRL, its band and mean",
-}
+PEERS = ("ours", "trl", "trl-defaults", "trl-wide")
 # the rest of a step is the updates
 PHASES = ("seconds_sample", "seconds_verify", "seconds_score")
 LEVEL = 0.8  # mean reward of three steps in a row
@@ -262,7 +257,7 @@ def table(turns: list[dict]) -> str:
         "share of dead groups": lambda r: mean(r, "dead"),
         "peak memory, GB": lambda r: r["peak_gb"],
     }
-    lines = [["median of turns (times ours)", *(PEERS[peer] for peer in turns[0])]]
+    lines = [["median of turns (times ours)", *turns[0]]]
     for label, measure in measures.items():
         ours = [measure(turn["ours"]) for turn in turns]
         cells = [cell([measure(turn[peer]) for turn in turns], ours) for peer in turns[0]]
