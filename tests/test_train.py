@@ -254,16 +254,6 @@ def test_updates_that_the_overlong_filter_empties_are_in_no_mean(flags, seen, tm
     assert row["ratio_mean"] == pytest.approx(1, abs=1e-6)
 
 
-def test_the_soft_overlong_penalty_of_eq_13_reaches_the_rewards(seen, tmp_path):
-    """Of at most 12 with a cache of 5: length 12 costs 1, 8 costs 1/5, 7 and less nothing."""
-    good(tmp_path, f"{BASE} --steps 1 --max-new-tokens 12 --overlong-cache 5")
-    [(batch, *_)] = seen.steps
-    lengths = batch.rollout.lengths.tolist()
-    assert min(lengths) <= 7 < max(lengths) == 12
-    expected = [pay - max(0, n - 7) / 5 for pay, n in zip(pays_of(batch), lengths)]
-    assert batch.rewards.tolist() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("every", [2, 0])
 def test_the_reference_follows_every_ref_every_steps(every, tmp_path):
     """One update a step: KL to the reference is 0 in the steps that begin at it, 1 and 3."""
@@ -436,21 +426,26 @@ def test_a_completion_without_a_verdict_is_left_out_of_the_loss(seen, tmp_path):
 # ---- metrics
 
 
-def test_metrics_agree_with_the_samples(seen, tmp_path):
-    """Plain means over the rows. Groups are made by position: here all have the same prompt."""
+def test_metrics_agree_with_the_samples_and_the_overlong_penalty_is_that_of_eq_13(seen, tmp_path):
+    """Groups are made by position: here all have the same prompt. Of at most 12 tokens with a cache
+    of 5, a length of 12 costs 1, 8 costs 1/5, 7 and less nothing."""
     write_rows("same.jsonl", [{"prompt": "1+1=", "answer": "2"}] * 20)
-    flags = "--data same.jsonl --eval-data same.jsonl --max-new-tokens 16 --steps 1"
+    flags = "--data same.jsonl --eval-data same.jsonl --steps 1 --max-new-tokens 12"
+    flags += " --overlong-cache 5"
     [row] = metrics(good(tmp_path, f"{BASE} {flags}").folder)
     [step] = seen.steps
     batch = step.batch
-    pays = pays_of(batch)
-    advantages = by_group(pays, 4, z_scores)
+    pays, lengths = pays_of(batch), batch.rollout.lengths.tolist()
+    assert min(lengths) <= 7 < max(lengths) == 12
+    shaped = [pay - max(0, n - 7) / 5 for pay, n in zip(pays, lengths)]
+    assert batch.rewards.tolist() == pytest.approx(shaped, abs=1e-6)
+    advantages = by_group(shaped, 4, z_scores)
     assert step.tensors.advantages.tolist() == pytest.approx(advantages, abs=1e-4)
     expected = {
-        "reward": sum(pays) / 16,
-        "reward_std": math.sqrt(sum((x - sum(pays) / 16) ** 2 for x in pays) / 15),
+        "reward": sum(shaped) / 16,
+        "reward_std": statistics.stdev(shaped),
         "reward/even": sum(pays) / 16,
-        "length_mean": sum(batch.rollout.lengths.tolist()) / 16,
+        "length_mean": sum(lengths) / 16,
         "truncated": sum(batch.rollout.truncated.tolist()) / 16,
         "advantage_abs": sum(map(abs, advantages)) / 16,
     }
