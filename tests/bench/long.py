@@ -9,6 +9,7 @@ lines to repeat runs. docs/runs/rates/ has the plan and the results."""
 import itertools
 import math
 import statistics
+import sys
 from pathlib import Path
 
 import common
@@ -213,7 +214,10 @@ def main() -> None:
     given = parser.parse_args()
     if not given.table:
         common.run_missing(train_once, every_run(), given.out, given.jobs)
-    runs = [run for run in read_rows(given.out) if run["more"] == ""]
+    rows = read_rows(given.out)
+    if len(rows) < len(every_run()):
+        sys.exit(f"{len(every_run()) - len(rows)} runs are missing, and the tables need all")
+    runs = [run for run in rows if run["more"] == ""]
     print(f"{cells(runs, spread)}\n\n{comparisons(runs)}")
 
 
