@@ -126,7 +126,6 @@ def test_a_completion_that_the_kv_cache_has_no_room_for_is_refused(sampler):
 # ---- runs of train.py
 
 FLAGS = "--reward pay.py:even --sampler vllm"
-STALE = "nats per token away from the model's once the weights have changed"
 
 
 @pytest.fixture
@@ -189,12 +188,3 @@ def test_torchrun_starts_an_engine_in_each_process(run, tmp_path):
 )
 def test_what_vllm_cannot_do_is_one_sentence(flags, model, sentence, run):
     assert re.search(sentence, run(flags, model, ends=refused))
-
-
-def test_an_engine_with_old_weights_is_refused(run, monkeypatch):
-    from support.extras import vllm_sampler
-
-    loaded, load_weights = [], vllm_sampler.load_weights
-    once = lambda *given: loaded or loaded.append(load_weights(*given))  # noqa: E731
-    monkeypatch.setattr(vllm_sampler, "load_weights", once)
-    assert STALE in run(ends=refused)
