@@ -271,8 +271,7 @@ def test_a_run_that_cannot_be_resumed_is_one_sentence(
 
 
 def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
-    """Where the evaluation before training is of other prompts or flags than those to come, today's
-    policy is evaluated first."""
+    """Where the first evaluation is not like those to come, today's policy is evaluated first."""
     rows = [{"prompt": f"{i}+1=", "answer": "0"} for i in range(15)]
     write_rows("rows.jsonl", rows)
     write_rows("held-out.jsonl", rows[::2])
@@ -290,8 +289,7 @@ def test_a_resume_with_other_rows_or_evaluations_says_so(tmp_path):
 
 
 def test_a_config_of_another_time_is_completed(done, tmp_path):
-    """A flag that an older run lacks gets its default, one that is gone is dropped. Flags given
-    with --resume hold from then on, even where they equal a default, and others are kept."""
+    """Flags given with --resume hold from then on, even where they equal a default."""
     path, progress = done / "config.json", newest(done) / "trainer/progress.json"
     changes = {"max_slots": 3, "temperature": 0.9, "epochs": 2, "eval_every": 3}
     older = json.loads(path.read_text()) | changes
@@ -430,8 +428,7 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
 
 @pytest.mark.parametrize("limit", [100_000, 3_000])
 def test_a_full_disk_is_one_sentence_and_the_checkpoint_before_stays(limit, done, tmp_path):
-    """A limit of file sizes replaces the full disk. First the weights do not fit, then not even the
-    rows."""
+    """A limit of file sizes, which the weights, then even the rows do not fit."""
     log, before, kept = tmp_path / "log", newest(done), digests(done)
     flags = "--resume --name run --steps 9 --save-every 1"
     process = fork(mortal_run, command_line(tmp_path, flags, small=False), None, limit, out=log)
