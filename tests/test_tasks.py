@@ -80,8 +80,7 @@ CHAINS = [
 def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
     task, operations, hard
 ):
-    """Each step takes up the last result and has the prompt's operation. With its semicolon it has
-    6 tokens: the last has none, `#6` and the end have 3."""
+    """A step has 6 tokens with its semicolon: the last has none, `#6` and the end have 3."""
     rng, counts, wrong = random.Random(0), set(), {True: [], False: []}
     for row in take(task, 150):
         demonstration, value = task.demonstration(row, rng), int(row["prompt"][0])
