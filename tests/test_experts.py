@@ -91,8 +91,7 @@ def choices(model):
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_replayed_mixture_takes_the_experts_of_before(kind):
-    """Watching changes nothing, nor does a replay before the weights move. Afterwards a replay is
-    not a free pass, and every layer takes the experts of before."""
+    """Before the weights move, that changes nothing. Afterwards the weights of now still count."""
     model = mixture(kind)
     part = part_of(model, completions(model))
     plain = scored(model, part)
@@ -112,8 +111,7 @@ def test_a_replayed_mixture_takes_the_experts_of_before(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_replayed_experts_are_weighed_by_the_router_of_now(kind):
-    """Against a scalar loop: softmax over all experts of today's router, the experts of before
-    chosen, renormalised where the model does. The gradient flows into the router."""
+    """Against a scalar loop: softmax, the experts of before, renormalised where the model does."""
     model = mixture(kind, num_hidden_layers=1)
     part, experts = part_of(model, completions(model)), Experts(replays=True)
     scored(model, part, experts)
@@ -139,9 +137,7 @@ def test_replayed_experts_are_weighed_by_the_router_of_now(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_flips_are_a_count_of_sets(kind):
-    """In python, of the layers of experts before and after the weights moved, at the tokens before
-    those of the completions. The choices of groups of experts do not count. A second pass over the
-    same rows, not replayed, chooses freely."""
+    """In python, at the tokens before those of completions, without choices of groups."""
     model, experts = mixture(kind), Experts(replays=False)
     part = part_of(model, completions(model))
     with choices(model) as before:
@@ -161,8 +157,7 @@ MOE = "--model models/moe --reward pay.py:even --algo grpo --kl-coef 0 --lr 1e-2
 
 
 def test_every_update_takes_the_experts_of_pi_old(monkeypatch, tmp_path):
-    """Two epochs of several updates: for the same rows, in each pass with gradients, the same.
-    Flips are a fraction, measured with evaluations. Checkpointing changes neither."""
+    """In every pass with gradients. Checkpointing changes neither weights nor flips."""
     taken, logprobs = {}, train.logprobs_of
 
     def watched(run, model, part, entropy="none"):
