@@ -100,8 +100,7 @@ def test_the_console_warns_of_verifiers_that_fail():
 
 
 def test_the_console_warns_of_a_step():
-    """More than a third is many. With --stale-steps the sampler may be apart. A term whose
-    values leave [0, 1] is named, declared shaping is not."""
+    """With --stale-steps the sampler may be apart. Declared shaping may leave [0, 1]."""
     row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0, "sampler_kl": 0.003}
     flags = dict(dynamic_sampling=True, prompts_per_step=4, dtype="float32", stale_steps=1)
     config, progress = SimpleNamespace(**flags), SimpleNamespace(quiet_steps=10)
