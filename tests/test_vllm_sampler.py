@@ -1,5 +1,4 @@
-"""vLLM's engine beside rollout.generate and the scorer, and in runs of train.py. Without vllm all
-of it is skipped; docs/contributing.md has an environment for it."""
+"""vLLM's engine beside our sampler and scorer, and in runs (docs/contributing.md says how to)."""
 
 import re
 import subprocess
@@ -72,8 +71,7 @@ def largest_gap(model, samples, temperature=1.0):
 @pytest.mark.parametrize("kind", CONFIGS)
 @torch.no_grad()
 def test_engine_follows_the_weights(kind, sampler):
-    """Its log-probs are the model's, at first and after every change of the weights, and its greedy
-    completions are those of the plain sampler."""
+    """After every change of them. Its greedy completions are those of the plain sampler."""
     model = model_of(CONFIGS[kind])
     for seed, temperature in ((2, 1.0), (3, 0.7), (4, 1.0)):
         options = {**OPTIONS, "temperature": temperature}
@@ -90,8 +88,7 @@ def test_engine_follows_the_weights(kind, sampler):
 
 @torch.no_grad()
 def test_seeds_ends_and_stops(sampler):
-    """Equal uniforms give equal tokens. Any end token ends a completion, and no other does. The
-    first token that completes a stop does, too: here an even one after two others."""
+    """Any end token ends a completion, and so does a stop: here an even token after two others."""
     model, numbers = model_of(CONFIGS["tied head"]), uniforms()
     numbers[:, 2] = numbers[:, 0]
     samples, again = (sampler(model, PROMPTS, numbers, **OPTIONS) for _ in range(2))
