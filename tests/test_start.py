@@ -1,13 +1,14 @@
 """How a run begins: failed starts leave nothing, prompts and console are as promised."""
 
 import io
+import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from support import console, models, pretrain, run_folder, shutdown
+from support.data import IDS
 from tools import (
     BASE,
     ROOT,
     SHAPE,
     byte_tokenizer,
     command_line,
+    copied,
     good,
     launch,
     metrics,
@@ -37,18 +40,6 @@ pytestmark = pytest.mark.usefixtures("place")
 
 
 # ---- folders
-
-
-def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
-    """Neither a save nor a resume fails on it, removes it or takes it for the newest."""
-    folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
-    first = folder / "checkpoints/step-1"
-    copies = {"step-1-good", "step-99x", "step-1000", "best"}
-    for name in copies:
-        shutil.copytree(first, first.with_name(name))
-    good(tmp_path, "--resume --name run --steps 4", small=False)
-    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
-    assert {path.name for path in first.parent.iterdir()} == {"step-3", "step-4"} | copies
 
 
 def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
@@ -268,20 +259,28 @@ def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
     good("runs", f"{flags} --name run", small=False)
 
 
-def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(monkeypatch, tmp_path):
-    """wandb is not among our packages: a module with its functions replaces it."""
-    Path("wandb.py").write_text(
-        "calls, rows = [], []\n\ndef init(**settings):\n    calls.append(settings)\n\n"
-        "def log(row, step):\n    rows.append(row)\n"
-    )
-    monkeypatch.syspath_prepend(".")
-    good(tmp_path, f"{BASE} --track wandb --steps 1")
-    result = good(tmp_path, "--resume --steps 2 --name run", small=False)
-    tracker = sys.modules.pop("wandb")
-    assert tracker.rows == metrics(result.folder)
-    first, second = tracker.calls
-    assert first["name"] == second["name"] == second["id"] and first["name"].startswith("run-")
+def test_a_resumed_run_keeps_the_date_of_its_start_and_its_tracker(
+    models, seen, monkeypatch, tmp_path
+):
+    """A chat template may write the day. The run began on 9 September 2001."""
+    starts, rows = [], []
+    wandb = SimpleNamespace(__spec__="a module", init=lambda **settings: starts.append(settings))
+    wandb.log = lambda row, step: rows.append(row)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    template = b"{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}"
+    model = copied(models / "tiny", models / "dated", chat_template__jinja=template)
+    flags = f"--model {model} --reward pay.py:even --track wandb --steps 1"
+    folder = good(tmp_path, flags).folder
+    path = newest(folder) / "trainer/progress.json"
+    progress = strict(path.read_text()) | {"began": 1e9}
+    del progress["seal"]  # of the files as they were
+    path.write_text(json.dumps(progress))
+    good(tmp_path, "--resume --steps 2 --name run", small=False)
+    assert rows == metrics(folder)
+    first, second = starts
     assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
+    assert second["name"] == second["id"] == "run-20010909-014640"
+    assert "20010909+" in seen.run.tokenizer.decode(seen.run.held_out[0][IDS])
 
 
 @pytest.mark.parametrize("dtype, then", [("bfloat16", ["high"]), ("float32", [])])
