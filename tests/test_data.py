@@ -298,21 +298,6 @@ def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("place")
-def test_a_resumed_run_keeps_the_date_of_its_start(models, seen, tmp_path):
-    """A chat template may write the day. The run began on 9 September 2001."""
-    template = "{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}"
-    model = copied(models / "tiny", models / "dated", chat_template__jinja=template.encode())
-    flags = f"--model {model} --reward pay.py:even --steps"
-    run = good(tmp_path, f"{flags} 1").folder
-    path = run / "checkpoints/step-1/trainer/progress.json"
-    progress = json.loads(path.read_text()) | {"began": 1e9}
-    del progress["seal"]  # of the files as they were
-    path.write_text(json.dumps(progress))
-    good(tmp_path, f"{flags} 2 --resume")
-    assert "20010909+" in seen.run.tokenizer.decode(seen.run.held_out[0][IDS])
-
-
-@pytest.mark.usefixtures("place")
 def test_a_conversation_is_sampled_judged_and_shown(chat, seen, tmp_path):
     """The reward gets all messages and any field of the row, also one named `ids`."""
     rows = [{"prompt": conversation(i), "answer": "1", "ids": [i, -1]} for i in range(10)]
