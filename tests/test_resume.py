@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -162,17 +163,14 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, monkeypatch):
 def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
     """They come last: the checkpoint is there before."""
 
-    def broken(*args):
+    def broken(*args, **kwargs):
         assert newest(tmp_path / "run")
         raise KeyError("date")
 
-    Path("trackio.py").write_text(
-        "def init(**settings):\n    pass\n\ndef log(row, step):\n    raise KeyError('date')\n"
-    )
-    monkeypatch.syspath_prepend(".")
+    module = SimpleNamespace(__spec__="a module", init=lambda **settings: None, log=broken)
+    monkeypatch.setitem(sys.modules, "trackio", module)
     monkeypatch.setattr(report, "write_report", broken)
     result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1 --track trackio")
-    del sys.modules["trackio"]
     for name in ("report.html", "--track"):
         assert result.out.count(f"warning: {name} was not written: KeyError: 'date'\n") == 1
     assert newest(result.folder).name == "step-2"
@@ -407,9 +405,9 @@ def test_a_run_that_is_killed_and_resumed_many_times_is_the_run_that_was_not(kil
     same_run(good(tmp_path / "whole", f"{BASE} --steps {saved + 2}").folder, folder)
 
 
-def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch, tmp_path):
-    """The remains are no checkpoint, and the next save deletes them."""
-    rmtree, folder = shutil.rmtree, tmp_path / "run"
+def test_the_newest_two_checkpoints_are_kept_beside_copies_and_after_a_kill(monkeypatch, tmp_path):
+    """What a kill leaves of an old one that was being deleted is none, nor are copies."""
+    rmtree, saved = shutil.rmtree, tmp_path / "run/checkpoints"
 
     def killed(path, *args, **kwargs):
         if any(path.rglob("*.safetensors")):
@@ -420,10 +418,13 @@ def test_a_kill_while_an_old_checkpoint_is_deleted_leaves_none_of_it(monkeypatch
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(shutil, "rmtree", killed)
         launch(tmp_path, f"{BASE} --save-every 1 --steps 4")
-    assert [path.name for path in run_folder.checkpoints(folder)] == ["step-2", "step-3"]
+    copies = {"step-1-good", "step-99x", "step-1000", "best"}
+    for name in copies:
+        shutil.copytree(saved / "step-2", saved / name)
+    assert [path.name for path in run_folder.checkpoints(tmp_path / "run")] == ["step-2", "step-3"]
     resumed(tmp_path)
-    names = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert names == {"step-3", "step-4"}
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
+    assert {path.name for path in saved.iterdir()} == {"step-3", "step-4"} | copies
 
 
 @pytest.mark.parametrize("limit", [100_000, 3_000])
