@@ -1,7 +1,6 @@
 """Models: their heads, their copies, and the memory that copies take while they are made."""
 
 import copy
-import json
 import os
 from types import SimpleNamespace
 
@@ -14,18 +13,16 @@ from bench_architectures import build
 from bench_memory import SHAPES
 from counting import Counting
 from rollout import check_scorer
-from support.errors import UserError
 from support.models import (
     body_of,
     context_of,
     end_and_pad_ids,
     frozen_copy,
-    inspect_model,
     load_model,
     logits_of,
     refresh,
 )
-from tools import character_tokenizer, copied
+from tools import character_tokenizer
 
 SCALES = {
     "cohere": dict(logit_scale=0.25),
@@ -114,14 +111,6 @@ def test_mixtures_saved_with_output_router_logits_can_be_sampled_and_scored(kind
     """TRL's SFT writes it into every mixture. forward() would then fail on a mask of a cache."""
     build(kind, output_router_logits=True).save_pretrained(tmp_path)
     check_scorer(load_model(str(tmp_path), "cpu"), [[5, 6, 7], [5, 6, 7, 8]], 0)
-
-
-def test_quantized_weights_are_refused_before_they_load(models, tmp_path):
-    config = json.loads((models / "tiny/config.json").read_text())
-    config |= {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    source = str(copied(models / "tiny", tmp_path / "quantized", config__json=config))
-    with pytest.raises(UserError, match=f"--model {source}: its weights are quantized"):
-        inspect_model(source)
 
 
 @pytest.mark.parametrize(
