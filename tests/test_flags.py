@@ -52,6 +52,9 @@ def wrong_models(models):
     del weights["model.layers.0.mlp.up_proj.weight"]
     wrong("incomplete", model__safetensors=save(weights, {"format": "pt"}))
     wrong("torn-weights", model__safetensors=(tiny / "model.safetensors").read_bytes()[:5000])
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    quantized = settings("config.json", quantization_config=quantized)
+    wrong("quantized", config__json=quantized)
     (models / "a-run/checkpoints").mkdir(parents=True)
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     wrong("own-code", config__json=settings("config.json", **own), mine__py=b"open('ran', 'w')")
@@ -105,6 +108,7 @@ BAD_INPUT = [
     ("--model models/reshaped", "layers.0.mlp.down_proj.weight"),
     ("--model models/bert", "--model models/bert: expected weights that fit"),
     ("--model models/endless", "--model models/endless: .*end token"),
+    ("--model models/quantized", "--model models/quantized: its weights are quantized"),
     ("--model models/own-code", "--model models/own-code: "),
     ("--model models/incomplete", "1 are missing or have wrong shapes, .*layers.0.mlp.up_proj"),
     ("--model models/torn-weights", "--model models/torn-weights: "),
