@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -286,20 +287,15 @@ def test_a_resumed_run_keeps_the_date_of_its_start_and_its_tracker(
 @pytest.mark.parametrize("dtype, then", [("bfloat16", ["high"]), ("float32", [])])
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(dtype, then, monkeypatch):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
-    calls, check_scorer = [], train.check_scorer
+    calls = []
 
     def check(*given):
         calls.append("check")
         config.device = "cuda"  # pretended from here on
-        return check_scorer(*given)
-
-    def stop(*given):
-        config.device = "cpu"
-        raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     monkeypatch.setattr(train, "check_scorer", check)
-    monkeypatch.setattr(train, "Models", stop)
+    monkeypatch.setattr(train, "Models", Mock(side_effect=KeyboardInterrupt))
     config = train.parse_flags([*BASE.split(), "--dtype", dtype, "--device", "cpu"])
     with pytest.raises(KeyboardInterrupt):
         train.Run(config, train.Ranks())
