@@ -135,18 +135,6 @@ def test_several_processes_train_as_one(case, size, tmp_path):
     assert len(rows) == 2 and sum(row["advantage_abs"] for row in rows) > 0
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
-    """1, then 2, then 1."""
-    flags = f"{BASE} --algo ppo --lr 1e-4 --eval-every 1"  # where a part ends, too
-    more = "--resume --name run --steps"
-    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
-    good(tmp_path / "parts", f"{flags} --steps 1")
-    together(2, tmp_path / "parts", f"{more} 2", small=False)
-    parts = good(tmp_path / "parts", f"{more} 3", small=False).folder
-    alike(parts, whole)
-
-
 def talk(rank) -> int:
     """What two processes say to each other, one device alone."""
     torch.cuda.device_count = torch.cuda.set_device = None  # --device cpu never asks
@@ -177,15 +165,17 @@ def test_two_processes_talk(tmp_path):
 # ---- decisions and ends
 
 
-def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path):
-    """And two processes that go on do as one that was not stopped."""
-    flags = f"{BASE} --steps 3 --lr 1e-4"
-    stopped = Together(2, tmp_path / "stopped", flags, signal.SIGTERM, troubled=1)
+def test_a_signal_to_one_stops_all_and_a_run_goes_on_in_another_number(tmp_path):
+    """1, then 2, then 1, with a checkpoint. Together they do as one that was not stopped."""
+    flags = f"{BASE} --algo ppo --lr 1e-4 --eval-every 1"
+    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
+    good(tmp_path / "parts", f"{flags} --steps 1")
+    more = "--resume --name run --steps 3"
+    stopped = Together(2, tmp_path / "parts", more, signal.SIGTERM, troubled=1, small=False)
     assert stopped.statuses == [130, 130], stopped.texts
     assert newest(stopped.folder).name == "step-2"
     assert "--resume --name run" in stopped.one_sentence()
-    resumed = together(2, tmp_path / "stopped", "--resume --name run", small=False)
-    alike(resumed, good(tmp_path / "whole", flags).folder)
+    alike(good(tmp_path / "parts", "--resume --name run", small=False).folder, whole)
 
 
 @pytest.mark.slow
