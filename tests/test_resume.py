@@ -421,6 +421,7 @@ def test_the_newest_two_checkpoints_are_kept_beside_copies_and_after_a_kill(monk
     copies = {"step-1-good", "step-99x", "step-1000", "best"}
     for name in copies:
         shutil.copytree(saved / "step-2", saved / name)
+    (saved / "step-99x/trainer/progress.json").write_text("damaged")
     assert [path.name for path in run_folder.checkpoints(tmp_path / "run")] == ["step-2", "step-3"]
     resumed(tmp_path)
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4]
