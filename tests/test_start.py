@@ -67,9 +67,6 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-# ---- verifiers
-
-
 def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path):
     """Nothing but zeros would come. This one works on the texts with which it is tried before."""
     late = "def late(completion, answer):\n    return float(completion == '' or int(answer))\n"
@@ -185,9 +182,6 @@ def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     console.say("1ü=")
     assert written.getvalue().strip() == b"1\\xfc="
-
-
-# ---- the environment
 
 
 @pytest.mark.parametrize("given, found", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
