@@ -222,9 +222,6 @@ def test_a_fault_of_a_verifier_on_another_process_is_counted_and_told(tmp_path):
     assert "SystemExit" in result.texts[0]
 
 
-# ---- torchrun itself
-
-
 @pytest.mark.slow
 def test_torchrun_starts_the_same_train_py(tmp_path):
     """The console is that of one process, and so is the folder."""
