@@ -212,12 +212,9 @@ def config(**flags):
     return changed("config.json", lambda text: json.dumps(json.loads(text) | flags).encode())
 
 
-def state(change):
-    def edit(content):
-        tensors = {key: change(each) for key, each in safetensors.torch.load(content).items()}
-        return safetensors.torch.save(tensors, {"numbers": "{}"})
-
-    return changed(f"{NEWEST}/trainer/state.safetensors", edit)
+def flattened(content):
+    tensors = {key: each.flatten() for key, each in safetensors.torch.load(content).items()}
+    return safetensors.torch.save(tensors, {"numbers": "{}"})
 
 
 def no_disk(run):
@@ -228,6 +225,7 @@ def no_disk(run):
 NEWEST = "checkpoints/step-1"
 EMPTY = safetensors.torch.save({}, {"numbers": "{}"})  # without moments
 PROGRESS = f"{NEWEST}/trainer/progress.json"
+STATE = f"{NEWEST}/trainer/state.safetensors"
 DAMAGED = f"run/{NEWEST} is damaged; move it away to resume from "
 UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (changed("config.json", lambda text: b"[1]"), "config.json"),
@@ -242,10 +240,10 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (changed(PROGRESS, lambda text: text[:40]), DAMAGED),
     (changed(PROGRESS, lambda text: text.replace(b'drawn": 4', b'drawn": "4"')), DAMAGED),
     (changed(PROGRESS, lambda text: text.replace(b"before", b"after")), DAMAGED),
-    (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: content[:-9]), DAMAGED),
+    (changed(STATE, lambda content: content[:-9]), DAMAGED),
     (changed(f"{NEWEST}/model.safetensors", lambda content: content[:-9]), DAMAGED),
-    (changed(f"{NEWEST}/trainer/state.safetensors", lambda content: EMPTY), DAMAGED),
-    (state(lambda moment: moment.flatten()), DAMAGED),
+    (changed(STATE, lambda content: EMPTY), DAMAGED),
+    (changed(STATE, flattened), DAMAGED),
     (None, "is already at step 1; pass a larger --steps; for its report", "--steps 1"),
 ]
 for flag in ("--model models/moe", "--lora-rank 2", "--lr-schedule cosine", "--kl-coef 0.1"):
