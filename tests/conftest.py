@@ -4,6 +4,7 @@ fixtures that several test files share."""
 import os
 import sys
 from collections import namedtuple
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +39,13 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="slow: runs with --slow"))
+
+
+def pytest_collection_finish(session):
+    """Start the server of forks beside the first tests, because it imports torch for seconds."""
+    forks_are_used = any(hasattr(item.module, "fork") for item in session.items)
+    if forks_are_used and not session.config.option.collectonly:
+        forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")
