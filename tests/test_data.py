@@ -58,26 +58,18 @@ def test_read_rows_says_what_to_do_in_one_sentence(content, words, tmp_path):
 
 def test_read_rows_keeps_all_fields_in_order(tmp_path):
     """`question`, as in GSM8K, is the prompt if there is no other. Parts of a message are joined.
-    Empty lines are skipped."""
+    Whole numbers are integers: as a text, the float 1e20 is 1e+20, and a right answer earns 0."""
     path, answers = tmp_path / "rows.jsonl", []
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     rows = [{"question": "q", "answer": "1", "level": 3}, {"prompt": "ü", "answer": "x"}]
-    rows += [{"question": "q", "prompt": [{"role": "user", "content": parts}], "answer": 2}]
+    numbers = [1e20, 1e23, -5.0, 0.5, 7]
+    rows += [{"question": "q", "prompt": [{"role": "user", "content": parts}], "answer": numbers}]
     first, *others = (json.dumps(row, ensure_ascii=False) for row in rows)
     path.write_text(f"\ufeff{first}\n\n" + "\r\n".join(others))
     rows[0]["prompt"], rows[2]["prompt"] = "q", [{"role": "user", "content": "ab"}]
-    assert read_rows(str(path), "--data", answers.append) == rows
-    assert answers == ["1", "x", 2]
-    with pytest.raises(UserError, match="--data nowhere.jsonl: expected a file"):
-        read_rows("nowhere.jsonl", "--data", print)
-
-
-def test_whole_numbers_are_read_as_integers(tmp_path):
-    """As a text, the float 1e20 would be 1e+20, and a right answer would earn 0."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "answer": [1e20, 1e23, -5.0, 0.5, 7]}')
-    [row] = read_rows(str(path), "--data", str)
-    assert str(row["answer"]) == f"[{10**20}, {10**23}, -5, 0.5, 7]"
+    rows[2]["answer"] = [10**20, 10**23, -5, 0.5, 7]
+    assert str(read_rows(str(path), "--data", answers.append)) == str(rows)
+    assert answers == [row["answer"] for row in rows]
 
 
 def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
@@ -96,12 +88,12 @@ def test_a_tenth_is_held_out_by_the_prompt_wherever_it_stands():
         hold_out([{"prompt": "a", IDS: [1]}, {"prompt": "a ", IDS: [1]}], "--data x")
 
 
-@pytest.mark.parametrize("form_of", [str, "{} ".format, " {}".format])
-def test_no_row_is_trained_on_that_reads_like_a_held_out_one(form_of):
+def test_no_row_is_trained_on_that_reads_like_a_held_out_one():
     """A template may strip spaces: "x" and "x " are then one prompt, token for token."""
-    rows = [{"prompt": form(i), IDS: [i]} for i in range(100) for form in (str, form_of)]
+    forms = ("{}", "{} ", " {}")
+    rows = [{"prompt": form.format(i), IDS: [i]} for i in range(100) for form in forms]
     train, held_out = hold_out(rows, "--data")
-    assert len(train) + len(held_out) == 200 and 10 <= len(held_out) <= 80
+    assert len(train) + len(held_out) == 300 and 10 <= len(held_out) <= 120
     assert not {row[IDS][0] for row in train} & {row[IDS][0] for row in held_out}
 
 
@@ -220,33 +212,30 @@ def special_form(template=None, adds="$A", wrap="{prompt}"):
 
 
 @pytest.mark.parametrize(
-    "template, adds, prompt, words",
+    "template, adds, wrap, prompt, words",
     [
-        (CHAT, "$A", "<|user|>b<|end|><|assistant|>", r"<\|user\|> is already .* adds it"),
-        (CHAT, "$A", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is already .* adds it"),
-        (CHAT, "$A", "write <think> first", ""),  # not a token of the template
-        (CHAT, "<s> $A </s>", "b", ""),  # the template alone writes special tokens
-        (CHAT + "</s>", "$A", "b", "</s> ends the prompt .*add_eos_token"),
-        (None, "<s> $A", "<s>b", "<s> is already .* adds it"),
-        (None, "$A </s>", "b", "</s> ends the prompt .*add_eos_token"),
+        (CHAT, "$A", "{prompt}", "<|user|>b<|end|>", r"<\|user\|> is already .* adds it"),
+        (CHAT, "$A", "<|user|>{prompt}<|end|>", "b", r"<\|user\|> is already .* adds it"),
+        (CHAT, "$A", "{prompt}", [{"role": "user", "content": "<|end|>"}], r"<\|end\|> is already"),
+        (CHAT, "$A", "{prompt}", "write <think> first", ""),  # not a token of the template
+        (CHAT, "<s> $A </s>", "{prompt}", "b", ""),  # the template alone writes special tokens
+        (CHAT + "</s>", "$A", "{prompt}", "b", "</s> ends the prompt .*add_eos_token"),
+        (None, "<s> $A", "{prompt}", "<s>b", "<s> is already .* adds it"),
+        (None, "$A </s>", "{prompt}", "b", "</s> ends the prompt .*add_eos_token"),
     ],
 )
-def test_special_tokens_in_the_wrong_place_are_named_once(template, adds, prompt, words, capsys):
+def test_special_tokens_in_the_wrong_place_are_named_once(
+    template, adds, wrap, prompt, words, capsys
+):
     rows = [{"prompt": "a"}, {"prompt": prompt}, {"prompt": prompt}]
-    special_form(template, adds).encode_rows(rows, "--data x.jsonl")
+    special_form(template, adds, wrap).encode_rows(rows, "--data x.jsonl")
     out = capsys.readouterr().out
     assert out.count("warning: --data x.jsonl: ") == out.count("; first in '") == out.count("\n")
     assert re.search(words, out) if words else out == ""
 
 
-def test_a_prompt_template_inside_a_chat_template_is_named(capsys):
-    special_form(CHAT, wrap="<|user|>{prompt}<|end|>").encode_rows([{"prompt": "a"}], "--data x")
-    assert "--data x: <|user|> is already in the prompt" in capsys.readouterr().out
-
-
 def test_a_completion_keeps_its_tags_and_loses_what_ends_it():
-    """<think> is often a special token. Without it, text before </think> would count as the
-    answer."""
+    """<think> is often a special token. Without it, text before </think> would be an answer."""
     tokenizer = special_form().tokenizer
     text = "<think>5</think>a<|end|>"
     ids = tokenizer.encode(f"<s>{text}</s><pad><pad>", add_special_tokens=False)
@@ -260,8 +249,7 @@ def test_a_completion_keeps_its_tags_and_loses_what_ends_it():
 
 @pytest.mark.usefixtures("place")
 def test_gsm8k_rows_are_read_as_they_are(seen, tmp_path):
-    """Fields question and answer, a solution that ends in #### 42. The reward is `math`. The first
-    epoch has all rows that are not held out."""
+    """The reward is `math`. The first epoch has all rows that are not held out."""
     solution = "It is {0} and one more: <<{0}+1={1}>>{1}.\n#### {1}"
     rows = [{"question": f"{i}+1=", "answer": solution.format(i, i + 1)} for i in range(30)]
     write_rows("gsm8k.jsonl", rows)
@@ -298,8 +286,7 @@ def test_eval_data_is_what_is_evaluated_on(chat, seen, tmp_path):
 
 
 def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path, capsys):
-    """A file may be sorted by level. The choice is the same in each run. That it is also the file
-    to train on is said."""
+    """A file may be sorted by level. That it is also the file to train on is said."""
     nothing = SimpleNamespace(check=list, check_answer=str)
     rows = [{"prompt": f"{level}+{i}", "answer": "1"} for level in (1, 2) for i in range(40)]
     path = str(write_rows(tmp_path / "sorted.jsonl", rows))
@@ -311,24 +298,8 @@ def test_prompts_of_an_evaluation_come_from_the_whole_file(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("place")
-def test_a_resumed_run_keeps_the_date_of_its_start(models, seen, tmp_path):
-    """A chat template may write the day. The run began on 9 September 2001."""
-    template = "{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}"
-    model = copied(models / "tiny", models / "dated", chat_template__jinja=template.encode())
-    flags = f"--model {model} --reward pay.py:even --steps"
-    run = good(tmp_path, f"{flags} 1").folder
-    path = run / "checkpoints/step-1/trainer/progress.json"
-    progress = json.loads(path.read_text()) | {"began": 1e9}
-    del progress["seal"]  # of the files as they were
-    path.write_text(json.dumps(progress))
-    good(tmp_path, f"{flags} 2 --resume")
-    assert "20010909+" in seen.run.tokenizer.decode(seen.run.held_out[0][IDS])
-
-
-@pytest.mark.usefixtures("place")
 def test_a_conversation_is_sampled_judged_and_shown(chat, seen, tmp_path):
-    """The template gets all messages, and so does the reward, which gets any field of the row, also
-    one named `ids`. Samples have the text."""
+    """The reward gets all messages and any field of the row, also one named `ids`."""
     rows = [{"prompt": conversation(i), "answer": "1", "ids": [i, -1]} for i in range(10)]
     write_rows("talks.jsonl", rows)
     Path("talk.py").write_text(

@@ -52,6 +52,9 @@ def wrong_models(models):
     del weights["model.layers.0.mlp.up_proj.weight"]
     wrong("incomplete", model__safetensors=save(weights, {"format": "pt"}))
     wrong("torn-weights", model__safetensors=(tiny / "model.safetensors").read_bytes()[:5000])
+    quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    quantized = settings("config.json", quantization_config=quantized)
+    wrong("quantized", config__json=quantized)
     (models / "a-run/checkpoints").mkdir(parents=True)
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     wrong("own-code", config__json=settings("config.json", **own), mine__py=b"open('ran', 'w')")
@@ -73,7 +76,6 @@ BAD_INPUT = [
     # flags that do not fit each other, or would do nothing
     ("--ratio-max 2", "--ratio-max 2.0: gspo doesn't use it; it is for cispo"),
     ("--algo grpo --critic-lr 1e-3", "--critic-lr 0.001: grpo has no critic; ppo"),
-    ("--algo reinforce --clip-low 0", "--clip-low 0.0: reinforce doesn't use it"),
     ("--algo rloo --teacher models/moe", "--teacher models/moe: rloo has no teacher; opd"),
     ("--completions-per-update 7", "--completions-per-update 7: doesn't divide 16"),
     ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
@@ -88,7 +90,6 @@ BAD_INPUT = [
     ("--model tiny --task sums", "--task sums: .*--model"),
     ("--track trackio", "--track trackio: needs pip install trackio"),
     # files with functions
-    ("--reward maths", "--reward .*did you mean math"),
     ("--reward two-errors.py:f", "--reward .*two-errors.py.*RuntimeError"),
     ("--reward judge", "--reward .*judge:"),
     ("--reward judge:/nowhere/at/all", "judge.*/nowhere/at/all"),
@@ -98,12 +99,7 @@ BAD_INPUT = [
     ("--data bad.jsonl", "--data bad.jsonl, line 3: .*JSON", ROW + "\n" + '{"prompt": \n'),
     ("--reward math --data bad.jsonl", "bad.jsonl, line 2: .*field answer", ROW + LISTED),
     ("--data good.jsonl --eval-data bad.jsonl", "--eval-data bad.jsonl, line 1", "{\n"),
-    ("--data bad.jsonl", "another --model .*'é'", ROW.replace("1+", "é") + ROW),
-    (
-        "--max-new-tokens 512",
-        "prompts have more than 0 tokens, .*context, 512, minus --max-new-tokens",
-    ),
-    ("--max-new-tokens 510", "--task arithmetic: .* more than 2 tokens"),
+    ("--max-new-tokens 510", "more than 2 tokens, .*context, 512, minus --max-new-tokens"),
     # models. A folder that does not exist is absolute: the hub would be asked for another name
     ("--model /nowhere/at/all", "--model /nowhere/at/all: expected .* folder .*Repo id"),
     ("--model models/pickled", "--model models/pickled: .*safetensors"),
@@ -112,6 +108,7 @@ BAD_INPUT = [
     ("--model models/reshaped", "layers.0.mlp.down_proj.weight"),
     ("--model models/bert", "--model models/bert: expected weights that fit"),
     ("--model models/endless", "--model models/endless: .*end token"),
+    ("--model models/quantized", "--model models/quantized: its weights are quantized"),
     ("--model models/own-code", "--model models/own-code: "),
     ("--model models/incomplete", "1 are missing or have wrong shapes, .*layers.0.mlp.up_proj"),
     ("--model models/torn-weights", "--model models/torn-weights: "),
@@ -121,6 +118,7 @@ BAD_INPUT = [
     ("--name ../other", "--name ../other: "),
     ("--runs file", "--runs file --name run: expected a writable folder: "),
     ("--runs /proc/x", "--runs /proc/x --name run: expected a writable folder: "),
+    ("--resume --name=", "--resume: needs the --name"),
     ("--resume --name nothing", "--resume: .*nothing"),
 ]
 
@@ -146,21 +144,11 @@ def test_bad_input_is_one_sentence(flags, words, content, wrong_models, tmp_path
     assert left == before
 
 
-def test_resuming_needs_a_name(tmp_path):
-    assert "--resume: needs the --name" in refused(tmp_path, "--resume", small=False)
-
-
 def test_a_flag_with_a_line_break_stays_one_line(tmp_path):
     """A file name may hold a line break or an escape sequence, and an error quotes it."""
     for flag in ("--name", "--data", "--reward", "--model", "--prompt-template"):
         value = "./a\nb\x1b[31m" + ":f" * (flag == "--reward")
         assert "\x1b" not in refused(tmp_path / "runs", BASE, flag, value)
-
-
-FULL = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."),
-]
 
 
 def raising(error):
@@ -170,18 +158,19 @@ def raising(error):
     return raises
 
 
-@pytest.mark.parametrize("error", FULL)
-def test_memory_that_runs_out_is_one_sentence_with_what_helps(error, monkeypatch, tmp_path):
+def test_memory_that_runs_out_is_one_sentence_with_what_helps(monkeypatch, tmp_path):
     good(tmp_path, f"{BASE} --steps 1")
-    monkeypatch.setattr(train, "score", raising(error))
-    result = launch(tmp_path, "--resume --name run --steps 2", small=False)
-    assert result.status == 1 and result.err.count("\n") == 1
-    for words in ("out of memory", "--micro-batch-tokens", "--cache-gb", "--resume --name run"):
-        assert words in result.err
+    of_cpus = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes."
+    for error in (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(of_cpus)):
+        monkeypatch.setattr(train, "score", raising(error))
+        result = launch(tmp_path, "--resume --name run --steps 2", small=False)
+        assert result.status == 1 and result.err.count("\n") == 1
+        for words in ("out of memory", "--micro-batch-tokens", "--cache-gb", "--resume --name run"):
+            assert words in result.err
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch, tmp_path):
-    """Of a forker's own, while the sampler is checked. In the loop it would be the same."""
+    """While the sampler is checked. In the loop it would be the same."""
     monkeypatch.setattr(train, "check_scorer", raising(RuntimeError("size mismatch")))
     with pytest.raises(RuntimeError, match="size mismatch"):
         launch(tmp_path, BASE)
@@ -211,8 +200,7 @@ def given(name: str, value):
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_flag_takes_its_range_and_no_more(name):
-    """Every number has a bound. Values within it are accepted. Values beyond it, and words that are
-    no number, are refused by name."""
+    """Values beyond it, and words that are no number, are refused by name."""
     kind = kinds_of(FIELDS[name])[0]
     limits = dict.fromkeys(("choices", "low", "above", "high")) | FIELDS[name].metadata
     right, wrong = [], []
@@ -258,8 +246,6 @@ def test_help_has_every_flag_with_its_default(capsys):
 # ---- functions that flags reach
 
 REACHED = {  # algorithm -> each of its functions with flags that it gets
-    "gspo": {"loss": {"clip_low": 0.01}},
-    "sapo": {"loss": {"tau_pos": 0.7, "tau_neg": 1.3}},
     "dr-grpo": {"loss": {"max_new_tokens": 6}, "advantages": {"advantage_scale": "batch"}},
     "ppo": {
         "loss": {"clip_high": 0.3, "dual_clip": 3.0},

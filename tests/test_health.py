@@ -48,7 +48,7 @@ RISE_OF_10 = FLAT[:10] + [0.40 + each for each in NOISE]
 DULL = {"reward_std": 0.0, "dead": 1.0, "dead_right": 0.0}
 RUNS = [  # rewards, more of each row, a word of the only sentence
     ([0.1] * 10 + [0.8] * 20 + [0.3] * 10, {}, "fell from 0.80 to 0.30"),
-    ([0.1] * 10 + [0.8] * 20, {}, ""),
+    ([0.1] * 10 + [0.8] * 20, {"verifier_faults": 10}, ""),
     (FLAT, {}, "0.30 in the first 10 steps, 0.30 in the last 10). The usual cause is --lr 1e-06"),
     (RISE_OF_8, {}, "--lr 1e-06"),  # by less than two standard errors
     (RISE_OF_10, {}, ""),
@@ -69,8 +69,6 @@ def test_health_of_a_run_names_what_is_wrong():
 def test_health_does_not_take_noise_or_missing_metrics_for_a_problem():
     half_of_a_tiny_rise_is_lost = [-1.05, -1.01] * 5 + [-1.02] * 10 + [-1.04] * 10
     assert "fell" not in " ".join(health(run_of(half_of_a_tiny_rise_is_lost), FLAGS))
-    few_faults = run_of([0.1, 0.5] * 10, verifier_faults=10)
-    assert "verifiers fail" not in " ".join(health(few_faults, FLAGS))
     dead = run_of([0.5] * 10)  # steps without entropy do not lower the mean of the others
     for row in dead[1:]:
         del row["entropy"]
@@ -102,8 +100,7 @@ def test_the_console_warns_of_verifiers_that_fail():
 
 
 def test_the_console_warns_of_a_step():
-    """More than a third is many. With --stale-steps the sampler may be apart. A term whose
-    values leave [0, 1] is named, declared shaping is not."""
+    """With --stale-steps the sampler may be apart. Declared shaping may leave [0, 1]."""
     row = {"truncated": 0.4, "dead": 0.75, "prompts_drawn": 8.0, "sampler_kl": 0.003}
     flags = dict(dynamic_sampling=True, prompts_per_step=4, dtype="float32", stale_steps=1)
     config, progress = SimpleNamespace(**flags), SimpleNamespace(quiet_steps=10)

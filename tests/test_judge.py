@@ -65,8 +65,7 @@ def test_its_score_is_part_of_the_reward_and_not_of_solved(reward, weight, model
 
 
 def test_it_does_not_read_padding(model, folder):
-    """Its scores in a batch are those of one row at a time, though its config names another token.
-    A text that is too long loses its beginning. Equal texts get equal scores."""
+    """Though its config names another token. A text that is too long loses its beginning."""
     config = json.loads((folder / "config.json").read_text())
     config |= {"pad_token_id": 2, "max_position_embeddings": 24}
     (folder / "config.json").write_text(json.dumps(config))
@@ -83,8 +82,7 @@ def test_it_does_not_read_padding(model, folder):
 
 
 def test_it_reads_its_own_chat_template(model, folder):
-    """Prompt and completion are turns of a chat where its tokenizer has a template. The first token
-    of the template's text is not doubled. Without a template messages are texts."""
+    """The first token of the template's text is not doubled. Without one messages are texts."""
     messages = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}]
     prompts = ["3+4=", [*messages, {"role": "user", "content": "5"}]]
     plain = Judge(str(folder), "cpu")
@@ -105,8 +103,7 @@ def test_it_reads_its_own_chat_template(model, folder):
 
 
 def test_what_is_no_reward_model_is_refused(model, models, folder, tmp_path):
-    """A policy, whose head would be random, no folder, two classes, scores that are no numbers, and
-    two reward models."""
+    """A policy, no folder, two classes, scores that are no numbers, and two reward models."""
     two = transformers.Qwen3Config(**SHAPE, num_labels=2)
     AutoModelForSequenceClassification.from_config(two).save_pretrained(models / "two")
     for source, word in (("models/tiny", "Qwen3"), ("./none", "none"), ("models/two", "2")):

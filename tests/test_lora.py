@@ -48,8 +48,7 @@ ODD = ["mamba", "deepseek_v32", "llama4_text", "qwen3_5_text"]
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", *ODD])
 def test_the_adapter_is_what_is_merged(kind):
-    """Training starts at the plain model, bit by bit. Later the policy computes the same as a model
-    with its state_dict. Only the factors are trained, and the head has none."""
+    """Training starts at the plain model, bit by bit."""
     model = build(kind)
     assert torch.equal(logits(with_adapters(model)), logits(model))
 
@@ -82,26 +81,16 @@ def test_models_whose_layers_cannot_be_adapted_are_refused(kind, words):
         adapted(build(kind))
 
 
-def test_a_checkpoint_holds_the_merged_model(tmp_path, seen):
-    folder = newest(good(tmp_path, f"{LORA} --steps 3").folder)
-    base, saved = map(AutoModelForCausalLM.from_pretrained, ("models/tiny", folder))
-    policy = seen.run.models.policy
-    torch.testing.assert_close(logits(saved), logits(policy), atol=1e-4, rtol=1e-4)
-    assert (logits(saved) - logits(base)).abs().max() > 1e-3
-
-
 def test_biases_and_bfloat16_outside_autocast(tmp_path):
-    """With --stale-steps the evaluation samples the policy itself, which no autocast surrounds.
-    Qwen2's layers have biases, in float32 beside frozen weights in bfloat16."""
+    """With --stale-steps the evaluation samples the policy itself. Qwen2's layers have biases."""
     fields = {name: value for name, value in SHAPE.items() if name != "head_dim"}
     base = random_policy(tmp_path / "qwen2", transformers.Qwen2Config(**fields))
     flags = f"{LORA} --model {base} --dtype bfloat16 --stale-steps 2 --eval-every 1"
     assert "eval_solved" in metrics(good(tmp_path, flags).folder)[-1]
 
 
-def test_a_resumed_run_keeps_its_base_and_its_adapter(tmp_path):
-    """Another rank or scale would be another model, and so would other weights in --model, in a
-    layer with an adapter and in one without."""
+def test_a_resumed_run_keeps_its_base_and_its_adapter(tmp_path, seen):
+    """Other weights in --model are another model. A checkpoint holds the merged one."""
     base = random_policy(tmp_path / "base", transformers.Qwen3Config(**SHAPE))
     good(tmp_path, f"{LORA} --model {base} --steps 1")
     resume = "--resume --name run --steps 2"
@@ -115,4 +104,7 @@ def test_a_resumed_run_keeps_its_base_and_its_adapter(tmp_path):
         sentence = refused(tmp_path, resume, small=False)
         assert name in sentence and "--model" in sentence
     model.save_pretrained(base)
-    good(tmp_path, resume, small=False)
+    folder = newest(good(tmp_path, resume, small=False).folder)
+    saved, policy = AutoModelForCausalLM.from_pretrained(folder), seen.run.models.policy
+    torch.testing.assert_close(logits(saved), logits(policy), atol=1e-4, rtol=1e-4)
+    assert (logits(saved) - logits(model)).abs().max() > 1e-3

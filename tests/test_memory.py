@@ -59,8 +59,7 @@ def test_counted_bytes_of_a_backward_pass_are_those_of_a_real_one():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_memory_of_a_run_is_counted_phase_by_phase(monkeypatch):
-    """Four bytes a parameter for the policy, two for the sampler, eight for AdamW, four for the
-    gradients. Checkpointed layers and an adapter need less."""
+    """Bytes a parameter: 4 for the policy, 2 for the sampler, 8 for AdamW, 4 for the gradients."""
     monkeypatch.setattr(bench_memory, "CACHE_GB", 0.01)
     memory, less, lora = count_memory(TINY), count_memory(TINY, 0, True), count_memory(TINY, 2)
     count = memory.parameters

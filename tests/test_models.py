@@ -1,7 +1,6 @@
 """Models: their heads, their copies, and the memory that copies take while they are made."""
 
 import copy
-import json
 import os
 from types import SimpleNamespace
 
@@ -14,18 +13,16 @@ from bench_architectures import build
 from bench_memory import SHAPES
 from counting import Counting
 from rollout import check_scorer
-from support.errors import UserError
 from support.models import (
     body_of,
     context_of,
     end_and_pad_ids,
     frozen_copy,
-    inspect_model,
     load_model,
     logits_of,
     refresh,
 )
-from tools import character_tokenizer, copied
+from tools import character_tokenizer
 
 SCALES = {
     "cohere": dict(logit_scale=0.25),
@@ -82,8 +79,7 @@ def test_a_copy_has_the_bits_and_ties_of_a_cast_model(kind, dtype):
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
 def test_no_float32_copy_is_ever_made():
-    """Peaks, in bytes a parameter: 4 for the policy, 2 for a copy in bf16. Adapters free a layer in
-    float32 before they cast the next, and a refresh merges one at a time."""
+    """In bytes a parameter: 4 for the policy, 2 for a copy in bf16, adapters layer by layer."""
     from support.extras.lora import add_adapters
 
     config = transformers.Qwen3Config(**SHAPES["tiny"] | {"num_hidden_layers": 8})
@@ -115,14 +111,6 @@ def test_mixtures_saved_with_output_router_logits_can_be_sampled_and_scored(kind
     """TRL's SFT writes it into every mixture. forward() would then fail on a mask of a cache."""
     build(kind, output_router_logits=True).save_pretrained(tmp_path)
     check_scorer(load_model(str(tmp_path), "cpu"), [[5, 6, 7], [5, 6, 7, 8]], 0)
-
-
-def test_quantized_weights_are_refused_before_they_load(models, tmp_path):
-    config = json.loads((models / "tiny/config.json").read_text())
-    config |= {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
-    source = str(copied(models / "tiny", tmp_path / "quantized", config__json=config))
-    with pytest.raises(UserError, match=f"--model {source}: its weights are quantized"):
-        inspect_model(source)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +157,7 @@ def test_a_context_is_that_in_which_a_text_means_the_same():
 
 
 def test_a_gpu_is_hidden_and_attention_is_never_that_of_cudnn(models):
-    """From all tests but those of `-k on_a_gpu`, so that the suite passes on any machine. cuDNN's
-    has given NaN gradients and wrong results (support/models.py)."""
+    """So that tests pass on any machine. cuDNN's has given NaN gradients and wrong results."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
     torch.backends.cuda.enable_cudnn_sdp(True)
     load_model(str(models / "tiny"), "cpu")
@@ -179,8 +166,7 @@ def test_a_gpu_is_hidden_and_attention_is_never_that_of_cudnn(models):
 
 @pytest.mark.parametrize("native, expected", [(True, "bfloat16"), (False, "float32")])
 def test_bfloat16_is_the_default_where_a_gpu_computes_in_it(native, expected, monkeypatch):
-    """torch says that a T4 supports it, because it emulates it. The built-in policy has float32: at
-    0.3 M parameters bfloat16 saves nothing, needs a copy, and changes the numbers."""
+    """A T4 only emulates it, and the built-in policy would save nothing."""
 
     def supported(including_emulation=True):
         return native or including_emulation

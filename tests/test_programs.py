@@ -1,22 +1,23 @@
-"""Programs in completions: which one runs, when it earns a reward, and that no crash and no trick
-does."""
+"""Programs in completions: which one runs, and when it earns a reward."""
 
+import concurrent.futures
 import json
 import os
-import time
 
 import pytest
 
 import rewards
 from support.errors import UserError
 from test_rewards import ADD, RIGHT, cells, fenced
+from tools import watched
 
 sandbox = pytest.importorskip("support.extras.sandbox")
 
 
-def those_rewarded(completions, answer) -> list[str]:
-    """Those of the completions that `code` rewards, as many at a time as there are cores."""
-    rows = [{"prompt": "", "answer": answer}] * len(completions)
+def those_rewarded(completions, *answers) -> list[str]:
+    """Those that `code` rewards. One answer is that of all completions."""
+    rows = [{"prompt": "", "answer": answer} for answer in answers]
+    rows *= len(completions) // len(rows)
     verdicts = rewards.parse_reward("code").verify(completions, rows)
     return [verdict.completion for verdict in verdicts if verdict.reward == 1]
 
@@ -55,67 +56,8 @@ NOT_CHOSEN = [
     "```python\n" + RIGHT + "```",
     fenced(RIGHT.replace("add", "added")),
     fenced(SOLUTION.replace("a + b", "a - b")),
-    # programs that are wrong
-    fenced("def add(a, b):\n    return str(a + b)"),
-    fenced("def add(a):\n    return a"),
-    fenced("def add(a, b)\n    return a + b"),
-    fenced("add = 3"),
     fenced("x = " + "(" * 300 + ")" * 300),
 ]
-
-
-def test_code_runs_the_block_that_defines_the_function():
-    """And no other block until one is right."""
-    assert those_rewarded(CHOSEN + NOT_CHOSEN, ADD) == CHOSEN
-
-
-def test_code_runs_the_block_that_reads_its_input():
-    reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
-    wrong = [reads + reads.replace("a + b", other) for other in ("0", "a + b, a")]
-    right = reads + fenced("print('for example', 3)")
-    assert those_rewarded([right, *wrong], TEXTS) == [right]
-    assert those_rewarded(["", "no program"], {"stdin": [["", ""]]}) == []
-    # given both, it calls the function
-    assert those_rewarded([fenced(RIGHT)], ADD | {"stdin": [["1", "1"]]}) == [fenced(RIGHT)]
-
-
-SAME = """
-    1 => 1 | None => null | (1, 2) => [1, 2] | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
-    10 ** 40 => 10000000000000000000000000000000000000000
-"""
-OTHER = """
-    True => 1 | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2] | '' => null
-    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | 0.1 + 0.2 => 0.3 | 10 ** 5000 => 1
-"""
-
-
-def test_code_compares_type_strictly():
-    programs, rows = [], []
-    for cell in cells(SAME + OTHER):
-        result, expected = cell.split(" => ")
-        answer = {"fn": "f", "cases": [[[], json.loads(expected)]]}
-        programs.append(fenced(f"def f():\n    return {result}"))
-        rows.append({"prompt": "", "answer": answer})
-    verdicts = rewards.parse_reward("code").verify(programs, rows)
-    right = len(cells(SAME))
-    assert [verdict.reward for verdict in verdicts] == [1] * right + [0] * (len(rows) - right)
-
-
-MALFORMED = """
-    null | "" | [] | {} | {"fn": "add"} | {"fn": "add", "cases": []} | {"stdin": []}
-    {"cases": [[[1, 2], 3]]} | {"fn": "add", "cases": [[1]]} | {"fn": "add", "cases": 3}
-    {"stdin": [["1"]]} | {"stdin": [["1", 1]]} | {"fn": "add", "cases": [["ab", 1]]}
-    {"fn": "add", "cases": [[[1, 2], 3], [[1, 2], NaN]]} | {"fn": "", "cases": [[[1, 2], 3]]}
-    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]} | {"fn": 3, "cases": [[[1, 2], 3]]}
-"""
-
-
-def test_code_refuses_malformed_tests():
-    reward = rewards.parse_reward("code")
-    for answer in cells(MALFORMED):
-        with pytest.raises(UserError, match="code"):
-            reward.check_answer(json.loads(answer))
-
 
 # ---- what a program may do
 
@@ -144,13 +86,84 @@ SUMS = [  # programs that read two numbers
         def main(): print(sum(map(int, sys.stdin.readline().split())))
         threading.Thread(target=main).start()""",
 ]
+ATTACKS = [  # each would be rewarded if the verifier trusted the child
+    "def add(a, b):\n    import os\n    os._exit(0)",
+    "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
+    "import atexit\natexit.register(lambda: print('[true, true]'))\ndef add(a, b): return 0",
+    "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
+    "import threading\nthreading.Timer(0.2, print, ['[3, 42.0]']).start()\ndef add(a, b): return 0",
+    """
+        import gc
+        def add(a, b):
+            pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
+            return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
+]
+CRASHES = cells("""
+    import os; os._exit(7) | raise SystemExit('no') | 1 / 0 | import os; os.abort() | x = (
+""")
 
 
-@pytest.mark.parametrize("programs, answer", [(CALLED, ADD), (SUMS, TEXTS)])
-def test_code_rewards_a_right_program(programs, answer):
-    """Whatever it does besides."""
-    completions = [fenced(source) for source in programs]
-    assert those_rewarded(completions, answer) == completions
+@pytest.mark.parametrize("layers", [sandbox.LAYERS, pytest.param((), marks=pytest.mark.slow)])
+def test_code_rewards_right_functions_alone(layers, monkeypatch):
+    """Of the chosen block. Without layers, too: verdicts rest on none of them."""
+    monkeypatch.setattr(sandbox, "LAYERS", layers)
+    right = CHOSEN + [fenced(source) for source in CALLED]
+    wrong = ATTACKS + [f"{RIGHT}\n{crash}" for crash in CRASHES]
+    assert those_rewarded(right + NOT_CHOSEN + [fenced(each) for each in wrong], ADD) == right
+
+
+def test_code_rewards_right_programs_that_read_their_input():
+    """Of several blocks the last one that reads."""
+    reads = fenced("a, b = map(int, input().split())\nprint(a + b)")
+    right = [reads + fenced("print('for example', 3)"), *[fenced(source) for source in SUMS]]
+    wrong = [reads + reads.replace("a + b", other) for other in ("0", "a + b, a")]
+    assert those_rewarded(right + wrong, TEXTS) == right
+    assert those_rewarded(["", "no program"], {"stdin": [["", ""]]}) == []
+    # given both, it calls the function
+    assert those_rewarded([fenced(RIGHT)], ADD | {"stdin": [["1", "1"]]}) == [fenced(RIGHT)]
+
+
+def test_code_never_rewards_a_crash():
+    """Even if nothing is expected, or what was printed before. Without the crash it is rewarded."""
+    forms = {"if input() == '2':\n    {}": [["1", ""], ["2", " \n"]]}
+    forms |= {"print(3, flush=True)\n{}": [["", "3"]]}
+    for form, pairs in forms.items():
+        programs = [fenced(form.format(each)) for each in [*CRASHES, "pass"]]
+        assert those_rewarded(programs, {"stdin": pairs}) == programs[-1:]
+
+
+# ---- answers, time, processes
+
+SAME = """
+    1 => 1 | None => null | (1, 2) => [1, 2] | {2: 'ä', 10: 1} => {"10": 1, "2": "ä"}
+    10 ** 40 => 10000000000000000000000000000000000000000
+"""
+OTHER = """
+    True => 1 | 1.0 => 1 | 1 => 1.0 | '1' => 1 | [2, 1] => [1, 2] | {1, 2} => [1, 2] | '' => null
+    [1, [2, True]] => [1, [2, 1]] | float('nan') => null | 0.1 + 0.2 => 0.3 | 10 ** 5000 => 1
+"""
+
+
+def test_code_compares_type_strictly():
+    pairs = [cell.split(" => ") for cell in cells(SAME + OTHER)]
+    programs = [fenced(f"def f():\n    return {result}") for result, _ in pairs]
+    answers = [{"fn": "f", "cases": [[[], json.loads(expected)]]} for _, expected in pairs]
+    assert those_rewarded(programs, *answers) == programs[: len(cells(SAME))]
+
+
+MALFORMED = """
+    null | {} | {"fn": "add"} | {"fn": "add", "cases": []} | {"fn": "add", "cases": [["ab", 1]]}
+    {"stdin": []} | {"stdin": [["1"]]} | {"stdin": [["1", 1]]} | {"cases": [[[1, 2], 3]]}
+    {"fn": "", "cases": [[[1, 2], 3]]} | {"fn": 3, "cases": [[[1, 2], 3]]}
+    {"fn": "add(1, 2) or add", "cases": [[[1, 2], 3]]} | {"fn": "add", "cases": [[[1, 2], NaN]]}
+"""
+
+
+def test_code_refuses_malformed_tests():
+    reward = rewards.parse_reward("code")
+    for answer in cells(MALFORMED):
+        with pytest.raises(UserError, match="code"):
+            reward.check_answer(json.loads(answer))
 
 
 @pytest.mark.slow
@@ -165,81 +178,10 @@ def test_code_cases_of_stdin_share_one_budget_of_time(monkeypatch):
     assert not those_rewarded([slow], {"stdin": [["1", "1"]] * 20})
 
 
-def test_code_prints_its_layers_and_needs_seccomp(monkeypatch, capsys):
-    rewards.parse_reward("code")
-    assert "--reward code: sandbox layers: {'landlock': " in capsys.readouterr().err
-    monkeypatch.setattr(sandbox, "run_program", lambda source: ({"seccomp": False}, None))
-    with pytest.raises(UserError, match="--reward code needs seccomp"):
-        rewards.parse_reward("code")
-
-
-# programs that fail, and print nothing before
-CRASHES = cells("""
-    import os; os._exit(7) | raise SystemExit('no') | 1 / 0 | import os; os.abort() | x = (
-""")
-
-
-@pytest.mark.parametrize(
-    "form, answer",
-    [
-        ("if input() == '2':\n    {}", {"stdin": [["1", ""], ["2", " \n"]]}),
-        ("print(3, flush=True)\n{}", {"stdin": [["", "3"]]}),
-        (f"{RIGHT}\n{{}}", ADD),
-    ],
-)
-def test_code_never_rewards_a_crash(form, answer):
-    """Whatever is expected, even if it is nothing or was printed before the crash. The same program
-    without a crash is rewarded."""
-    programs = [fenced(form.format(each)) for each in [*CRASHES, "pass"]]
-    assert those_rewarded(programs, answer) == programs[-1:]
-
-
-def test_code_never_rewards_a_program_whose_time_is_over(monkeypatch):
-    """Whether nothing is expected, or what it printed before."""
-    monkeypatch.setattr(sandbox, "CODE_SECONDS", 0.3)
-    for before, expected in (("", ""), ("print(3, flush=True)", "3")):
-        program = fenced(f"import time\n{before}\ntime.sleep(30)")
-        assert not those_rewarded([program], {"stdin": [["", expected]]})
-
-
-ATTACKS = [  # each would be rewarded if the verifier trusted the child
-    "def add(a, b):\n    import os\n    os._exit(0)",
-    "class E:\n    def __eq__(self, other): return True\ndef add(a, b): return E()",
-    "import atexit\natexit.register(lambda: print('[true, true]'))\ndef add(a, b): return 0",
-    "import json\njson.dumps = lambda *a, **k: 'true'\ndef add(a, b): return 0",
-    "import threading\nthreading.Timer(0.2, print, ['[3, 42.0]']).start()\ndef add(a, b): return 0",
-    """
-        import gc
-        def add(a, b):
-            pairs = [each for each in gc.get_objects() if isinstance(each, list) and len(each) == 2]
-            return next((y for x, y in pairs if x == [a, b] and isinstance(y, int)), 0)""",
-]
-
-
-@pytest.mark.parametrize(
-    "off", [None, *[pytest.param(layer, marks=pytest.mark.slow) for layer in sandbox.LAYERS]]
-)
-def test_code_does_not_reward_attacks(off, monkeypatch):
-    """With one layer switched off, too: verdicts rest on none of them."""
-    monkeypatch.setattr(sandbox, "LAYERS", tuple(x for x in sandbox.LAYERS if x != off))
-    assert those_rewarded([fenced(source) for source in ATTACKS], ADD) == []
-
-
-@pytest.mark.parametrize("processes, at_once", [("2", 2), ("8", 1), (None, 4)])
-def test_programs_of_all_processes_share_the_cores(processes, at_once, monkeypatch):
+@pytest.mark.parametrize("processes, workers", [("1", 4), ("2", 2), ("8", 1)])
+def test_programs_of_all_processes_share_the_cores(processes, workers, monkeypatch):
     """Four cores: as many programs at a time, over all processes that torchrun has started."""
-    running, counts = [], []
-
-    def run_program(*arguments, **settings):
-        running.append(1)
-        counts.append(len(running))
-        time.sleep(0.02)
-        running.pop()
-        return {}, "[3, 42]"
-
-    monkeypatch.setattr(sandbox, "run_program", run_program)
+    pools = watched(monkeypatch, concurrent.futures, "ThreadPoolExecutor")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if processes:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
-    assert len(those_rewarded([fenced(RIGHT)] * 9, ADD)) == 9 and max(counts) == at_once
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    assert those_rewarded([fenced(RIGHT)], ADD) and pools[0][0] == (workers,)

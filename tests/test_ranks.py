@@ -12,6 +12,7 @@ import sys
 from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,18 +23,7 @@ from support import run_folder
 from support.errors import UserError
 from support.models import critic_of
 from support.ranks import joined_ranks
-from tools import (
-    BASE,
-    ROOT,
-    command_line,
-    distance,
-    good,
-    metrics,
-    newest,
-    refused,
-    same_run,
-    timeless,
-)
+from tools import BASE, ROOT, command_line, distance, good, metrics, newest, refused, timeless
 
 pytestmark = [
     pytest.mark.usefixtures("place", "prompts"),
@@ -145,18 +135,6 @@ def test_several_processes_train_as_one(case, size, tmp_path):
     assert len(rows) == 2 and sum(row["advantage_abs"] for row in rows) > 0
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
-    """1, then 2, then 1: the run of one process, up to rounding."""
-    flags = f"{BASE} --algo ppo --lr 1e-4 --eval-every 1"  # where a part ends, too
-    more = "--resume --name run --steps"
-    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
-    good(tmp_path / "parts", f"{flags} --steps 1")
-    together(2, tmp_path / "parts", f"{more} 2", small=False)
-    parts = good(tmp_path / "parts", f"{more} 3", small=False).folder
-    alike(parts, whole)
-
-
 def talk(rank) -> int:
     """What two processes say to each other, one device alone."""
     torch.cuda.device_count = torch.cuda.set_device = None  # --device cpu never asks
@@ -187,15 +165,17 @@ def test_two_processes_talk(tmp_path):
 # ---- decisions and ends
 
 
-def test_a_signal_to_one_stops_all_with_a_checkpoint(tmp_path):
-    """And two processes that go on do as if they had not been stopped, to the bit."""
-    flags = f"{BASE} --steps 3"
-    stopped = Together(2, tmp_path / "stopped", flags, signal.SIGTERM, troubled=1)
+def test_a_signal_to_one_stops_all_and_a_run_goes_on_in_another_number(tmp_path):
+    """1, then 2, then 1, with a checkpoint. Together they do as one that was not stopped."""
+    flags = f"{BASE} --algo ppo --lr 1e-4 --eval-every 1"
+    whole = good(tmp_path / "whole", f"{flags} --steps 3").folder
+    good(tmp_path / "parts", f"{flags} --steps 1")
+    more = "--resume --name run --steps 3"
+    stopped = Together(2, tmp_path / "parts", more, signal.SIGTERM, troubled=1, small=False)
     assert stopped.statuses == [130, 130], stopped.texts
     assert newest(stopped.folder).name == "step-2"
     assert "--resume --name run" in stopped.one_sentence()
-    resumed = together(2, tmp_path / "stopped", "--resume --name run", small=False)
-    same_run(together(2, tmp_path / "whole", flags), resumed)
+    alike(good(tmp_path / "parts", "--resume --name run", small=False).folder, whole)
 
 
 @pytest.mark.slow
@@ -209,24 +189,22 @@ def test_where_one_dies_the_others_end(trouble, rank, tmp_path):
     assert all(status > 0 for status in died.statuses)  # and were not killed by this test
 
 
-def test_an_error_of_one_ends_all_with_its_one_sentence(tmp_path):
-    error = UserError("the water is cold")
-    failed = Together(2, tmp_path / "runs", f"{BASE} --steps 99", error, troubled=1)
-    assert failed.statuses == [2, 2], failed.texts
-    assert failed.one_sentence() == "error: the water is cold"
-
-
 @pytest.mark.parametrize(
-    "flags, word",
-    [("--runs taken --name run", "--resume"), ("--prompts-per-step 1", "2 processes")],
+    "flags, trouble, words",
+    [
+        ("--runs taken --name run", None, "--resume"),
+        ("--prompts-per-step 1", None, "2 processes"),
+        ("--steps 99", UserError("the water is cold"), "error: the water is cold"),
+    ],
 )
-def test_a_mistake_of_the_user_is_one_sentence_of_all(flags, word, tmp_path):
+def test_a_mistake_of_the_user_is_one_sentence_of_all(flags, trouble, words, tmp_path):
+    """Before the run, and in step 2 of one process."""
     Path("taken/run").mkdir(parents=True)
     Path("taken/run/config.json").write_text("{}")
-    refused = Together(2, tmp_path / "runs", f"{BASE} {flags}")
+    refused = Together(2, tmp_path / "runs", f"{BASE} {flags}", trouble, troubled=1)
     assert refused.statuses == [2, 2], refused.texts
-    assert word in refused.one_sentence()
-    assert not (tmp_path / "runs").exists()
+    assert words in refused.one_sentence()
+    assert (tmp_path / "runs").exists() == bool(trouble)
 
 
 @pytest.mark.slow
@@ -242,9 +220,6 @@ def test_a_fault_of_a_verifier_on_another_process_is_counted_and_told(tmp_path):
     assert result.statuses == [0, 0], result.texts
     assert metrics(result.folder)[0]["verifier_faults"] > 0
     assert "SystemExit" in result.texts[0]
-
-
-# ---- torchrun itself
 
 
 @pytest.mark.slow
@@ -264,17 +239,12 @@ def test_torchrun_starts_the_same_train_py(tmp_path):
     assert {path.name for path in several.iterdir()} == {path.name for path in alone.iterdir()}
 
 
-@pytest.mark.parametrize("error, said", [(UserError("--x: no"), "--x: no"), (OSError(), "OSError")])
-def test_an_error_is_said_whatever_variables_another_launch_has_left(
-    error, said, monkeypatch, tmp_path
-):
-    def fails(arguments):
-        raise error
-
-    monkeypatch.setattr(train, "parse_flags", fails)
+def test_an_error_is_said_whatever_variables_another_launch_has_left(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "_exit", None)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert refused(tmp_path) == f"error: {said}"
+    for error, said in ((UserError("--x: no"), "--x: no"), (OSError(), "OSError")):
+        monkeypatch.setattr(train, "parse_flags", Mock(side_effect=error))
+        assert refused(tmp_path) == f"error: {said}"
 
 
 def test_processes_whose_weights_differ_end_at_the_checkpoint(seen, tmp_path, monkeypatch):

@@ -119,8 +119,7 @@ def test_report_of_two_runs_is_well_formed_and_loads_nothing(tmp_path, capsys):
 
 
 def test_hostile_text_changes_no_element_of_the_page(tmp_path):
-    """The same run with harmless texts has the same elements and attributes, in the same order.
-    All texts are shown to the letter, and hidden characters as their code."""
+    """Beside a run with harmless texts. All is shown to the letter, hidden characters as codes."""
     pages, words = [], [*HOSTILE, HIDDEN]
     for name, texts in (("hostile", words), ("harmless", ["word"] * len(words))):
         evaluations = [evaluation(texts[0], "prompt", "from a file that somebody sent")]

@@ -1,13 +1,15 @@
 """How a run begins: failed starts leave nothing, prompts and console are as promised."""
 
 import io
+import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from support import console, models, pretrain, run_folder, shutdown
+from support.data import IDS
 from tools import (
     BASE,
     ROOT,
     SHAPE,
     byte_tokenizer,
     command_line,
+    copied,
     good,
     launch,
     metrics,
@@ -37,19 +41,6 @@ pytestmark = pytest.mark.usefixtures("place")
 
 
 # ---- folders
-
-
-def test_a_copy_of_a_checkpoint_is_no_checkpoint(tmp_path):
-    """Neither a save nor a resume fails on it, removes it or takes it for the newest. The newest
-    two of the run's own stay."""
-    folder = good(tmp_path, f"{BASE} --save-every 1 --steps 1").folder
-    first = folder / "checkpoints/step-1"
-    copies = {"step-1-good", "step-99x", "step-1000", "best"}
-    for name in copies:
-        shutil.copytree(first, first.with_name(name))
-    good(tmp_path, "--resume --name run --steps 4", small=False)
-    assert [row["step"] for row in metrics(folder)] == [1, 2, 3, 4]
-    assert {path.name for path in first.parent.iterdir()} == {"step-3", "step-4"} | copies
 
 
 def test_runs_are_numbered_atomically(tmp_path, monkeypatch):
@@ -76,9 +67,6 @@ def test_a_cache_that_cannot_be_written_is_found_at_once(tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-# ---- verifiers
-
-
 def test_a_verifier_that_fails_on_all_of_the_first_evaluation_stops_the_run(tmp_path):
     """Nothing but zeros would come. This one works on the texts with which it is tried before."""
     late = "def late(completion, answer):\n    return float(completion == '' or int(answer))\n"
@@ -100,8 +88,7 @@ def arguments_in_bash(command: str) -> list[str]:
 
 
 def test_the_last_line_asks_the_same_prompt_and_moves_no_cursor(models, tmp_path):
-    """The prompt has line breaks, control characters, quotes and commands. The console shows the
-    codes of control characters, and the command in bash gets the prompt as it is shown."""
+    """The console shows codes of control characters, and bash gets the prompt as it is shown."""
     tokenizer = byte_tokenizer(pad_token="<pad>", eos_token="<eos>")
     config = transformers.Qwen3Config(**SHAPE | {"vocab_size": len(tokenizer)})
     policy = random_policy(models / "bytes", config, tokenizer)
@@ -128,11 +115,12 @@ def test_the_last_line_has_the_system_message_and_the_stop_texts():
 # ---- the console
 
 
-def test_the_console_says_what_a_scientist_looks_at(tmp_path):
-    """The size, an answer at each evaluation, a line a step, and where the results are."""
-    flags = "--steps 4 --eval-every 3 --save-every 3 --eval-samples 2 --max-new-tokens 16"
-    flags += " --kl-coef 0.05"
+def test_the_console_says_what_a_scientist_looks_at(monkeypatch, tmp_path):
+    """The device, the size, answers at evaluations, a line a step, where the results are."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    flags = "--steps 4 --eval-every 3 --eval-samples 2 --max-new-tokens 16 --kl-coef 0.05"
     result = good(tmp_path, f"{BASE} {flags}", "--reward", "pay.py:even + arithmetic")
+    assert result.out.count("torch is built for CUDA 13.0, but finds no GPU\n") == 1
     lines = result.out.splitlines()
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split(" | ")[0] for line in steps] == [f"step {i}/4" for i in range(1, 5)]
@@ -155,7 +143,7 @@ def test_the_console_says_what_a_scientist_looks_at(tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--reward pay.py:never --max-new-tokens 40", ["all rewards are equal"]),
+        ("--reward pay.py:never --max-new-tokens 24", ["all rewards are equal"]),
         ("--overlong-filter", ["all completions are truncated"]),
         # a teacher has advantages for truncated completions
         ("--algo opd --teacher models/moe", []),
@@ -196,29 +184,15 @@ def test_console_lines_have_readable_numbers_and_characters(monkeypatch):
     assert written.getvalue().strip() == b"1\\xfc="
 
 
-# ---- the environment
-
-
-def python(*words, folder=ROOT, **environment):
-    """Run Python in a process of its own. Return its exit status, its output and its errors."""
-    usual = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    given = {"cwd": folder, "env": usual | environment, "capture_output": True, "text": True}
-    ended = subprocess.run([sys.executable, *words], **given)
-    return ended.returncode, ended.stdout, ended.stderr
-
-
 @pytest.mark.parametrize("given, found", [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_spin_briefly_before_torch_loads(given, found, tmp_path):
     """Without it, beside one busy process for each core, a run takes ten times as long."""
     (tmp_path / "torch.py").write_text("import os, sys; sys.exit(os.environ['GOMP_SPINCOUNT'])")
-    ended = python("-c", "import train", folder=tmp_path, PYTHONPATH=str(ROOT), **given)
-    assert ended == (1, "", f"{found}\n")
-
-
-def test_a_torch_for_cuda_that_finds_no_gpu_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    result = good(tmp_path, f"{BASE} --steps 1")
-    assert result.out.count("torch is built for CUDA 13.0, but finds no GPU\n") == 1
+    usual = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment = usual | given | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "import train"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, f"{found}\n")
 
 
 # ---- files of a run
@@ -263,8 +237,7 @@ def test_a_run_leaves_rows_answers_and_a_model_for_transformers(monkeypatch, see
 
 
 def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
-    """`train.py --algo gspo`, a step of it: no model, no data, no reward, no name, and no home, as
-    in a container without a user."""
+    """No model, data, reward or name, and no home, as in a container without a user."""
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
@@ -272,7 +245,7 @@ def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "home", homeless)
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    flags = "--algo gspo --steps 1 --prompts-per-step 2 --group-size 2 --eval-samples 0"
+    flags = "--algo gspo --steps 1 --prompts-per-step 2 --eval-prompts 4 --eval-samples 0"
     assert launch("runs", flags, small=False).status == 0
     config = strict(Path("runs/gspo-1/config.json").read_text())
     assert config["reward"] == "arithmetic" and len(metrics("runs/gspo-1")) == 1
@@ -281,40 +254,42 @@ def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
     good("runs", f"{flags} --name run", small=False)
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_every_row_and_goes_on_after_a_resume(name, monkeypatch, tmp_path):
-    """The packages are not among ours: a module with their functions replaces them."""
-    Path(f"{name}.py").write_text(
-        "calls, rows = [], []\n\ndef init(**settings):\n    calls.append(settings)\n\n"
-        "def log(row, step):\n    rows.append(row)\n"
-    )
-    monkeypatch.syspath_prepend(".")
-    good(tmp_path, f"{BASE} --track {name} --steps 1")
-    result = good(tmp_path, "--resume --steps 2 --name run", small=False)
-    tracker = sys.modules.pop(name)
-    assert tracker.rows == metrics(result.folder)
-    first, second = tracker.calls
-    assert first["name"] == second["name"] and first["name"].startswith("run-")
+def test_a_resumed_run_keeps_the_date_of_its_start_and_its_tracker(
+    models, seen, monkeypatch, tmp_path
+):
+    """A chat template may write the day. The run began on 9 September 2001."""
+    starts, rows = [], []
+    wandb = SimpleNamespace(__spec__="a module", init=lambda **settings: starts.append(settings))
+    wandb.log = lambda row, step: rows.append(row)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    template = b"{{ strftime_now('%Y%m%d') }}+{{ messages[0].content }}"
+    model = copied(models / "tiny", models / "dated", chat_template__jinja=template)
+    flags = f"--model {model} --reward pay.py:even --track wandb --steps 1"
+    folder = good(tmp_path, flags).folder
+    path = newest(folder) / "trainer/progress.json"
+    progress = strict(path.read_text()) | {"began": 1e9}
+    del progress["seal"]  # of the files as they were
+    path.write_text(json.dumps(progress))
+    good(tmp_path, "--resume --steps 2 --name run", small=False)
+    assert rows == metrics(folder)
+    first, second = starts
     assert first["config"]["lr"] == 1e-3 and second["resume"] == "allow"
+    assert second["name"] == second["id"] == "run-20010909-014640"
+    assert "20010909+" in seen.run.tokenizer.decode(seen.run.held_out[0][IDS])
 
 
 @pytest.mark.parametrize("dtype, then", [("bfloat16", ["high"]), ("float32", [])])
 def test_tf32_is_for_bfloat16_on_a_gpu_after_the_check_in_float32(dtype, then, monkeypatch):
     """The float32 head takes most of the time there. The check compares to 1e-3, without TF32."""
-    calls, check_scorer = [], train.check_scorer
+    calls = []
 
     def check(*given):
         calls.append("check")
         config.device = "cuda"  # pretended from here on
-        return check_scorer(*given)
-
-    def stop(*given):
-        config.device = "cpu"
-        raise KeyboardInterrupt
 
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
     monkeypatch.setattr(train, "check_scorer", check)
-    monkeypatch.setattr(train, "Models", stop)
+    monkeypatch.setattr(train, "Models", Mock(side_effect=KeyboardInterrupt))
     config = train.parse_flags([*BASE.split(), "--dtype", dtype, "--device", "cpu"])
     with pytest.raises(KeyboardInterrupt):
         train.Run(config, train.Ranks())

@@ -27,8 +27,7 @@ def first_stop(words: list[str]) -> int | None:
 
 
 def test_completions_end_with_the_token_that_completes_a_text(monkeypatch):
-    """160 completions of random tokens, against a loop over strings: a text in two tokens, inside
-    a longer one, two texts. The stop text stays, is trained on, and is no truncation."""
+    """Against a loop over strings. The stop text stays, is trained on, and is no truncation."""
     vocabulary = {word: i for i, word in enumerate(WORDS)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     inner.decoder = tokenizers.decoders.Fuse()

@@ -80,8 +80,7 @@ CHAINS = [
 def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
     task, operations, hard
 ):
-    """Each step takes up the last result and has the prompt's operation. With its semicolon it has
-    6 tokens: the last has none, `#6` and the end have 3."""
+    """A step has 6 tokens with its semicolon: the last has none, `#6` and the end have 3."""
     rng, counts, wrong = random.Random(0), set(), {True: [], False: []}
     for row in take(task, 150):
         demonstration, value = task.demonstration(row, rng), int(row["prompt"][0])
@@ -101,8 +100,10 @@ def test_chains_go_from_left_to_right_and_demonstrations_err_at_hard_products(
     assert 0.5 < sum(wrong[True]) / len(wrong[True]) < 0.6  # 0.6, less those that are right so
 
 
-def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path, capsys):
-    """And tells its steps and the time left."""
+def test_a_policy_is_made_once_for_a_recipe_and_named_if_it_is_broken(
+    monkeypatch, tmp_path, capsys
+):
+    """It tells its steps and the time left."""
     monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
     monkeypatch.setattr(pretrain, "SECONDS_A_LINE", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -115,6 +116,13 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path, capsys):
     weights = (folder / "model.safetensors").stat()
     assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     assert (folder / "model.safetensors").stat() == weights
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        whole = (folder / file).read_bytes()
+        (folder / file).write_bytes(whole[:99])
+        sentence = refused(tmp_path, "--algo gspo")
+        assert f"built-in policy is broken; delete its folder {folder}: " in sentence
+        assert "--model" not in sentence
+        (folder / file).write_bytes(whole)
 
     longer = tasks.chains((6, 7))._replace(warm_steps=2)  # a length of its own
     of_chains = pretrain.built_in_policy(longer, "tiny")
@@ -123,18 +131,6 @@ def test_a_policy_is_made_once_for_a_recipe(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(pretrain, "WARM_LR", 1e-3)  # another recipe
     another = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
     assert len({folder, of_chains, another}) == 3
-
-
-def test_a_broken_policy_is_named_by_the_folder_to_delete(place, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = pretrain.built_in_policy(TASKS["arithmetic"], "tiny")
-    for file in ("model.safetensors", "config.json", "tokenizer.json"):
-        whole = (folder / file).read_bytes()
-        (folder / file).write_bytes(whole[:99])
-        sentence = refused(tmp_path, "--algo gspo")
-        assert f"built-in policy is broken; delete its folder {folder}: " in sentence
-        assert "--model" not in sentence
-        (folder / file).write_bytes(whole)
 
 
 @pytest.mark.parametrize("home", ["/dev/null", None])

@@ -1,5 +1,4 @@
-"""A tool that answers in the middle of a completion: the model reads its reply, which is no action
-of the policy's."""
+"""A tool answers in the middle of a completion, and its reply is no action of the policy's."""
 
 import math
 from pathlib import Path
@@ -47,8 +46,7 @@ def sampled(model, function=says, after=";", **options):
 
 @torch.no_grad()
 def by_hand(model, function=says, after=";", temperature=1.0, stop=None):
-    """Sample with a loop without cache, slots, batches or turns. Yields for each row its tokens,
-    which of them are the policy's, their log-probs, and whether it was cut off."""
+    """A loop without cache or turns: tokens, which are the policy's, their log-probs, truncated."""
     for prompt, rows in zip(PROMPTS, UNIFORMS):
         for row in rows:
             tokens, own, logprobs, ended = [], [], [], False
@@ -129,8 +127,7 @@ def test_an_end_token_that_may_ask_ends_and_one_in_a_reply_does_not(model):
 
 
 def test_a_stop_text_may_begin_in_an_earlier_turn(model):
-    """Two tokens, of which the first asks the tool, which mostly says nothing. A completion ends
-    where the policy first completes the text."""
+    """Of two tokens, of which the first asks the tool, which mostly says nothing."""
 
     def function(text):
         return "=7" if len(text) % 3 == 2 else ""
@@ -163,25 +160,23 @@ def test_it_is_asked_when_its_text_is_complete():
         assert asked == expected
 
 
-FAILS = {
-    "ZeroDivisionError": lambda text: 1 / 0,
-    "": lambda text: "\ud800",  # no text: half of a character
-    "SystemExit": lambda text: exit(3),
-}
-
-
-@pytest.mark.parametrize("words, function", FAILS.items())
-def test_a_tool_that_fails_gives_no_reply_and_no_verdict(words, function):
+def test_a_tool_that_fails_gives_no_reply_and_no_verdict():
     """In a process of two, which has the first two of three completions."""
-    turns = Turns(None, Tool(function, ";"), TOKENIZER)
-    turns.faults = ["", ""]
-    assert turns.reply(1, "1;") == []
     verdict = Verdict("1;", {}, -1.0, {"near": -1.0}, [(1, 0.5)], {"near": -0.5}, "")
     ranks = SimpleNamespace(gather=lambda mine: [mine, ["boom"]])
-    first, second, third = turns.abstain([verdict] * 3, ranks)
-    assert first == verdict and third.fault == "boom"
-    assert words in second.fault and "1;" in second.fault and second.steps == []
-    assert all(map(math.isnan, (second.reward, second.terms["near"], second.with_steps["near"])))
+    for words, function in (
+        ("ZeroDivisionError", lambda text: 1 / 0),
+        ("", lambda text: "\ud800"),  # no text: half of a character
+        ("SystemExit", lambda text: exit(3)),
+    ):
+        turns = Turns(None, Tool(function, ";"), TOKENIZER)
+        turns.faults = ["", ""]
+        assert turns.reply(1, "1;") == []
+        first, second, third = turns.abstain([verdict] * 3, ranks)
+        assert first == verdict and third.fault == "boom"
+        assert words in second.fault and "1;" in second.fault and second.steps == []
+        numbers = (second.reward, second.terms["near"], second.with_steps["near"])
+        assert all(map(math.isnan, numbers))
 
 
 def test_a_reply_is_plain_text():
@@ -241,8 +236,7 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_nothing_of_a_reply_enters_a_run(algorithm, tmp_path, monkeypatch, seen):
-    """With everything that reads tokens: whatever the scorer and the critic return for the tool's,
-    all metrics and weights are bit-identical."""
+    """Whatever the scorer and the critic return for the tool's tokens, all is bit-identical."""
     knobs = "--kl-coef 0.1 --entropy-coef 0.01 --overlong-cache 4"
     special = {
         "gspo-token": f"{knobs} --reward pay.py:steps",
