@@ -286,7 +286,7 @@ def parse_reward(spec: str, device: str = "cpu") -> Reward:
 def find_verifier(place: str, device: str) -> tuple[str, Callable]:
     """Return a verifier's name and function, importing the file that defines it."""
     if place.startswith("judge:"):
-        from support.extras.judge import Judge
+        from support.extras.reward_model import Judge
 
         return "judge", Judge(place.removeprefix("judge:"), device)
     if ":" in place:

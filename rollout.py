@@ -37,8 +37,8 @@ from support.models import (
     load_model,
     logits_of,
 )
+from support.prefix_trees import Trees, grow, grow_evenly, in_order, join, masks_of, shares_prefixes
 from support.stop_texts import StopTexts
-from support.trees import Trees, grow, grow_evenly, in_order, join, masks_of, shares_prefixes
 
 PROMPT_TOKENS = 2**14  # prefilled at once, padding included
 LOGITS_AT_ONCE = 2**26  # float32: 256 MB

@@ -40,7 +40,7 @@ from rollout import (
     generate,
     micro_batches,
 )
-from support import console, data, flags, health, report, run_folder
+from support import console, data, health, report, resolve_flags, run_folder
 from support import metrics as measure
 from support.command_line import flag, number
 from support.console import percent, say
@@ -58,6 +58,7 @@ from support.models import (
     make_optimizer,
     refresh,
 )
+from support.prefix_trees import shares_prefixes
 from support.pretrain import BUILT_IN
 from support.ranks import Ranks, joined_ranks
 from support.reward_placement import place_rewards
@@ -65,7 +66,6 @@ from support.run_folder import Output, open_output
 from support.shutdown import StopSignal, fail, farewell
 from support.stop_texts import StopTexts
 from support.tasks import TASKS, problems_of
-from support.trees import shares_prefixes
 
 MAX_REFILLS = 4  # extra rollouts per step, for dynamic sampling
 DECISIVE = ("loss", "ratio_mean")  # skip an update if one of these or a norm isn't finite
@@ -629,7 +629,7 @@ class Run:
         self.log = console.Log(config.device, self.progress.seconds)
 
 
-parse_flags = functools.partial(flags.read, Config, __doc__)  # arguments -> Config
+parse_flags = functools.partial(resolve_flags.read, Config, __doc__)  # arguments -> Config
 
 
 def main(arguments: list[str] | None = None) -> int:

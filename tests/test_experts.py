@@ -13,8 +13,8 @@ import rollout
 import train
 from bench_architectures import build
 from support.models import has_experts
+from support.prefix_trees import grow, in_order
 from support.ranks import Ranks
-from support.trees import grow, in_order
 from tools import EXPERTS, SHAPE, distance, good, metrics, newest, random_policy, refused
 
 Experts = pytest.importorskip("support.extras.experts").Experts

@@ -15,7 +15,7 @@ from rewards import parse_reward
 from support.errors import UserError
 from tools import SHAPE, character_tokenizer, good, metrics, refused
 
-Judge = pytest.importorskip("support.extras.judge").Judge
+Judge = pytest.importorskip("support.extras.reward_model").Judge
 
 pytestmark = pytest.mark.usefixtures("place")
 
