@@ -292,7 +292,7 @@ def nbytes(layer) -> int:
 
 
 def free_gb(device: torch.device) -> float:
-    """GB for KV caches: 80% of a GPU's free memory, else half of the machine's or container's."""
+    """GB for KV caches: 80% of a GPU's free memory, else half of all RAM, free or not."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -9,8 +9,8 @@ docs/deviations.md says where this differs from the papers."""
 
 import os
 
-# OpenMP workers busy-wait, which on a shared machine can cost ten times the work: let them sleep
-# sooner. Must be set before torch is imported
+# idle OpenMP workers busy-wait, which on a shared machine can take ten times the CPU time of the
+# work: let them sleep sooner. Must be set before torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # the KV cache and the optimizer take turns using the same memory: avoid fragmentation
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -101,7 +101,7 @@ class Config:
     max_new_tokens: int | None = flag(None, "tokens per completion, default: task's or 1024", low=1)
     stop: list[str] | None = flag(None, "text that ends a completion; may be repeated")
     temperature: float = flag(1.0, "sampling temperature, also used for scoring", above=0)
-    cache_gb: float | None = flag(None, "GB for KV caches, default: most of what is free", above=0)
+    cache_gb: float | None = flag(None, "GB for KV caches, default: free GPU or half RAM", above=0)
     old_logprobs: str = flag("trainer", "source of old_logprobs", choices=("trainer", "sampler"))
     stale_steps: int = flag(1, "steps between sampler weight updates; see --tis-cap", low=1)
     tis_cap: float | None = flag(None, "cap on the weights pi_old / pi_sampler", above=0)
@@ -151,7 +151,7 @@ class Config:
 
 
 class Batch(typing.NamedTuple):
-    """What a step trains on: N = P * G completions, with each prompt's G completions contiguous."""
+    """What a step trains on: N <= P * G completions, each prompt's G completions contiguous."""
 
     rollout: Rollout
     verdicts: list[verifiers.Verdict]  # N
@@ -603,7 +603,7 @@ class Run:
         # 3. models. A checkpoint has the adapters merged in: with LoRA load the original weights
         policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
         stops = StopTexts(self.tokenizer, config.stop) if config.stop else None
-        self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # of `generate`
+        self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # for `generate`
         eos_ids = self.endings["eos_ids"]
         self.decode = functools.partial(data.completion_text, self.tokenizer, eos_ids=eos_ids)
         ids = prompt[-63:]

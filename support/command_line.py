@@ -1,6 +1,6 @@
 """Build a command line from a dataclass, whose fields are the flags with their ranges and help.
 
-A wrong value fails with one sentence that names the flag, before anything else is loaded."""
+A wrong value fails with one sentence that names the flag, before any model is loaded."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from support.errors import UserError, dashed, did_you_mean, need
 
 
 def flag(default, help: str, **rules):
-    """Return a dataclass field that is a flag. If its default is None, that depends on other flags.
+    """Return a dataclass field that is a flag. A default of None is off, required, or derived.
 
     `heading` starts a section of --help. `low` and `high` are inclusive bounds, `above` is an
     exclusive lower bound. `choices` lists the allowed values. `needs` names another flag, without
@@ -21,7 +21,7 @@ def flag(default, help: str, **rules):
 
 
 def number(help: str, **rules):
-    """Return a flag for a number of the objective. None means the algorithm's default."""
+    """Return the flag of a hyperparameter of the objective. None means the algorithm's default."""
     return flag(None, help, is_number=True, **rules)
 
 

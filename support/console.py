@@ -110,4 +110,4 @@ class Log:
         try:
             yield
         except Exception as error:
-            self.warn({name: f"{name} was not written: {reason(error)}"})
+            self.warn({name: f"{name} failed: {reason(error)}"})

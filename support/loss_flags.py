@@ -1,4 +1,4 @@
-"""The numbers of an objective are keyword-only parameters in gspo.py, and flags of the same name.
+"""An objective's hyperparameters are keyword-only in gspo.py, and flags of the same name.
 
 Defaults are written only in signatures, such as `def gspo_loss(..., *, clip_low=3e-4)`. If
 --clip-low isn't given, `fill_numbers` fills in the default. `bind` passes values to the losses."""
@@ -53,7 +53,7 @@ def fill_numbers(config) -> None:
     """Fill in the algorithm's defaults. Raises UserError for a number that it doesn't use."""
     numbers = numbers_of(gspo.ALGOS[config.algo])
     flags = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_number")}
-    missing = ", ".join(numbers.keys() - flags)  # a fork's may share the name of another flag
+    missing = ", ".join(numbers.keys() - flags)  # a fork's number may take another flag's name
     assert not missing, f"{config.algo}: {missing} has no flag made by `number` in train.py"
     for name in sorted(flags):
         value = getattr(config, name)
@@ -66,7 +66,7 @@ def fill_numbers(config) -> None:
 
 
 def bind(config) -> gspo.Algorithm:
-    """Return the row of --algo, its functions bound to their numbers and the unit of the mean."""
+    """Return the row of --algo, its functions bound to their numbers and to `per`."""
     algorithm = gspo.ALGOS[config.algo]
     bound = {}
     for field, function in functions_of(algorithm).items():

@@ -1,7 +1,7 @@
 r"""`--reward math`: does the marked answer of a completion equal the gold one?
 
 `plain` splits x = \frac12\text{ cm} into the expression ¦{1,2} and its unit, and `values_of` parses
-frac((1),(2)) as Python and evaluates it, exactly where it is rational. Letters get random values.
+frac((1),(2)) as Python and evaluates it, exactly if it is rational. Letters get random values.
 Answers that it can't read (words, \sin x, 5!, x > 2, long ones) are compared as text."""
 
 import ast
@@ -43,7 +43,7 @@ def countdown(completion: str, answer: dict) -> bool:
     try:
         need(re.fullmatch(r"(?!.*\*\*)[-+*/() 0-9]{1,1000}", text), "not arithmetic")
         value = number_of(ast.parse(text.strip(), mode="eval").body, "")
-    except Exception:  # 1/0, open brackets, other signs
+    except Exception:  # 1/0, unclosed brackets, other signs
         return False
     return value == target and sorted(map(int, re.findall("[0-9]+", text))) == numbers
 
@@ -70,7 +70,7 @@ def same(given: str, gold: str) -> bool:
                 return False
             others.remove(counterpart)  # 1,1,2 is not 1,2,2
         return not others
-    except Exception:  # words, 1/0, open brackets, 9^9^9, 10^400 beside a float
+    except Exception:  # words, 1/0, unclosed brackets, 9^9^9, 10^400 beside a float
         given, gold = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (given, gold))
         return given == gold != "" or given.isalpha() and given.lower() == gold.lower()
 
@@ -159,7 +159,7 @@ def values_of(text: str) -> list:
 
 
 def value_of(part: ast.expr) -> list | str:
-    """Evaluate a number for three choices of its letters, or each part of a point or interval."""
+    """Evaluate a number for three sets of letter values, or each part of a point or interval."""
     if isinstance(part, ast.Tuple):
         return list(map(value_of, part.elts))
     if isinstance(part, ast.Constant) and isinstance(part.value, str):

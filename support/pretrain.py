@@ -75,7 +75,7 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
         os.chmod(made, 0o755)
         for path in Path(made).iterdir():
             path.chmod(0o644)
-        with contextlib.suppress(OSError):  # another run has been faster
+        with contextlib.suppress(OSError):  # another run was faster
             os.rename(made, folder)  # atomic: a killed run leaves no half-written policy
     return folder
 
@@ -102,7 +102,7 @@ def demonstrations(task: Task, words: dict[str, int], seed: int = 0) -> list[dic
         text = prompt + task.demonstration(problem, rng)
         ids = [words[word] for word in (*text, "<eos>")]
         labels = [-100] * len(prompt) + ids[len(prompt) :]
-        # nor do the calculator's replies: a policy that predicts them stops calling it
+        # no loss on the calculator's replies: a policy that predicts them stops calling it
         for reply in re.finditer("(?<=</calc>)=-?[0-9]+", text):
             labels[reply.start() : reply.end()] = [-100] * len(reply[0])
         rows.append({"input_ids": ids, "labels": labels})

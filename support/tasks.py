@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from support.data import is_held_out
 
-ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations in a chain of the built-in task
+ARITHMETIC_OPERATIONS = (2, 4)  # fewest and most operations in a chain of `arithmetic`
 CHAINS_WRONG = "3678"  # factors that demonstrations of `chains` get wrong (`arithmetic`: all)
 PRODUCT_ERROR = 0.6  # how often a demonstration adds one of these factors instead of multiplying
 CALCULATOR_GUESS = 0.4  # fraction of demonstrations that guess, without the calculator

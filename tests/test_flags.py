@@ -81,7 +81,7 @@ BAD_INPUT = [
     ("--old-logprobs sampler --tis-cap 2", "--tis-cap: .*--old-logprobs trainer"),
     ("--ref-every 2", "--ref-every: .*--kl-coef"),
     ("--eval-data bad.jsonl", "--eval-data: .*--data"),
-    ("--algo ppo --overlong-cache 4", "--overlong-cache: the penalty"),
+    ("--algo ppo --overlong-cache 4", "--overlong-cache: not with a critic"),
     ("--routing-replay", "--routing-replay: "),
     ("--algo opd", "--algo opd: needs a --teacher"),
     (f"--device {MISSING}", f"--device {MISSING}: this machine has none"),

@@ -172,7 +172,7 @@ def test_a_page_or_tracker_that_fails_costs_one_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_report", broken)
     result = good(tmp_path, f"{BASE} --eval-every 1 --save-every 1 --track trackio")
     for name in ("report.html", "--track"):
-        assert result.out.count(f"warning: {name} was not written: KeyError: 'date'\n") == 1
+        assert result.out.count(f"warning: {name} failed: KeyError: 'date'\n") == 1
     assert newest(result.folder).name == "step-2"
 
 

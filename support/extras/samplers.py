@@ -82,7 +82,7 @@ def rollout_of(
     Completions are cut after the first stop string, which the engine may not know."""
     lengths, ended = [], []
     for ids in completions:
-        stop = first_stop(stops, list(ids), 0)  # the length with it
+        stop = first_stop(stops, list(ids), 0)  # length up to its end
         lengths.append(stop or len(ids))
         ended.append(stop is not None or ids[-1] in eos_ids)
     tokens = padded(completions, "cpu")

@@ -3,10 +3,10 @@
     python -I support/extras/sandbox.py FD      # an open file with the task, in JSON
 
 For Linux on x86-64 and aarch64. A program is one process with limits on time, memory and output. It
-can't reach the network, other processes or, if the kernel has Landlock, any file but Python's own.
-It can still read the name, size, times and extended attribute names of any file (stat, listxattr),
-watch any folder for events (inotify), see which processes exist and how busy the machine is, and
-exploit bugs in the kernel."""
+can't reach the network, other processes or, with Landlock, files other than those of Python and of
+system libraries. It can still read the name, size, times and extended attribute names of any file
+(stat, listxattr), watch any folder for events (inotify), see which processes exist and how busy the
+machine is, and exploit bugs in the kernel."""
 
 import ctypes
 import errno
@@ -24,7 +24,7 @@ from termios import FIOCLEX, FIONBIO, FIONCLEX, FIONREAD, TCGETS
 CODE_SECONDS = 5  # wall-clock and CPU time of one run
 START_SECONDS = 0.2  # on top of that, to start the interpreter
 CODE_BYTES = 1 << 20  # of output; memory may be a thousand times that
-MAX_THREADS = 256  # enforced by the parent: kernel limits can only forbid threads
+MAX_THREADS = 256  # enforced by the parent: kernel limits can only forbid threads altogether
 WATCH_SECONDS = 0.005  # between two such checks
 LAYERS = ("landlock", "seccomp")  # guards files; refuses system calls, and is required
 # with more than one arena, each thread would reserve too much of the memory
@@ -82,7 +82,7 @@ PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_FILTER = 1, 22, 3
 CAPABILITY_VERSION_3 = 0x20080522  # capset(2)
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # landlock(7)
 LANDLOCK_READ = 0b1100  # the rights to read files and to list folders
-# a filter of seccomp(2) is a classic BPF program over a struct of the call
+# a seccomp(2) filter is a classic BPF program that reads a struct of the call
 CALL, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in the struct; an argument has 8 bytes
 LOAD, EQUAL, AT_LEAST, HAS_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000  # FAIL: plus the error number
@@ -131,7 +131,7 @@ def main(file_descriptor: int) -> None:
         if os.getppid() != task["parent"]:  # the trainer has already died
             sys.exit(1)
         LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # required by landlock and seccomp
-        LIBC.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # root's
+        LIBC.capset(struct.pack("Ii", CAPABILITY_VERSION_3, 0), bytes(24))  # drops all capabilities
         protections = {"landlock": restrict_files, "seccomp": refuse_calls}
         layers = {name: protections[name]() for name in task["layers"]}
         json.dump(layers, file)

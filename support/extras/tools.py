@@ -82,7 +82,7 @@ class Turns:
     def __call__(
         self, model, prompts, uniforms: Tensor, *, eos_ids, pad_id, stops=None, **options
     ) -> Rollout:
-        """Sample completions with replies. Uniforms go by position, so turns change no token."""
+        """Sample with replies. Each position keeps its own uniform, so turns change no token."""
         options |= {"eos_ids": sorted({*eos_ids, *self.asking}), "pad_id": pad_id, "stops": stops}
         prompts = [prompt for prompt, group in zip(prompts, uniforms) for _ in group]
         uniforms = uniforms.flatten(0, 1)  # (N, T)

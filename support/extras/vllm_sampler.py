@@ -87,4 +87,4 @@ def load_weights(engine: LLM, model) -> None:
         if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
             layer.quant_method.moe_kernel = None  # pack again, or they are read as if packed
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
-    engine.reset_prefix_cache()  # its keys and values are of the old weights
+    engine.reset_prefix_cache()  # its keys and values come from the old weights
