@@ -156,7 +156,7 @@ def arithmetic_steps(completion: str, answer: str, prompt: str = "") -> list[tup
 
 
 class Verdict(NamedTuple):
-    """The reward of one completion, or NaN if a verifier failed and the completion abstains."""
+    """The reward of one completion, or NaN, an abstention, if a verifier failed."""
 
     completion: str
     row: dict  # its row of the data, plus "tokens", the completion's number of tokens
@@ -168,7 +168,7 @@ class Verdict(NamedTuple):
 
     @staticmethod
     def abstention(completion: str, row: dict, terms, fault: str) -> "Verdict":
-        """Return the verdict on a completion that abstains. terms: the names of the verifiers."""
+        """Return the abstention on a completion. terms: the names of the verifiers."""
         nothing = dict.fromkeys(terms, math.nan)
         return Verdict(completion, row, math.nan, nothing, [], nothing, fault)
 
@@ -222,7 +222,7 @@ class Reward:
 
     def without_shaping(self, verdicts: list[Verdict]) -> tuple[list[float], list[float] | None]:
         """Return each completion's reward and its correctness in [0, 1], both without shaping terms
-        and NaN if it abstains. If every term is shaping, return the whole rewards and None."""
+        and NaN if unjudged. If every term is shaping, return the whole rewards and None."""
         judging = [name for name in self.terms if name not in self.shaping]
         earned = [sum(one.with_steps[name] for name in judging or self.terms) for one in verdicts]
         if not judging:
@@ -262,7 +262,7 @@ class Reward:
                 continue
             alone = Reward({name: term})
             faults = [verdict.fault for verdict in alone.verify(texts, [row] * len(texts))]
-            fields = f"def f(completion, answer) and, by name, any other field of {', '.join(row)}"
+            fields = f"def f(completion, answer) and, by name, any of {', '.join(row)}"
             need(not all(faults), f"--reward {faults[0]}; expected {fields}")
             self.shaping |= alone.out_of_range
             self.out_of_range |= alone.out_of_range

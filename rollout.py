@@ -452,7 +452,7 @@ def check_scorer(model, prompts, pad_id: int) -> bool:
         by_rows, _ = completion_logprobs(model, rollout, temperature=1.0)
     for who, found in (("sampler", rollout.sampler_logprobs), ("scorer", by_rows)):
         gap = float((found - own).abs().max())
-        away = f"log-probs of our {who} are up to {gap:.1g} away from those of the {name}'s own"
+        away = f"log-probs of our {who} differ by up to {gap:.1g} from {name}'s own"
         need(not differ(found), f"--model: {away} forward pass: it cannot be trained here")
     if not shares_prefixes(model):
         return False

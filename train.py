@@ -101,7 +101,7 @@ class Config:
     max_new_tokens: int | None = flag(None, "tokens per completion, default: task's or 1024", low=1)
     stop: list[str] | None = flag(None, "text that ends a completion; may be repeated")
     temperature: float = flag(1.0, "sampling temperature, also used for scoring", above=0)
-    cache_gb: float | None = flag(None, "GB for KV caches, default: free GPU or half RAM", above=0)
+    cache_gb: float | None = flag(None, "GB for KV cache, default: free VRAM or half RAM", above=0)
     old_logprobs: str = flag("trainer", "source of old_logprobs", choices=("trainer", "sampler"))
     stale_steps: int = flag(1, "steps between sampler weight updates; see --tis-cap", low=1)
     tis_cap: float | None = flag(None, "cap on the weights pi_old / pi_sampler", above=0)
@@ -113,8 +113,8 @@ class Config:
     overlong_cache: int | None = flag(None, "penalty ramp before the limit, in tokens", low=0)
     overlong_filter: bool = flag(False, "leave truncated completions out of the loss")
     routing_replay: bool = flag(False, "train with the experts that pi_old chose")
-    clip_low: float | None = number("clip the ratio below 1 - clip_low", low=0)
-    clip_high: float | None = number("clip the ratio above 1 + clip_high", low=0)
+    clip_low: float | None = number("width of the clip range, downward", low=0)
+    clip_high: float | None = number("width of the clip range, upward", low=0)
     dual_clip: float | None = number("upper bound on the ratio where A < 0", above=1)
     ratio_max: float | None = number("upper bound on a token's weight", above=0)
     tau_pos: float | None = number("steepness of the gate where A > 0", above=0)
@@ -530,7 +530,7 @@ def report_step(run: "Run", output: Output, row: dict, shown: list[dict], stoppi
             row |= routing.measure_flips(score_again, run.ranks)
     lost = [name for name, value in row.items() if not math.isfinite(value)]  # JSON has no NaN
     if lost:
-        run.log.warn({"lost": f"step {step}: not finite, left out of its row: {', '.join(lost)}"})
+        run.log.warn({"lost": f"step {step}: omitted because not finite: {', '.join(lost)}"})
     row = {name: float(value) for name, value in row.items() if name not in lost} | {"step": step}
     run.log.warn(health.warnings_of(run, row))
 
@@ -600,7 +600,7 @@ class Run:
         prompt = self.held_out[0][data.IDS]
         say(f"first held-out prompt: '{printable(self.tokenizer.decode(prompt))}'")
 
-        # 3. models. A checkpoint has the adapters merged in: with LoRA load the original weights
+        # 3. models. Checkpoints have the adapters merged in; LoRA needs the original weights
         policy = load_model(source if config.lora_rank or not saved else str(saved), config.device)
         stops = StopTexts(self.tokenizer, config.stop) if config.stop else None
         self.endings = {**end_and_pad_ids(policy, self.tokenizer), "stops": stops}  # for `generate`
@@ -624,7 +624,7 @@ class Run:
             run_folder.restore(saved, config, self.models, self.optimizer)
         trained, every = policy.num_parameters(only_trainable=True), policy.num_parameters()
         size = f"{trained / 1e6:.1f} of {every / 1e6:.1f} M parameters are trained"
-        size += ", scored with shared prefixes" if self.share_prefixes else ", scored row by row"
+        size += ", prefixes shared" if self.share_prefixes else ", no prefix sharing"
         say(f"{config.algo}, {size}, {config.device} {config.dtype}, --reward {config.reward}")
         self.log = console.Log(config.device, self.progress.seconds)
 

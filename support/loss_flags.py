@@ -32,7 +32,7 @@ def numbers_of(algorithm: gspo.Algorithm) -> dict:
         for name, default in keywords_of(function).items():
             if default is not inspect.Parameter.empty and name not in algorithm.loss_reads:
                 same = numbers.setdefault(name, default) == default
-                assert same, f"gspo.py: {name}: expected one default in an algorithm"
+                assert same, f"gspo.py: {name}: expected one default per algorithm"
     return numbers
 
 

@@ -64,7 +64,7 @@ def built_in_policy(task: Task, name: str, seed: int = 0) -> Path:
 
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as made:
-        say(f"pretraining the built-in policy {name}, only this once, into {folder}")
+        say(f"pretraining the built-in policy {name} (only once) into {folder}")
         model = tokenizers.models.BPE(words, merges=[], unk_token="<unk>")
         characters = tokenizers.Tokenizer(model)
         characters.decoder = tokenizers.decoders.Fuse()

@@ -214,7 +214,7 @@ def answers(story: Story) -> str:
     return f'<details open="">{"".join(parts)}</details>'
 
 
-# completions may be hostile: if one gets past visible(), the page still loads and runs nothing
+# hostile completions that get past visible() still can't load or run anything
 HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">

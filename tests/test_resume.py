@@ -234,7 +234,7 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (config(overlong_filter=1), "--overlong-filter 1: expected bool"),
     (config(stop=[1]), "--stop [1]: expected non-empty strings"),
     (config(completions_per_update=7), "--completions-per-update 7"),
-    (config(lr_schedule="linear"), "--steps: a resumed run keeps its own, 1"),
+    (config(lr_schedule="linear"), "--steps: a resumed run must keep 1"),
     (lambda run: shutil.rmtree(run / "checkpoints"), "run/checkpoints has no checkpoint"),
     (no_disk, "run/checkpoints has no checkpoint"),
     (changed(PROGRESS, lambda text: text[:40]), DAMAGED),
@@ -247,7 +247,7 @@ UNFIT = [  # what happens to a run's folder, words of the sentence, flags
     (None, "is already at step 1; pass a larger --steps; for its report", "--steps 1"),
 ]
 for flag in ("--model models/moe", "--lora-rank 2", "--lr-schedule cosine", "--kl-coef 0.1"):
-    UNFIT.append((None, f"{flag.split()[0]}: a resumed run keeps its own, ", flag))
+    UNFIT.append((None, f"{flag.split()[0]}: a resumed run must keep ", flag))
 
 
 @pytest.mark.parametrize("happens, words, flags", [(*case, "")[:3] for case in UNFIT])

@@ -564,7 +564,7 @@ def test_a_metric_that_is_not_finite_skips_no_update(monkeypatch, tmp_path):
 
     spied(monkeypatch, "rloo", "loss", with_metric)
     result = good(tmp_path, f"{BASE} --algo rloo --steps 1")
-    assert "step 1: not finite, left out of its row: log_clip" in result.out
+    assert "step 1: omitted because not finite: log_clip" in result.out
     [row] = metrics(result.folder)
     assert row["bad_updates"] == 0 and "log_clip" not in row and row["late"] > 0
 

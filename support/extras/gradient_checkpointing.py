@@ -15,7 +15,7 @@ def checkpoint_layers(model, context: Callable = contextlib.nullcontext) -> None
     """Checkpoint every layer. It is recomputed in the context that context() returned in its first
     run. transformers only does this in training mode, which would turn on dropout."""
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-    need(layers, f"--gradient-checkpointing: {model.config.model_type} has no layers for it")
+    need(layers, f"--gradient-checkpointing: {model.config.model_type} doesn't support it")
     for layer in layers:
         layer.forward = functools.partial(run_twice, context, layer.forward)
 

@@ -24,7 +24,7 @@ _builtins.print('\\n' + _json.dumps(_results, sort_keys=True))"""
 @verifier
 def code(completion: str, answer: dict) -> bool:
     """1 if the program passes every case: {"fn": name, "cases": [[arguments, result], ...]}
-    (results are JSON, in which 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
+    (compared as JSON text: 1 is neither 1.0 nor true) or {"stdin": [[input, output], ...]}.
 
     The program is the last fenced block of Python that defines the function (possibly as a method
     of `class Solution`) or reads the input. All cases share CODE_SECONDS, plus START_SECONDS per

@@ -85,6 +85,6 @@ def load_weights(engine: LLM, model) -> None:
         weights.pop("lm_head.weight", None)
     for layer in engine_model.modules() if model.device.type == "cpu" else ():
         if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
-            layer.quant_method.moe_kernel = None  # pack again, or they are read as if packed
+            layer.quant_method.moe_kernel = None  # repack: new weights come unpacked
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
     engine.reset_prefix_cache()  # its keys and values come from the old weights
