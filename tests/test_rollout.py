@@ -131,7 +131,7 @@ ARCHITECTURES = {
     "xglm": "right: rows; checkpointed",  # a body inside the body
     "llama4_text": "right: rows; checkpointed",  # attention by length
     "roberta": "refused: .* our sampler differ by up to .* from roberta's own forward .*",
-    "modernbert-decoder": "refused: .* our scorer differ by up to .*",  # the head has layers of its own
+    "modernbert-decoder": "refused: .* our scorer differ by up to .*",  # its own head
     "rwkv": "refused: .* a rwkv does not use transformers' KV cache.*",
 }
 
