@@ -56,8 +56,11 @@ def percent(evaluation: dict) -> str:
     """Format an evaluation, as in "greedy 27.3%, pass@8 82.4%" or "mean reward 0.27"."""
     if "eval_reward" in evaluation:  # no verifier told right from wrong
         return f"mean reward {evaluation['eval_reward']:.2f}"
-    names = {name: name.removeprefix("eval_").replace("solved", "greedy") for name in evaluation}
-    return ", ".join(f"{names[name]} {share:.1%}" for name, share in evaluation.items())
+    parts = []
+    for name, share in evaluation.items():
+        shown = name.removeprefix("eval_").replace("solved", "greedy")
+        parts.append(f"{shown} {share:.1%}")
+    return ", ".join(parts)
 
 
 class Log:

@@ -1,4 +1,4 @@
-"""An objective's hyperparameters are keyword-only in gspo.py, and flags of the same name.
+"""An objective's hyperparameters are keyword-only parameters in gspo.py, and flags.
 
 Defaults are written only in signatures, such as `def gspo_loss(..., *, clip_low=3e-4)`. If
 --clip-low isn't given, `fill_numbers` fills in the default. `bind` passes values to the losses."""
