@@ -4,7 +4,6 @@ followed step by step in a copy."""
 import json
 import re
 import shlex
-import textwrap
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -190,11 +189,6 @@ def test_reward_example_pays_and_trains(place):
     [command] = [each for each in commands() if "my_reward.py" in each]
     run = good("runs", f"{command} {RUN} --model models/tiny --max-new-tokens 8", small=False)
     assert "reward/final_result" in metrics(run.folder)[0]
-
-
-def test_the_excerpt_of_the_loop_is_its_code():
-    excerpt = textwrap.indent(example("README.md", "# 5. updates"), "    ")
-    assert excerpt in (DOCS / "loop.py").read_text()
 
 
 # ---- extending.md --------------------------------------------------------------------------------
