@@ -28,8 +28,8 @@ from tools import metrics  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
 LESSON = PAGE.read_text(encoding="utf-8")
-# a comment that GitHub hides, `diff old new`, `source name` or `body name`, and the block below it
-CODE = re.compile(r"<!-- (diff|source|body) (\w+) ?(\w*) -->\n```\w+\n.*?```\n", re.DOTALL)
+# a hidden comment, `diff old new` or `source name` (or `code`, `body`), and the block below it
+CODE = re.compile(r"<!-- (diff|source|code|body) (\w+) ?(\w*) -->\n```\w+\n.*?```\n", re.DOTALL)
 README = ROOT / "README.md"
 
 
@@ -51,8 +51,11 @@ def block(found: re.Match) -> str:
     """The comment and the block: a whole function, one without its docstring, or a diff of two."""
     kind, name, new = found.groups()
     language, lines = "python", lines_of(name)
-    if kind == "source":
+    if kind in ("source", "code"):
         lines = inspect.getsource(getattr(gspo, name)).splitlines()
+    if kind == "code":  # without the docstring
+        docstring, first = ast.parse("\n".join(lines)).body[0].body[:2]
+        lines[docstring.lineno - 1 : first.lineno - 1] = []
     if kind == "diff":
         language = "diff"
         lines = [*difflib.unified_diff(lines, lines_of(new), lineterm="", n=len(lines))][3:]
@@ -68,7 +71,7 @@ def test_code_of_the_lesson_is_that_of_gspo():
     found = CODE.findall(LESSON)
     assert [kind for kind, *_ in found].count("diff") == LESSON.count("```diff") > 3
     assert ("source", "reinforce_loss", "") in found
-    assert CODE.findall(README.read_text()) == [("body", "gspo_loss", "")]
+    assert CODE.findall(README.read_text()) == [("code", "gspo_loss", "")]
     for page in (PAGE, README):
         text = page.read_text()
         assert with_code(text) == text, "a loss has changed: python tests/test_lesson.py"
