@@ -1,6 +1,7 @@
 """Put the project's files on the path, as a user's script would find them. Add --slow, and
 fixtures that several test files share."""
 
+import gc
 import os
 import sys
 from collections import namedtuple
@@ -15,6 +16,11 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "bench"), str(TESTS.p
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models so small wait for a second thread
 if not any("on_a_gpu" in word for word in sys.argv):  # bf16 and its rounding would be the default
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
+
+import forks  # noqa: E402, F401, what the fork server imports
+
+if "pytest" in sys.argv[0] and not any("test_" in word for word in sys.argv):
+    forkserver.ensure_running()  # of the whole suite: it imports torch while we do
 
 import transformers  # noqa: E402
 
@@ -31,9 +37,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes long, or asks for documentation: with --slow")
+    config.addinivalue_line("markers", "last: waits for processes that run beside the other tests")
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: "last" in item.keywords)
     if config.getoption("--slow"):
         return
     for item in items:
@@ -42,8 +50,16 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    if "forks" in sys.modules:
-        forkserver.ensure_running()  # it imports torch while the first tests run
+    gc.freeze()  # what the imports have made is not searched again in every collection
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(request, tmp_path_factory):
+    """What the tests marked `last` wait for, by the name of their module."""
+    if any(hasattr(item.module, "fork") for item in request.session.items):
+        forkserver.ensure_running()
+    modules = {item.module for item in request.session.items if "last" in item.keywords}
+    return {each.__name__: each.begin(tmp_path_factory.mktemp("begun")) for each in modules}
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import gspo
 import rewards
 import rollout
 import train
-from forks import fork, program
+from forks import beside, fork
 from support import report
 from tools import ROOT, copy_of_project, digests, good, metrics, strict, watched, write_rows
 
@@ -235,28 +235,27 @@ print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}"
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def extending(tmp_path_factory):
+def begin(folder):
     """A copy of the project with the steps of the page, in which PROGRAM runs beside the tests."""
-    project = copy_of_project(tmp_path_factory.mktemp("extended") / "project")
+    project = copy_of_project(folder / "project")
     for step in blocks("extending.md", "python"):
         applied(step, project)
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
     flags = command.partition("train.py ")[2] + f" {RUN} --steps 2 --group-size 16 --track csv"
     here = {"out": project / "out", "folder": project, "XDG_CACHE_HOME": str(project / "cache")}
-    process = fork(program, PROGRAM, *shlex.split(flags), **here)
-    yield project, process
-    process.kill()  # if a step never ends
+    return project, fork(beside, PROGRAM, *shlex.split(flags), **here)
 
 
 @pytest.fixture(scope="module")
-def extended(extending):
+def extended(begun):
     """The copy, and what PROGRAM printed."""
-    project, process = extending
+    project, process = begun[__name__]
     process.join(300)
+    process.kill()  # if a step never ends
     return project, (project / "out").read_text()
 
 
+@pytest.mark.last
 def test_extended_as_the_page_says_it_trains(extended):
     """Of chances 0.5, 0.3, 0.15 and 0.05 a nucleus of 0.7 keeps the first two: 5/8 and 3/8."""
     project, said = extended
@@ -276,6 +275,7 @@ def test_extended_as_the_page_says_it_trains(extended):
     assert (project / "runs/run/rewards.csv").read_text().startswith("1,")
 
 
+@pytest.mark.last
 def test_the_loss_of_the_page_that_reads_the_sampler_is_weighted(extended):
     """In step 2 the sampler is older than pi_old. Without a sixth tensor the loss fails."""
     project, said = extended
@@ -286,6 +286,7 @@ def test_the_loss_of_the_page_that_reads_the_sampler_is_weighted(extended):
     assert first["sampler_kl"] < 1e-9 < second["sampler_kl"]
 
 
+@pytest.mark.last
 def test_the_curriculum_of_the_page_begins_with_easy_rows_and_skips_mastered_ones(extended):
     project, said = extended
     assert "levels 0\n" in said, said
@@ -293,6 +294,7 @@ def test_the_curriculum_of_the_page_begins_with_easy_rows_and_skips_mastered_one
     assert samples == {1: "0=", 2: "1=", 3: "2=", 4: "2=", 5: "2="}
 
 
+@pytest.mark.last
 def test_the_value_head_of_the_page_is_trained_saved_and_resumed(extended):
     project, said = extended
     assert "resumed 0\n" in said and said.endswith("whole 0\n"), said

@@ -3,8 +3,9 @@
 import re
 
 import exercises
+import pytest
 
-from forks import QUICK, fork, program
+from forks import QUICK, beside, fork
 from tools import ROOT
 
 CHECK = """
@@ -15,21 +16,28 @@ runpy.run_path("docs/exercises.py", run_name="__main__")
 """
 
 
-def test_empty_functions_and_bugs_fail_and_the_originals_are_right(tmp_path):
-    """Each bug with the test that finds it."""
-    exercises.make_copy(tmp_path / "copy")
+def begin(folder):
+    """Check the empty functions, the originals and the bugs."""
+    exercises.make_copy(folder / "copy")
 
-    def check(folder, out, *names):
-        return fork(program, CHECK, *names, out=tmp_path / out, folder=folder, **QUICK)
+    def check(project, out, *names):
+        return fork(beside, CHECK, *names, out=folder / out, folder=project, **QUICK)
 
     checks = [
-        check(tmp_path / "copy", "empty", *exercises.EXERCISES),
+        check(folder / "copy", "empty", *exercises.EXERCISES),
         check(ROOT, "original", *exercises.EXERCISES),
         check(ROOT, "bugs", "bugs"),
     ]
+    return folder, checks
+
+
+@pytest.mark.last
+def test_empty_functions_and_bugs_fail_and_the_originals_are_right(begun):
+    """Each bug with the test that finds it."""
+    folder, checks = begun[__name__]
     for process in checks:
         process.join()
-    empty, original, bugs = ((tmp_path / out).read_text() for out in ("empty", "original", "bugs"))
+    empty, original, bugs = ((folder / out).read_text() for out in ("empty", "original", "bugs"))
     for name in exercises.EXERCISES:
         assert f"\n{name}: not yet" in f"\n{empty}" and f"\n{name}: right" in f"\n{original}"
     for name in exercises.BUGS:

@@ -1,6 +1,8 @@
 """The files of support/extras are optional: each is imported where a flag asks for it."""
 
-from forks import QUICK, fork, program
+import pytest
+
+from forks import QUICK, beside, fork
 from tools import copy_of_project
 
 TRAIN = """
@@ -12,15 +14,22 @@ COLLECT = "import sys, pytest; sys.exit(pytest.main(['--collect-only', '-q', 'te
 FLAGS = "--algo gspo --steps 1 --prompts-per-step 2 --eval-prompts 4 --eval-samples 0 --name run"
 
 
-def test_without_the_optional_files_a_run_trains_and_the_tests_are_collected(models, tmp_path):
-    out, collected, copy = tmp_path / "out", tmp_path / "collected", copy_of_project(tmp_path / "p")
+def begin(folder):
+    """Train in a copy without those files, and collect its tests."""
+    copy = copy_of_project(folder / "project")
     for path in copy.glob("support/extras/*.py"):
         if path.name != "__init__.py":
             path.unlink()
-    cache = str(models / "cache")
-    train = fork(program, TRAIN, *FLAGS.split(), out=out, folder=copy, XDG_CACHE_HOME=cache)
-    collect = fork(program, COLLECT, out=collected, folder=copy, **QUICK)
+    here = {"folder": copy, "XDG_CACHE_HOME": str(folder / "cache")}
+    train = fork(beside, TRAIN, *FLAGS.split(), out=folder / "out", **here)
+    return folder, train, fork(beside, COLLECT, out=folder / "collected", folder=copy, **QUICK)
+
+
+@pytest.mark.last
+def test_without_the_optional_files_a_run_trains_and_the_tests_are_collected(begun):
+    folder, train, collect = begun[__name__]
     train.join()
     collect.join()
-    assert train.exitcode == 0 and "held out" in out.read_text(), out.read_text()
-    assert collect.exitcode == 0, collected.read_text()[-3000:]
+    out, collected = ((folder / name).read_text() for name in ("out", "collected"))
+    assert train.exitcode == 0 and "held out" in out, out
+    assert collect.exitcode == 0, collected[-3000:]
