@@ -36,7 +36,7 @@ def test_statistics_of_numbers_that_a_hand_can_check():
 def test_tables_of_the_page_are_those_of_the_runs():
     """Without the header and the first cell of a comparison, which the page words otherwise."""
     page = (common.ROOT / "docs/runs/rates/README.md").read_text()
-    rows = common.read_rows(common.ROOT / "docs/runs/rates/rows.jsonl")
+    rows = common.read_rows(long.ROWS_FILE)
     runs = [row for row in rows if row["more"] == ""]
     outcomes = long.cells(runs, long.spread).splitlines()[2:]
     compared = [line.split(" | ", 1)[1] for line in long.comparisons(runs).splitlines()[2:]]
@@ -45,6 +45,7 @@ def test_tables_of_the_page_are_those_of_the_runs():
 
 
 def test_tables_need_every_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["long.py", "--table", "--out", str(tmp_path / "none.jsonl")])
+    monkeypatch.setattr(sys, "argv", ["long.py", "--table"])
+    monkeypatch.setattr(long, "ROWS_FILE", tmp_path / "none.jsonl")
     with pytest.raises(SystemExit, match="700 runs are missing"):
         long.main()

@@ -61,7 +61,6 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--algos", nargs="+", choices=gspo.ALGOS, default=list(gspo.ALGOS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file of finished runs")
     parser.add_argument("--write", action="store_true", help="put the table into docs/results.md")
     parser.add_argument("flags", nargs="*", help="of train.py, after --")
@@ -71,7 +70,7 @@ def main() -> None:
         for seed in given.seeds
         for algo in given.algos
     ]
-    common.run_missing(run, wanted, given.out, given.jobs, start="spawn")
+    common.run_missing(run, wanted, given.out, start="spawn")
     results = {algo: [] for algo in given.algos}
     for each in common.read_rows(given.out):
         if {"flags": each["flags"]} in wanted:

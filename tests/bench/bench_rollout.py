@@ -1,7 +1,7 @@
 """Speed of sampling and scoring: rollout.py, with each layout, and transformers.
 
     python tests/bench/bench_rollout.py                           # 3 M parameters: minutes
-    python tests/bench/bench_rollout.py --model qwen3-0.6b --rows 64 256 --longest 1024    # a GPU
+    python tests/bench/bench_rollout.py --model qwen3-0.6b --rows 64    # on a GPU
 
 All contestants get the same model, prompts and long-tailed lengths, and take turns. Ratios are
 medians over the turns. Completions are random tokens and share only their prompt."""
@@ -18,6 +18,7 @@ import rollout as R
 
 GROUP, PROMPT, SCORED_PROMPT = 8, 24, 200
 TURNS = 5
+LONGEST = 256  # tokens of a completion
 SHAPES = {"3m": dict(zip(bench_memory.NAMES, (192, 576, 6, 6, 2, 32, 1000, True)))}
 SHAPES |= {f"qwen3-{name.lower()}": bench_memory.SHAPES[name] for name in bench_memory.PUBLISHED}
 
@@ -119,7 +120,6 @@ def main():
     parser = common.parser(__doc__)
     parser.add_argument("--model", default="3m", choices=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256], help="completions")
-    parser.add_argument("--longest", type=int, default=256, help="longest completion, in tokens")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -127,10 +127,10 @@ def main():
     if given.model != "3m":
         model.to("cuda", torch.bfloat16)
     head = ["sampled", "ours, tokens/s", "`generate`", "ours / `generate`"]
-    sampled = [sampling(model, rows, given.longest) for rows in given.rows]
+    sampled = [sampling(model, rows, LONGEST) for rows in given.rows]
     print(common.markdown(head, *sampled), flush=True)
     head = ["scored", "trees, µs a token", "rows", "padded", "trees / rows", "rows / padded"]
-    print(f"\n{common.markdown(head, scoring(model, 64, given.longest // 2))}")
+    print(f"\n{common.markdown(head, scoring(model, 64, LONGEST // 2))}")
 
 
 if __name__ == "__main__":

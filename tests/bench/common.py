@@ -31,6 +31,11 @@ def add_row(path: Path | str, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def rounded(number: float) -> float:
+    """The number with three digits, as rows keep it."""
+    return float(f"{float(number):.3g}")
+
+
 def train(flags: list[str]) -> tuple[float, list[dict]]:
     """Run train.py silently to its end, with one thread. Return the held-out share solved before
     training, and the metrics."""
@@ -58,7 +63,7 @@ def attempt(call: tuple) -> tuple[dict, dict | None, str]:
     return given, numbers, said
 
 
-def run_missing(work, wanted: list[dict], out: Path, jobs: int, start: str = "fork") -> None:
+def run_missing(work, wanted: list[dict], out: Path, jobs: int = 2, start: str = "fork") -> None:
     """Append the row one | work(one) to a file for each of these that it does not have yet. work
     returns numbers, and words about them.
 

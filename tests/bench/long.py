@@ -3,18 +3,17 @@
     python tests/bench/long.py            # every missing run
     python tests/bench/long.py --table    # the tables, and no run
 
-A finished run is a line in --out, so the command can be stopped and rerun at any time. Delete
+A finished run is a line in ROWS_FILE, so the command can be stopped and rerun at any time. Delete
 lines to repeat runs. docs/runs/rates/ has the plan and the results."""
 
 import itertools
 import math
 import statistics
 import sys
-from pathlib import Path
 
 import common
 import train  # noqa: F401  # each fork then has it
-from common import markdown, read_rows
+from common import markdown, read_rows, rounded
 from support import pretrain, tasks
 
 OPERATIONS = (12, 15)  # in a chain, fewest and most: answers have 80 tokens on average
@@ -53,6 +52,7 @@ PARTS = (  # rows, rates, seeds, further flags
     (BANDS, BAND_RATES, SEEDS, ""),
     (BANDS[-1:], RATES, SEEDS, ""),
 )
+ROWS_FILE = common.ROOT / "docs/runs/rates/rows.jsonl"
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "policy_sequence_std")
 Runs = list[dict]
 
@@ -69,7 +69,7 @@ def train_once(run: dict) -> tuple[dict, str]:
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
     found = {"solved": {0: before} | solved}
     for name in METRICS:
-        found[name] = [float(f"{row.get(name, 0.0):.3g}") for row in metrics]
+        found[name] = [rounded(row.get(name, 0.0)) for row in metrics]
     return found, " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
 
 
@@ -208,13 +208,11 @@ def comparisons(runs: Runs) -> str:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--out", type=Path, default=common.ROOT / "docs/runs/rates/rows.jsonl")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--table", action="store_true", help="train nothing")
     given = parser.parse_args()
     if not given.table:
-        common.run_missing(train_once, every_run(), given.out, given.jobs)
-    rows = read_rows(given.out)
+        common.run_missing(train_once, every_run(), ROWS_FILE)
+    rows = read_rows(ROWS_FILE)
     if len(rows) < len(every_run()):
         sys.exit(f"{len(every_run()) - len(rows)} runs are missing, and the tables need all")
     runs = [run for run in rows if run["more"] == ""]

@@ -3,7 +3,7 @@
     python tests/bench/rounding.py moves --model FOLDER --seeds 0 1   # log s within a step
     python tests/bench/rounding.py real --model FOLDER --data FOLDER  # short runs of the same model
     python tests/bench/rounding.py tiny                               # runs of the built-in policy
-    python tests/bench/rounding.py vllm --model FOLDER --data FOLDER --seeds 0 --old sampler
+    python tests/bench/rounding.py vllm --model FOLDER --data FOLDER --seeds 0
 
 Finished rows are appended to docs/runs/rounding/, so a command can be stopped and rerun. The
 plan is docs/runs/rounding/PLAN.md."""
@@ -26,6 +26,7 @@ import common
 import gspo
 import rollout as sampling
 import train
+from common import rounded
 from long import ROWS as ROWS_OF_LONG
 from support import models
 
@@ -81,11 +82,12 @@ def logprobs_in(model, parts: list, name: str) -> torch.Tensor:
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         dtype = DTYPES[name]
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-            scored = sampling.completion_logprobs(
-                model, part.rollout, 1.0, part.trees, entropy="none"
-            )
-        found.append(scored[0])
+            found.append(logprobs_of(model, part))
     return torch.cat(found)
+
+
+def logprobs_of(model, part) -> torch.Tensor:
+    return sampling.completion_logprobs(model, part.rollout, 1.0, part.trees, entropy="none")[0]
 
 
 def sample(model, prompts: list, group_size: int, length: int, seed: int):
@@ -100,7 +102,7 @@ def windows(log_ratio: torch.Tensor) -> dict[int, list[float]]:
     """Log s of every run of 12, 64 or 200 consecutive tokens, row by row."""
     return {
         length: [
-            float(f"{float(part.mean()):.3g}")
+            rounded(part.mean())
             for row in log_ratio
             for part in row.split(length)
             if len(part) == length
@@ -126,6 +128,8 @@ def moves(given) -> None:
     encode = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
     prompts = [encode([each])["input_ids"] for each in ask]
     out, advantages = FOLDER / "moves.jsonl", gspo.group_advantages(torch.tensor([1.0, 0] * 4), 4)
+    torch.set_num_threads(1)
+    use_rounded_linear()
     cells = [("rounded", lr) for lr in (1e-6, 1e-5, 1e-4)] + [("stored", 1e-6)]
     for seed in given.seeds:
         # the same completions for both kinds of weights, and for every rate
@@ -168,21 +172,19 @@ def measure_updates(model, lr: float, measured, trained: list, advantages) -> It
             if name != "float32":  # of the same weights: what a sampler of this dtype is off by
                 gap = before[name] - before["float32"]
                 row[f"{name} before"] = windows(gap)
-                row[f"{name} token std"] = float(f"{float(gap.std()):.3g}")
+                row[f"{name} token std"] = rounded(gap.std())
         yield row
 
 
 # ---- runs of train.py ----------------------------------------------------------------------------
 
 ROWS = {name: ROWS_OF_LONG[name] for name in ("gspo", "gspo, 3e-3", "gspo, 3e-2", "luspo", "grpo")}
-BAND_OF = {"gspo": (3e-4, 4e-4), "gspo, 3e-3": (3e-3, 3e-3), "gspo, 3e-2": (3e-2, 3e-2)}
-BAND_OF |= {"luspo": (2e-3, 2.5e-3), "grpo": (0.2, 0.2)}
 CASES = list(itertools.product(("float32", "bfloat16"), ("trainer", "sampler")))
 THREE = (CASES[0], CASES[2], CASES[3])
 EVERY_ROW = [(row, *case) for row in ROWS for case in THREE]
 # a float32 sampler differs from the trainer by 4e-8 a token: one row shows that it changes nothing
 CELLS = {"tiny": [*EVERY_ROW, ("gspo", *CASES[1])], "real": EVERY_ROW}
-CELLS["vllm"] = [("gspo", *CASES[2]), ("gspo", *CASES[3])]  # one a process, which has one engine
+CELLS["vllm"] = [("gspo", *CASES[2]), ("gspo", *CASES[3])]
 TINY = "--steps 15 --eval-every 0 --eval-prompts 256"
 REAL = "--steps 12 --eval-every 0 --eval-prompts 96 --prompts-per-step 8 --max-new-tokens 12 "
 REAL += "--lr 1e-5 --warmup-steps 0 --reward math_lenient"
@@ -192,25 +194,18 @@ class Watch:
     """Recompute the log-probs of every update in float32, and count by update (1 to 4) the clip's
     decisions: all, those to stop, those to stop in float32, and those that differ."""
 
-    def __init__(self, band: tuple[float, float]):
-        self.band, self.noise, self.sampler_noise = band, [], []
+    def __init__(self):
+        self.noise, self.sampler_noise = [], []
         self.counts = collections.defaultdict(lambda: [0, 0, 0, 0])
         self.score, self.logprobs_of = train.score, train.logprobs_of
         self.is_finite, self.policy_metrics = train.is_finite, gspo.policy_metrics
         train.score, train.logprobs_of = self.at_start, self.at_forward
         train.is_finite, gspo.policy_metrics = self.at_update, self.at_loss
 
-    def stop(self) -> None:
-        train.score, train.logprobs_of = self.score, self.logprobs_of
-        train.is_finite, gspo.policy_metrics = self.is_finite, self.policy_metrics
-
     @torch.no_grad()
     def float32(self, part):
-        run = self.run
         with torch.autocast("cpu", enabled=False):
-            return sampling.completion_logprobs(
-                run.models.policy, part.rollout, 1.0, part.trees, entropy="none"
-            )[0]
+            return logprobs_of(self.run.models.policy, part)
 
     def at_start(self, run, rollout, parts):
         parts, self.run, self.update = list(parts), run, 1
@@ -237,8 +232,9 @@ class Watch:
             exact, mask_of_ratio = gspo.completion_mean(exact, mask), mask.any(1, keepdim=True)
         else:
             mask_of_ratio = mask
-        ratio, (low, high) = exact.exp(), self.band
-        outside = (advantages > 0) & (ratio > 1 + high) | (advantages < 0) & (ratio < 1 - low)
+        ratio, config = exact.exp(), self.run.config
+        above, below = ratio > 1 + config.clip_high, ratio < 1 - config.clip_low
+        outside = (advantages > 0) & above | (advantages < 0) & below
         said, right = stopped.expand_as(ratio)[mask_of_ratio], outside[mask_of_ratio]
         counts = len(said), int(said.sum()), int(right.sum()), int((said != right).sum())
         self.counts[self.update] = [a + b for a, b in zip(self.counts[self.update], counts)]
@@ -249,26 +245,28 @@ class Watch:
         return self.is_finite(run, step, totals)
 
 
-def train_once(run: dict, flags: str) -> dict:
-    """Run train.py to its end. Return held-out shares and what was counted."""
-    watch = Watch(BAND_OF[run["row"]])
+def train_once(flags: str, simulated: bool, run: dict) -> tuple[dict, str]:
+    """Run train.py to its end. Return held-out shares, what was counted, and words about them."""
+    if simulated:
+        use_rounded_linear()
+    watch = Watch()
     given = f"{ROWS[run['row']]} --dtype {run['dtype']} --old-logprobs {run['old']} "
     given += f"--seed {run['seed']} --device cpu --eval-samples 0 --save-every 0 {flags}"
     began = time.process_time()
     before, metrics = common.train(given.split())
-    watch.stop()
     noise = torch.tensor(watch.noise)
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
-    return {
+    found = {
         "solved": {0: before} | solved,
         "reward": [round(row["reward"], 4) for row in metrics],
-        "clip_fraction": [float(f"{row.get('clip_fraction', 0.0):.3g}") for row in metrics],
-        "log s std at the first update": float(f"{float(noise.std()):.3g}"),
-        "log s |max| at the first update": float(f"{float(noise.abs().max()):.3g}"),
-        "sampler: log s at the first update": [float(f"{x:.3g}") for x in watch.sampler_noise],
-        "decisions by update: all, stopped, stopped in float32, different": watch.counts,
+        "clip_fraction": [rounded(row.get("clip_fraction", 0.0)) for row in metrics],
+        "log s std at the first update": rounded(noise.std()),
+        "log s |max| at the first update": rounded(noise.abs().max()),
+        "sampler: log s at the first update": [rounded(each) for each in watch.sampler_noise],
+        "decisions by update: all, stopped, stopped in float32, different": dict(watch.counts),
         "cpu_seconds": round(time.process_time() - began),
     }
+    return found, str(found["solved"])
 
 
 def rounded_copy(source: str, folder: str) -> str:
@@ -281,21 +279,19 @@ def rounded_copy(source: str, folder: str) -> str:
 
 def runs(given) -> None:
     """Rows of tiny.jsonl, real.jsonl or vllm.jsonl, all cells of one seed before the next."""
-    out, flags = FOLDER / f"{given.part}.jsonl", TINY
-    cells = [one for one in CELLS[given.part] if one[0] in given.rows and one[2] in given.old]
-    key = {}
+    key, flags = {}, TINY
     with tempfile.TemporaryDirectory() as folder:
         if given.part != "tiny":
             key = {"lr": 1e-5, "weights": "rounded", "steps": 12}
             flags = f"{REAL} --model {rounded_copy(given.model, folder)} "
             flags += "--sampler vllm " if given.part == "vllm" else ""
             flags += f"--data {given.data}/train.jsonl --eval-data {given.data}/test.jsonl"
-        for seed, (row, dtype, old) in itertools.product(given.seeds, cells):
-            one = key | {"seed": seed, "row": row, "dtype": dtype, "old": old}
-            if not any(one.items() <= each.items() for each in common.read_rows(out)):
-                found = train_once(one, flags)
-                common.add_row(out, one | found)
-                print(one, found["solved"], found["cpu_seconds"], "CPU seconds", flush=True)
+        wanted = [
+            key | {"seed": seed, "row": row, "dtype": dtype, "old": old}
+            for seed, (row, dtype, old) in itertools.product(given.seeds, CELLS[given.part])
+        ]
+        work = functools.partial(train_once, flags, given.part != "vllm")
+        common.run_missing(work, wanted, FOLDER / f"{given.part}.jsonl", jobs=1, start="spawn")
 
 
 def main() -> None:
@@ -304,12 +300,7 @@ def main() -> None:
     parser.add_argument("--model", help="folder of a pretrained model")
     parser.add_argument("--data", type=Path, help="folder of train.jsonl and test.jsonl")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--old", nargs="+", default=["trainer", "sampler"], help="--old-logprobs")
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    if given.part != "vllm":
-        use_rounded_linear()
     moves(given) if given.part == "moves" else runs(given)
 
 

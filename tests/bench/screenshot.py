@@ -13,6 +13,7 @@ import common
 from support import report
 
 SHOWN = ("eval_solved", "solved", "clip_fraction", "entropy")
+PICTURE = common.ROOT / "docs/pictures/report.png"
 WIDTH, HEIGHT, SCALE = 1000, 472, 1.5  # the README is about 800 pixels wide
 
 
@@ -33,14 +34,13 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, default=1, help="step of the group")
-    parser.add_argument("--out", default=common.ROOT / "docs/pictures/report.png")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "page.html")
         page.write_text(page_of(given.run, given.step))
         command = ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars"]
         command += [f"--window-size={WIDTH},{HEIGHT}", f"--force-device-scale-factor={SCALE}"]
-        subprocess.run([*command, f"--screenshot={given.out}", page.as_uri()], check=True)
+        subprocess.run([*command, f"--screenshot={PICTURE}", page.as_uri()], check=True)
 
 
 if __name__ == "__main__":
