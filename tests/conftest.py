@@ -19,6 +19,8 @@ if not any("on_a_gpu" in word for word in sys.argv):  # bf16 and its rounding wo
 
 import forks  # noqa: E402, F401, what the fork server imports
 
+gc.disable()  # during the imports, of which nothing is garbage
+
 if "pytest" in sys.argv[0] and not any("test_" in word for word in sys.argv):
     forkserver.ensure_running()  # of the whole suite: it imports torch while we do
 
@@ -50,7 +52,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    gc.freeze()  # what the imports have made is not searched again in every collection
+    gc.freeze()  # what the imports have made need not be searched again and again
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -81,7 +84,7 @@ def place(models, tmp_path, monkeypatch):
     furnish(here, models)
     monkeypatch.chdir(here)
     monkeypatch.setenv("XDG_CACHE_HOME", str(models / "cache"))
-    monkeypatch.setattr(pretrain, "WARM_STEPS", 8)
+    monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
     return here
 
 

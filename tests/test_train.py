@@ -129,11 +129,8 @@ def reference_apart(monkeypatch):
     "algorithm, unit, advantages",
     [
         ("gspo", "completion", z_scores),
-        ("gspo-token", "completion", z_scores),
         ("dapo", "token", z_scores),
         ("dr-grpo", "constant", centred),
-        ("rloo", "token", lambda values: [4 / 3 * x for x in centred(values)]),
-        ("maxrl", "token", lambda values: [x / (sum(values) / 4 or 1) for x in centred(values)]),
         ("luspo", "sum", z_scores),
         ("reinforce++", "token", None),  # a KL in the reward: it is in the advantages
     ],
