@@ -28,7 +28,7 @@ import transformers  # noqa: E402
 
 import train  # noqa: E402
 from support import pretrain  # noqa: E402
-from tools import EXPERTS, SHAPE, furnish, random_policy, write_rows  # noqa: E402
+from tools import EXPERTS, SHAPE, furnish, random_policy  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -62,7 +62,10 @@ def begun(request, tmp_path_factory):
     if any(hasattr(item.module, "fork") for item in request.session.items):
         forkserver.ensure_running()
     modules = {item.module for item in request.session.items if "last" in item.keywords}
-    return {each.__name__: each.begin(tmp_path_factory.mktemp("begun")) for each in modules}
+    folder = tmp_path_factory.mktemp("begun")
+    if modules:
+        furnish(folder, request.getfixturevalue("models"))
+    return {each.__name__: each.begin(folder) for each in modules}
 
 
 @pytest.fixture(scope="session")
@@ -86,13 +89,6 @@ def place(models, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(models / "cache"))
     monkeypatch.setattr(pretrain, "WARM_STEPS", 3)
     return here
-
-
-@pytest.fixture
-def prompts(place):
-    """rows.jsonl: prompts on 1, which pay.py:by_prompt finds right, on 2, wrong, and on 3."""
-    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
-    return write_rows(place / "rows.jsonl", rows)
 
 
 Step = namedtuple("Step", "batch updates tensors")

@@ -11,11 +11,12 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pytest", "transformers.models.qwen3.modeling_qwen3"])
 
 
-def begin(function, arguments, out, err, folder, environment):
+def begin(function, arguments, out, err, folder, nice, environment):
     """Run the function in a fork: redirect its output before, and exit with its status after."""
     sys.stdout = open(out, "a", buffering=1)  # noqa: SIM115, open until it dies
     sys.stderr = sys.stdout if err is None else open(err, "a", buffering=1)  # noqa: SIM115
     os.environ |= environment
+    os.nice(nice)
     os.chdir(folder)
     status = function(*arguments)
     sys.stdout.flush()
@@ -23,10 +24,10 @@ def begin(function, arguments, out, err, folder, environment):
     os._exit(status)
 
 
-def fork(function, *arguments, out, err=None, folder=".", **environment):
+def fork(function, *arguments, out, err=None, folder=".", nice=0, **environment):
     """function(*arguments), which returns the exit status, in a process of its own that writes into
-    the files out and err (None: one file for both)."""
-    given = (function, arguments, str(out), err and str(err), str(folder), environment)
+    the files out and err (None: one file for both). With nice=19 it takes no time from others."""
+    given = (function, arguments, str(out), err and str(err), str(folder), nice, environment)
     process = FORKS.Process(target=begin, args=given)
     process.start()
     return process
@@ -43,9 +44,3 @@ def program(source: str, *arguments: str) -> int:
     except SystemExit as end:
         return end.code or 0
     return 0
-
-
-def beside(source: str, *arguments: str) -> int:
-    """program, for one that runs beside the tests and takes no time from them."""
-    os.nice(10)
-    return program(source, *arguments)

@@ -15,7 +15,7 @@ import gspo
 import rewards
 import rollout
 import train
-from forks import beside, fork
+from forks import fork, program
 from support import report
 from tools import ROOT, copy_of_project, digests, good, metrics, strict, watched, write_rows
 
@@ -237,13 +237,13 @@ print("whole", train.main(f"{ppo} --name whole --save-every 1 --steps 2 {small}"
 
 def begin(folder):
     """A copy of the project with the steps of the page, in which PROGRAM runs beside the tests."""
-    project = copy_of_project(folder / "project")
+    project = copy_of_project(folder / "extended")
     for step in blocks("extending.md", "python"):
         applied(step, project)
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
     flags = command.partition("train.py ")[2] + f" {RUN} --steps 2 --group-size 16 --track csv"
     here = {"out": project / "out", "folder": project, "XDG_CACHE_HOME": str(project / "cache")}
-    return project, fork(beside, PROGRAM, *shlex.split(flags), **here)
+    return project, fork(program, PROGRAM, *shlex.split(flags), nice=19, **here)
 
 
 @pytest.fixture(scope="module")

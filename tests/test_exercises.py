@@ -5,7 +5,7 @@ import re
 import exercises
 import pytest
 
-from forks import QUICK, beside, fork
+from forks import QUICK, fork, program
 from tools import ROOT
 
 CHECK = """
@@ -18,13 +18,14 @@ runpy.run_path("docs/exercises.py", run_name="__main__")
 
 def begin(folder):
     """Check the empty functions, the originals and the bugs."""
-    exercises.make_copy(folder / "copy")
+    exercises.make_copy(folder / "exercises")
 
     def check(project, out, *names):
-        return fork(beside, CHECK, *names, out=folder / out, folder=project, **QUICK)
+        here = {"out": folder / out, "folder": project}
+        return fork(program, CHECK, *names, nice=19, **here, **QUICK)
 
     checks = [
-        check(folder / "copy", "empty", *exercises.EXERCISES),
+        check(folder / "exercises", "empty", *exercises.EXERCISES),
         check(ROOT, "original", *exercises.EXERCISES),
         check(ROOT, "bugs", "bugs"),
     ]

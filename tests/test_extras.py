@@ -2,7 +2,7 @@
 
 import pytest
 
-from forks import QUICK, beside, fork
+from forks import QUICK, fork, program
 from tools import copy_of_project
 
 TRAIN = """
@@ -16,13 +16,13 @@ FLAGS = "--algo gspo --steps 1 --prompts-per-step 2 --eval-prompts 4 --eval-samp
 
 def begin(folder):
     """Train in a copy without those files, and collect its tests."""
-    copy = copy_of_project(folder / "project")
+    copy = copy_of_project(folder / "without")
     for path in copy.glob("support/extras/*.py"):
         if path.name != "__init__.py":
             path.unlink()
-    here = {"folder": copy, "XDG_CACHE_HOME": str(folder / "cache")}
-    train = fork(beside, TRAIN, *FLAGS.split(), out=folder / "out", **here)
-    return folder, train, fork(beside, COLLECT, out=folder / "collected", folder=copy, **QUICK)
+    here = {"folder": copy, "nice": 19, "XDG_CACHE_HOME": str(folder / "cache")}
+    train = fork(program, TRAIN, *FLAGS.split(), out=folder / "trained", **here)
+    return folder, train, fork(program, COLLECT, out=folder / "collected", **here, **QUICK)
 
 
 @pytest.mark.last
@@ -30,6 +30,6 @@ def test_without_the_optional_files_a_run_trains_and_the_tests_are_collected(beg
     folder, train, collect = begun[__name__]
     train.join()
     collect.join()
-    out, collected = ((folder / name).read_text() for name in ("out", "collected"))
-    assert train.exitcode == 0 and "held out" in out, out
+    trained, collected = ((folder / name).read_text() for name in ("trained", "collected"))
+    assert train.exitcode == 0 and "held out" in trained, trained
     assert collect.exitcode == 0, collected[-3000:]

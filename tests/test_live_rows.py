@@ -13,7 +13,7 @@ import rollout
 import train
 from tools import BASE, distance, good, gradients, metrics, newest, rows_of, watched
 
-pytestmark = pytest.mark.usefixtures("place", "prompts")
+pytestmark = pytest.mark.usefixtures("place")
 
 MIXED = (
     f"{BASE} --data rows.jsonl --eval-data rows.jsonl --reward pay.py:by_prompt --steps 3 "

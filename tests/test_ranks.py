@@ -26,7 +26,7 @@ from support.ranks import joined_ranks
 from tools import BASE, ROOT, command_line, distance, good, metrics, newest, refused, timeless
 
 pytestmark = [
-    pytest.mark.usefixtures("place", "prompts"),
+    pytest.mark.usefixtures("place"),
     pytest.mark.skipif(os.name != "posix", reason="needs fork and signals"),
 ]
 MINUTES = 300  # seconds that a run may take on a busy machine
@@ -50,17 +50,24 @@ def one_rank(rank, arguments, trouble, troubled):
     return train.main(arguments)
 
 
-def launch(size, logs, function, *arguments) -> tuple[list[int], list[str]]:
-    """function(rank, *arguments) in some processes. Wait for their statuses and what they print."""
+def start(size, logs, function, *arguments, **where) -> list[tuple]:
+    """Start function(rank, *arguments) in some processes, of which each has a file to print to."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = str(one.getsockname()[1])
     together = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes, logs = [], [logs.with_name(f"{logs.name}-log{rank}") for rank in range(size)]
-    for rank, log in enumerate(logs):
+    started = []
+    for rank in range(size):
+        log = logs.with_name(f"{logs.name}-log{rank}")
         log.write_text("")
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(fork(function, rank, *arguments, out=log, **together, **own))
+        own = {"out": log, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append((fork(function, rank, *arguments, **own, **together, **where), log))
+    return started
+
+
+def wait(started) -> tuple[list[int], list[str]]:
+    """The statuses of these processes, and what they have printed."""
+    processes, logs = zip(*started)
     connection.wait([process.sentinel for process in processes], MINUTES)
     for process in processes:  # where one ends, the others end soon, or hang
         process.join(SOON)
@@ -70,12 +77,17 @@ def launch(size, logs, function, *arguments) -> tuple[list[int], list[str]]:
 
 
 class Together:
-    """Start a run in some processes, and wait for them."""
+    """A run in some processes."""
 
-    def __init__(self, size, runs, flags, trouble=None, troubled=None, small=True):
+    def __init__(self, size, runs, flags, trouble=None, troubled=None, small=True, **where):
         self.folder = runs / "run"
         given = (command_line(runs, flags, small=small), trouble, troubled)
-        self.statuses, self.texts = launch(size, runs, one_rank, *given)
+        self.started = start(size, runs, one_rank, *given, **where)
+
+    def end(self):
+        """Wait for the processes. Keep their statuses and what they have printed."""
+        self.statuses, self.texts = wait(self.started)
+        return self
 
     def one_sentence(self) -> str:
         """The error of all processes, and no traceback."""
@@ -85,12 +97,12 @@ class Together:
         return sentence
 
 
-def together(size, runs, flags, **more) -> Path:
+def ended_well(run: Together) -> Path:
     """The folder of a run that must end well, of which only the first process is heard."""
-    result = Together(size, runs, flags, **more)
-    assert result.statuses == [0] * size, result.texts
-    assert result.texts[1:] == [""] * (size - 1)
-    return result.folder
+    run.end()
+    assert not any(run.statuses), run.texts
+    assert not any(run.texts[1:])
+    return run.folder
 
 
 def alike(one: Path, other: Path):
@@ -121,16 +133,28 @@ SAME = {
     # the first process has no row of any update
     "one row": "--prompts-per-step 2 --eval-prompts 3 --completions-per-update 1",
 }
-FAST = [("dapo with refills", 2), ("ppo", 2), ("one row", 2)]
-REST = [("grpo with a KL", 4), ("experts", 2), ("lora", 2), ("opd", 2)]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+FAST = ("dapo with refills", "ppo", "one row")
+SLOW = ("grpo with a KL", "experts", "lora", "opd")
+CASES = [*FAST, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]]
 
 
-@pytest.mark.parametrize("case, size", FAST + SLOW)
-def test_several_processes_train_as_one(case, size, tmp_path):
-    flags = f"{BASE} --lr 1e-4 --eval-samples 2 {SAME[case]}"
-    alone = good(tmp_path / "one", flags).folder
-    alike(together(size, tmp_path / "several", flags), alone)
+def flags_of(case) -> str:
+    return f"{BASE} --lr 1e-4 --eval-samples 2 {SAME[case]}"
+
+
+def begin(folder):
+    """Start the fast cases, which run beside the other tests."""
+    where = {"folder": folder, "nice": 19}
+    return {case: Together(2, folder / case, flags_of(case), **where) for case in FAST}
+
+
+@pytest.mark.last
+@pytest.mark.parametrize("case", CASES)
+def test_several_processes_train_as_one(case, begun, tmp_path):
+    alone = good(tmp_path / "one", flags_of(case)).folder
+    size = 4 if "grpo" in case else 2
+    several = begun[__name__].get(case) or Together(size, tmp_path / "several", flags_of(case))
+    alike(ended_well(several), alone)
     rows = metrics(alone)
     assert len(rows) == 2 and sum(row["advantage_abs"] for row in rows) > 0
 
@@ -158,7 +182,7 @@ def talk(rank) -> int:
 
 def test_two_processes_talk(tmp_path):
     """Sums of tensors have the bits of a plain sum, whatever their shapes, dtypes and strides."""
-    statuses, texts = launch(2, tmp_path / "talk", talk)
+    statuses, texts = wait(start(2, tmp_path / "talk", talk))
     assert statuses == [0, 0], texts
 
 
@@ -172,6 +196,7 @@ def test_a_signal_to_one_stops_all_and_a_run_goes_on_in_another_number(tmp_path)
     good(tmp_path / "parts", f"{flags} --steps 1")
     more = "--resume --name run --steps 3"
     stopped = Together(2, tmp_path / "parts", more, signal.SIGTERM, troubled=1, small=False)
+    stopped.end()
     assert stopped.statuses == [130, 130], stopped.texts
     assert newest(stopped.folder).name == "step-2"
     assert "--resume --name run" in stopped.one_sentence()
@@ -181,7 +206,7 @@ def test_a_signal_to_one_stops_all_and_a_run_goes_on_in_another_number(tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble, rank", [(signal.SIGKILL, 0), (ValueError("a bug"), 2)])
 def test_where_one_dies_the_others_end(trouble, rank, tmp_path):
-    died = Together(3, tmp_path / "died", f"{BASE} --steps 99", trouble, rank)
+    died = Together(3, tmp_path / "died", f"{BASE} --steps 99", trouble, rank).end()
     if trouble == signal.SIGKILL:
         assert died.statuses.pop(rank) == -signal.SIGKILL
     else:
@@ -201,7 +226,7 @@ def test_a_mistake_of_the_user_is_one_sentence_of_all(flags, trouble, words, tmp
     """Before the run, and in step 2 of one process."""
     Path("taken/run").mkdir(parents=True)
     Path("taken/run/config.json").write_text("{}")
-    refused = Together(2, tmp_path / "runs", f"{BASE} {flags}", trouble, troubled=1)
+    refused = Together(2, tmp_path / "runs", f"{BASE} {flags}", trouble, troubled=1).end()
     assert refused.statuses == [2, 2], refused.texts
     assert words in refused.one_sentence()
     assert (tmp_path / "runs").exists() == bool(trouble)
@@ -216,7 +241,7 @@ def test_a_fault_of_a_verifier_on_another_process_is_counted_and_told(tmp_path):
         "    return len(completion) % 3 / 2\n"
     )
     flags = "--model models/tiny --reward fails.py:fails --steps 2"
-    result = Together(2, tmp_path / "runs", flags)
+    result = Together(2, tmp_path / "runs", flags).end()
     assert result.statuses == [0, 0], result.texts
     assert metrics(result.folder)[0]["verifier_faults"] > 0
     assert "SystemExit" in result.texts[0]

@@ -68,7 +68,7 @@ def test_vllm_that_is_not_installed_is_named_with_its_pip_line(monkeypatch, tmp_
     assert "--sampler vllm: needs pip install vllm==" in refused(tmp_path, f"{BASE} --sampler vllm")
 
 
-def test_the_sampler_is_measured_where_the_first_update_has_no_active_row(prompts, seen, tmp_path):
+def test_the_sampler_is_measured_where_the_first_update_has_no_active_row(seen, tmp_path):
     """Of 3 updates, of a group each, those of dead groups have none."""
     flags = "--model models/tiny --data rows.jsonl --reward pay.py:by_prompt --steps 6"
     flags += " --prompts-per-step 3 --completions-per-update 4 --eval-data rows.jsonl"

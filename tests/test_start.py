@@ -143,7 +143,7 @@ def test_the_console_says_what_a_scientist_looks_at(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--reward pay.py:never --max-new-tokens 24", ["all rewards are equal"]),
+        ("--reward pay.py:never --max-new-tokens 6", ["all rewards are equal"]),
         ("--overlong-filter", ["all completions are truncated"]),
         # a teacher has advantages for truncated completions
         ("--algo opd --teacher models/moe", []),
@@ -250,8 +250,6 @@ def test_nothing_but_the_algorithm_is_needed(tmp_path, monkeypatch):
     config = strict(Path("runs/gspo-1/config.json").read_text())
     assert config["reward"] == "arithmetic" and len(metrics("runs/gspo-1")) == 1
     assert len(list(Path("cache/gspo").iterdir())) == 1
-    monkeypatch.setattr(AutoModelForCausalLM, "from_config", None)  # the second run starts at once
-    good("runs", f"{flags} --name run", small=False)
 
 
 def test_a_resumed_run_keeps_the_date_of_its_start_and_its_tracker(

@@ -69,9 +69,12 @@ def steps(completion, answer):
 
 
 def furnish(folder, models):
-    """Put the models and the rewards into the working directory of a run."""
+    """Put the models, the rewards and rows.jsonl into the working directory of a run: prompts on 1,
+    which pay.py:by_prompt finds right, on 2, wrong, and on 3."""
     Path(folder, "models").symlink_to(models)
     Path(folder, "pay.py").write_text(PAY)
+    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
+    write_rows(Path(folder, "rows.jsonl"), rows)
 
 
 def command_line(runs, flags="", *more, small=True) -> list[str]:
