@@ -24,31 +24,42 @@ CASES = [
 ]
 
 
-def pretended(*arguments):
-    """Return the exit status of a program on the device, its output and its stderr."""
-    process = fork(program, PROGRAM, *map(str, arguments), out="out", err="err")
-    process.join()
-    return process.exitcode, Path("out").read_text(), Path("err").read_text()
+def pretended(folder, *arguments, nice=0):
+    """A program on the device, whose output is in the folder."""
+    here = {"folder": folder, "out": folder / "gpu-out", "err": folder / "gpu-err"}
+    return fork(program, PROGRAM, *map(str, arguments), nice=nice, **here)
 
 
+def run_on_the_gpu(folder, case, nice=0):
+    words = command_line(folder / "gpu", f"{BASE} {SIZES} {case}", "--device", "cuda")
+    return folder, pretended(folder, ROOT / "train.py", *words, nice=nice)
+
+
+def begin(folder):
+    """Start the fast case, which runs beside the other tests."""
+    return {CASES[0]: run_on_the_gpu(folder, CASES[0], nice=19)}
+
+
+@pytest.mark.last
 @pytest.mark.parametrize(
     "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])]
 )
-def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, tmp_path):
-    flags = f"{BASE} {SIZES} {case}"
-    words = command_line(tmp_path / "gpu", flags, "--device", "cuda")
-    status, out, said = pretended(ROOT / "train.py", *words)
-    assert status == 0 and ", cuda " in out, said[-3000:]
+def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, begun, place, tmp_path):
+    there, process = begun[__name__].get(case) or run_on_the_gpu(place, case)
+    process.join()
+    said = (there / "gpu-err").read_text()
+    assert process.exitcode == 0 and ", cuda " in (there / "gpu-out").read_text(), said[-3000:]
     if "bfloat16" in case:
         return
-    folder = good(tmp_path / "cpu", flags).folder
-    for row, expected in zip(metrics(tmp_path / "gpu/run"), metrics(folder), strict=True):
+    folder = good(tmp_path / "cpu", f"{BASE} {SIZES} {case}").folder
+    for row, expected in zip(metrics(there / "gpu/run"), metrics(folder), strict=True):
         for name in ("reward", "length_mean", "ratio_mean", "grad_norm", "entropy", "loss"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
 
 
-def test_a_transfer_that_is_missing_is_seen():
+def test_a_transfer_that_is_missing_is_seen(place):
     lines = ("import torch", "there = torch.ones(2, device='cuda')", "there + torch.ones(2)")
     Path("mixed.py").write_text("\n".join(lines))
-    _, _, said = pretended("mixed.py")
+    pretended(place, "mixed.py").join()
+    said = Path("gpu-err").read_text()
     assert "same device" in said and "line 3" in said
