@@ -131,6 +131,7 @@ def reference_apart(monkeypatch):
         ("gspo", "completion", z_scores),
         ("dapo", "token", z_scores),
         ("dr-grpo", "constant", centred),
+        ("maxrl", "token", lambda values: [x / (sum(values) / 4 or 1) for x in centred(values)]),
         ("luspo", "sum", z_scores),
         ("reinforce++", "token", None),  # a KL in the reward: it is in the advantages
     ],
