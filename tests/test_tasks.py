@@ -113,9 +113,9 @@ def test_a_policy_is_made_once_for_a_recipe_and_named_if_it_is_broken(
     assert list((tmp_path / "gspo").iterdir()) == [folder]
     for path in (folder, *folder.iterdir()):  # other users of a shared cache read it
         assert path.stat().st_mode & 0o044 == 0o044
-    weights = (folder / "model.safetensors").stat()
-    assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
-    assert (folder / "model.safetensors").stat() == weights
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "warm_start", None)  # the second run starts at once
+        assert pretrain.built_in_policy(TASKS["arithmetic"], "tiny") == folder
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
         whole = (folder / file).read_bytes()
         (folder / file).write_bytes(whole[:99])
