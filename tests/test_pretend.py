@@ -25,14 +25,17 @@ CASES = [
 
 
 def pretended(folder, *arguments, nice=0):
-    """A program on the device, whose output is in the folder."""
-    here = {"folder": folder, "out": folder / "gpu-out", "err": folder / "gpu-err"}
-    return fork(program, PROGRAM, *map(str, arguments), nice=nice, **here)
+    """A program on the device, which prints to two files of the folder."""
+    out, err = folder / "gpu-out", folder / "gpu-err"
+    words = map(str, arguments)
+    return fork(program, PROGRAM, *words, out=out, err=err, folder=folder, nice=nice)
 
 
 def run_on_the_gpu(folder, case, nice=0):
-    words = command_line(folder / "gpu", f"{BASE} {SIZES} {case}", "--device", "cuda")
-    return folder, pretended(folder, ROOT / "train.py", *words, nice=nice)
+    flags = f"{BASE} {SIZES} {case}"
+    words = command_line(folder / "gpu", flags, "--device", "cuda")
+    process = pretended(folder, ROOT / "train.py", *words, nice=nice)
+    return folder, process
 
 
 def begin(folder):
@@ -47,11 +50,13 @@ def begin(folder):
 def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, begun, place, tmp_path):
     there, process = begun[__name__].get(case) or run_on_the_gpu(place, case)
     process.join()
+    out = (there / "gpu-out").read_text()
     said = (there / "gpu-err").read_text()
-    assert process.exitcode == 0 and ", cuda " in (there / "gpu-out").read_text(), said[-3000:]
+    assert process.exitcode == 0 and ", cuda " in out, said[-3000:]
     if "bfloat16" in case:
         return
-    folder = good(tmp_path / "cpu", f"{BASE} {SIZES} {case}").folder
+    flags = f"{BASE} {SIZES} {case}"
+    folder = good(tmp_path / "cpu", flags).folder
     for row, expected in zip(metrics(there / "gpu/run"), metrics(folder), strict=True):
         for name in ("reward", "length_mean", "ratio_mean", "grad_norm", "entropy", "loss"):
             assert row[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
