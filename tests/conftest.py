@@ -4,7 +4,7 @@ fixtures that several test files share."""
 import gc
 import os
 import sys
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def begun(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun")
     if modules:
         furnish(folder, request.getfixturevalue("models"))
-    return {each.__name__: each.begin(folder) for each in modules}
+    return defaultdict(dict, {each.__name__: each.begin(folder) for each in modules})
 
 
 @pytest.fixture(scope="session")

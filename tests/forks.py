@@ -28,7 +28,7 @@ def fork(function, *arguments, out, err=None, folder=".", nice=0, **environment)
     """function(*arguments), which returns the exit status, in a process of its own that writes into
     the files out and err (None: one file for both). With nice=19 it takes no time from others."""
     given = (function, arguments, str(out), err and str(err), str(folder), nice, environment)
-    process = FORKS.Process(target=begin, args=given)
+    process = FORKS.Process(target=begin, args=given, daemon=True)  # it does not outlive the suite
     process.start()
     return process
 

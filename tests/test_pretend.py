@@ -16,8 +16,8 @@ sys.argv[0] = {str(ROOT / "tests/pretend.py")!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 SIZES = "--steps 1 --prompts-per-step 2 --eval-prompts 2 --max-new-tokens 6"
-CASES = [
-    "--dtype float32 --algo ppo --kl-coef 0.1",
+FAST = "--dtype float32 --algo ppo --kl-coef 0.1"
+SLOW = [
     "--dtype float32 --model models/moe --algo grpo --routing-replay --stale-steps 2",
     "--dtype float32 --lora-rank 4 --algo dapo --overlong-filter --entropy-coef 0.01",
     "--dtype bfloat16 --algo gspo-token --reward pay.py:steps --tis-cap 2",
@@ -40,13 +40,14 @@ def run_on_the_gpu(folder, case, nice=0):
 
 def begin(folder):
     """Start the fast case, which runs beside the other tests."""
-    return {CASES[0]: run_on_the_gpu(folder, CASES[0], nice=19)}
+    return {FAST: run_on_the_gpu(folder, FAST, nice=19)}
 
 
-@pytest.mark.last
-@pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])]
-)
+CASES = [pytest.param(FAST, marks=pytest.mark.last)]
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, begun, place, tmp_path):
     there, process = begun[__name__].get(case) or run_on_the_gpu(place, case)
     process.join()

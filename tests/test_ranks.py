@@ -135,7 +135,8 @@ SAME = {
 }
 FAST = ("dapo with refills", "ppo", "one row")
 SLOW = ("grpo with a KL", "experts", "lora", "opd")
-CASES = [*FAST, *[pytest.param(case, marks=pytest.mark.slow) for case in SLOW]]
+CASES = [pytest.param(case, marks=pytest.mark.last) for case in FAST]
+CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 
 def flags_of(case) -> str:
@@ -148,7 +149,6 @@ def begin(folder):
     return {case: Together(2, folder / case, flags_of(case), **where) for case in FAST}
 
 
-@pytest.mark.last
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_train_as_one(case, begun, tmp_path):
     alone = good(tmp_path / "one", flags_of(case)).folder
