@@ -243,7 +243,9 @@ def begin(folder):
     command = "\n".join(blocks("extending.md", "bash")).replace("\\\n", " ")
     flags = command.partition("train.py ")[2] + f" {RUN} --steps 2 --group-size 16 --track csv"
     here = {"out": project / "out", "folder": project, "XDG_CACHE_HOME": str(project / "cache")}
-    return project, fork(program, PROGRAM, *shlex.split(flags), nice=19, **here)
+    words = shlex.split(flags)
+    process = fork(program, PROGRAM, *words, nice=19, **here)
+    return project, process
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ def begin(folder):
             path.unlink()
     here = {"folder": copy, "nice": 19, "XDG_CACHE_HOME": str(folder / "cache")}
     train = fork(program, TRAIN, *FLAGS.split(), out=folder / "trained", **here)
-    return folder, train, fork(program, COLLECT, out=folder / "collected", **here, **QUICK)
+    collect = fork(program, COLLECT, out=folder / "collected", **here, **QUICK)
+    return folder, train, collect
 
 
 @pytest.mark.last

@@ -49,7 +49,10 @@ CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_on_a_pretended_gpu_is_the_one_on_the_cpu(case, begun, place, tmp_path):
-    there, process = begun[__name__].get(case) or run_on_the_gpu(place, case)
+    started = begun[__name__].get(case)
+    if started is None:
+        started = run_on_the_gpu(place, case)
+    there, process = started
     process.join()
     out = (there / "gpu-out").read_text()
     said = (there / "gpu-err").read_text()

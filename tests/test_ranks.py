@@ -135,6 +135,7 @@ SAME = {
 }
 FAST = ("dapo with refills", "ppo", "one row")
 SLOW = ("grpo with a KL", "experts", "lora", "opd")
+SIZES = {"grpo with a KL": 4}  # of the others 2
 CASES = [pytest.param(case, marks=pytest.mark.last) for case in FAST]
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
@@ -152,8 +153,9 @@ def begin(folder):
 @pytest.mark.parametrize("case", CASES)
 def test_several_processes_train_as_one(case, begun, tmp_path):
     alone = good(tmp_path / "one", flags_of(case)).folder
-    size = 4 if "grpo" in case else 2
-    several = begun[__name__].get(case) or Together(size, tmp_path / "several", flags_of(case))
+    several = begun[__name__].get(case)
+    if several is None:
+        several = Together(SIZES.get(case, 2), tmp_path / "several", flags_of(case))
     alike(ended_well(several), alone)
     rows = metrics(alone)
     assert len(rows) == 2 and sum(row["advantage_abs"] for row in rows) > 0

@@ -73,7 +73,8 @@ def furnish(folder, models):
     which pay.py:by_prompt finds right, on 2, wrong, and on 3."""
     Path(folder, "models").symlink_to(models)
     Path(folder, "pay.py").write_text(PAY)
-    rows = [{"prompt": f"{1 + i % 3}+{i}=", "answer": "0"} for i in range(12)]
+    prompts = [f"{1 + i % 3}+{i}=" for i in range(12)]
+    rows = [{"prompt": prompt, "answer": "0"} for prompt in prompts]
     write_rows(Path(folder, "rows.jsonl"), rows)
 
 
