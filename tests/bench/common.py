@@ -31,11 +31,6 @@ def add_row(path: Path | str, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def rounded(number: float) -> float:
-    """The number with three digits, as rows keep it."""
-    return float(f"{float(number):.3g}")
-
-
 def train(flags: list[str]) -> tuple[float, list[dict]]:
     """Run train.py silently to its end, with one thread. Return the held-out share solved before
     training, and the metrics."""
@@ -63,17 +58,17 @@ def attempt(call: tuple) -> tuple[dict, dict | None, str]:
     return given, numbers, said
 
 
-def run_missing(work, wanted: list[dict], out: Path, jobs: int = 2, start: str = "fork") -> None:
+def run_missing(work, wanted: list[dict], out: Path, start: str = "fork") -> None:
     """Append the row one | work(one) to a file for each of these that it does not have yet. work
     returns numbers, and words about them.
 
-    Each runs in a process of its own. A fork need not import torch again; with start="spawn" a
-    process takes as much memory as one started by hand."""
+    Two run at a time, each in a process of its own. A fork need not import torch again; with
+    start="spawn" a process takes as much memory as one started by hand."""
     out.parent.mkdir(parents=True, exist_ok=True)
     done, failed = read_rows(out), 0
     left = [one for one in wanted if not any(one.items() <= row.items() for row in done)]
     print(len(left), "runs are missing", file=sys.stderr, flush=True)
-    with multiprocessing.get_context(start).Pool(jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context(start).Pool(2, maxtasksperchild=1) as pool:
         for given, numbers, said in pool.imap_unordered(attempt, [(work, one) for one in left]):
             print(f"{given}: {said}", file=sys.stderr, flush=True)
             if numbers is None:

@@ -13,7 +13,7 @@ import sys
 
 import common
 import train  # noqa: F401  # each fork then has it
-from common import markdown, read_rows, rounded
+from common import markdown, read_rows
 from support import pretrain, tasks
 
 OPERATIONS = (12, 15)  # in a chain, fewest and most: answers have 80 tokens on average
@@ -69,7 +69,7 @@ def train_once(run: dict) -> tuple[dict, str]:
     solved = {row["step"]: row["eval_solved"] for row in metrics if "eval_solved" in row}
     found = {"solved": {0: before} | solved}
     for name in METRICS:
-        found[name] = [rounded(row.get(name, 0.0)) for row in metrics]
+        found[name] = [float(f"{row.get(name, 0.0):.3g}") for row in metrics]
     return found, " ".join(f"{100 * share:.0f}" for share in found["solved"].values())
 
 
