@@ -169,6 +169,25 @@ def example(page: str, part: str) -> str:
     return source
 
 
+def test_the_short_loss_of_the_readme_is_gspo_loss():
+    scope = {"torch": torch}
+    exec(example("README.md", "def gspo_loss("), scope)
+    torch.manual_seed(0)
+    logprobs = -torch.rand(4, 6)
+    old_logprobs = logprobs + 1e-3 * torch.randn(4, 6)  # s is on both sides of both limits
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    mask = torch.arange(6) < torch.tensor([[6], [5], [2], [6]])
+    values, gradients = [], []
+    for loss in (scope["gspo_loss"], lambda *given: gspo.gspo_loss(*given)[0]):
+        logprobs.requires_grad_().grad = None
+        values.append(loss(logprobs, old_logprobs, advantages, mask))
+        values[-1].backward()
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(*values)
+    torch.testing.assert_close(*gradients)
+    assert 0 < (gradients[0] != 0).any(1).sum() < 4
+
+
 def test_loss_example_runs_and_the_gradient_raises_the_better_completion():
     scope = {}
     exec(example("README.md", "print(logprobs.grad"), scope)

@@ -28,9 +28,8 @@ from tools import metrics  # noqa: E402
 
 PAGE = ROOT / "docs/from-ppo-to-gspo.md"
 LESSON = PAGE.read_text(encoding="utf-8")
-# a hidden comment, `diff old new` or `source name` (or `code`, `body`), and the block below it
-CODE = re.compile(r"<!-- (diff|source|code|body) (\w+) ?(\w*) -->\n```\w+\n.*?```\n", re.DOTALL)
-README = ROOT / "README.md"
+# a comment that GitHub hides, `diff old new` or `source name`, and the block below it
+CODE = re.compile(r"<!-- (diff|source) (\w+) ?(\w*) -->\n```\w+\n.*?```\n", re.DOTALL)
 
 
 def lines_of(name: str) -> list[str]:
@@ -48,14 +47,11 @@ def lines_of(name: str) -> list[str]:
 
 
 def block(found: re.Match) -> str:
-    """The comment and the block: a whole function, one without its docstring, or a diff of two."""
+    """The comment and the block: a whole function, or a diff of two without docstrings."""
     kind, name, new = found.groups()
     language, lines = "python", lines_of(name)
-    if kind in ("source", "code"):
+    if kind == "source":
         lines = inspect.getsource(getattr(gspo, name)).splitlines()
-    if kind == "code":  # without the docstring
-        docstring, first = ast.parse("\n".join(lines)).body[0].body[:2]
-        lines[docstring.lineno - 1 : first.lineno - 1] = []
     if kind == "diff":
         language = "diff"
         lines = [*difflib.unified_diff(lines, lines_of(new), lineterm="", n=len(lines))][3:]
@@ -71,10 +67,7 @@ def test_code_of_the_lesson_is_that_of_gspo():
     found = CODE.findall(LESSON)
     assert [kind for kind, *_ in found].count("diff") == LESSON.count("```diff") > 3
     assert ("source", "reinforce_loss", "") in found
-    assert CODE.findall(README.read_text()) == [("code", "gspo_loss", "")]
-    for page in (PAGE, README):
-        text = page.read_text()
-        assert with_code(text) == text, "a loss has changed: python tests/test_lesson.py"
+    assert with_code(LESSON) == LESSON, "a loss has changed: python tests/test_lesson.py"
 
 
 def test_program_prints_the_numbers_of_the_page(capsys):
@@ -181,5 +174,4 @@ def test_formulas_are_safe_from_markdown(page):
 
 
 if __name__ == "__main__":
-    for page in (PAGE, README):
-        page.write_text(with_code(page.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_code(LESSON), encoding="utf-8")
