@@ -51,6 +51,7 @@ PARTS = (  # rows, rates, seeds, further flags
     (OTHERS, RATES, SEEDS[:5], ""),
     (BANDS, BAND_RATES, SEEDS, ""),
     (BANDS[-1:], RATES, SEEDS, ""),
+    (("gspo", "grpo"), (5e-5,), SEEDS, ""),  # after the plan: is a lower rate better?
 )
 ROWS_FILE = common.ROOT / "docs/runs/rates/rows.jsonl"
 METRICS = ("clip_fraction", "policy_kl", "grad_norm", "entropy", "policy_sequence_std")
