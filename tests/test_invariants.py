@@ -12,8 +12,8 @@ pytestmark = pytest.mark.usefixtures("place")
 def test_an_evaluation_is_that_of_the_checkpoint_and_changes_nothing_in_training(flags, tmp_path):
     """The sampler is a copy: it must have the weights after the step, or else stay stale."""
     flags = f"{flags} --lr 1e-2"
-    often = good(tmp_path / "often", f"{BASE} --steps 2 --eval-every 1 {flags}").folder
-    never = good(tmp_path / "never", f"{BASE} --steps 2 --eval-every 0 {flags}").folder
+    often = good(tmp_path / "often", f"{BASE} --steps 3 --eval-every 1 {flags}").folder
+    never = good(tmp_path / "never", f"{BASE} --steps 3 --eval-every 0 {flags}").folder
     for row, expected in zip(timeless(often)[:-1], timeless(never)[:-1], strict=True):
         del row["eval_solved"]
         assert row == expected
