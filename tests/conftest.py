@@ -59,8 +59,6 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session", autouse=True)
 def begun(request, tmp_path_factory):
     """What the tests marked `last` wait for, by the name of their module."""
-    if any(hasattr(item.module, "fork") for item in request.session.items):
-        forkserver.ensure_running()
     modules = {item.module for item in request.session.items if "last" in item.keywords}
     folder = tmp_path_factory.mktemp("begun")
     if modules:

@@ -179,10 +179,11 @@ def test_the_short_loss_of_the_readme_is_gspo_loss():
     mask = torch.arange(6) < torch.tensor([[6], [5], [2], [6]])
     values, gradients = [], []
     for loss in (scope["gspo_loss"], lambda *given: gspo.gspo_loss(*given)[0]):
-        logprobs.requires_grad_().grad = None
-        values.append(loss(logprobs, old_logprobs, advantages, mask))
-        values[-1].backward()
-        gradients.append(logprobs.grad)
+        own = logprobs.clone().requires_grad_()
+        value = loss(own, old_logprobs, advantages, mask)
+        value.backward()
+        values.append(value)
+        gradients.append(own.grad)
     torch.testing.assert_close(*values)
     torch.testing.assert_close(*gradients)
     assert 0 < (gradients[0] != 0).any(1).sum() < 4
